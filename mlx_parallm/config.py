@@ -1,0 +1,234 @@
+"""The server's configuration: one frozen dataclass, filled from flags, environment and a YAML file.
+
+Each field of `ServeConfig` says all there is to know about its option (spellings, config-file section,
+help), and the parser, the environment reader and the file reader below are made from that alone.
+A flag beats PARALLM_<FLAG> in the environment, which beats the file; an unknown key is an error.
+"""
+
+import argparse
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mlx_parallm.errors import ConfigError
+
+
+def _option(
+    default: Any,
+    help: str,
+    *,
+    section: str = "server",
+    aliases: Sequence[str] = (),
+    parse: Any = str,
+    choices: Sequence[str] | None = None,
+    key: str | None = None,
+) -> Any:
+    """A field with what the three readers need. `aliases` may give (flag, factor) to scale a number."""
+    metadata = dict(help=help, section=section, aliases=tuple(aliases), parse=parse, choices=choices, key=key)
+    return field(default=default, metadata=metadata)
+
+
+def parse_bytes(text: str | int) -> int:
+    """'512MB', '8GiB', '20 GB' or a number of bytes."""
+    if isinstance(text, int):
+        return text
+    units = {"": 1, "k": 1_000, "m": 1_000_000, "g": 1_000_000_000, "t": 1_000_000_000_000}
+    units |= {f"{unit}i": 1 << (10 * power) for power, unit in enumerate("kmgt", start=1)}
+    number = text.strip().lower().removesuffix("b").strip()
+    digits = number.rstrip("kmgti").strip()
+    unit = number[len(digits) :].strip()
+    try:
+        return int(float(digits) * units[unit])
+    except (ValueError, KeyError):
+        raise ConfigError(f"{text!r} is not a size: write bytes, or a number with KB, MB, GB, KiB, MiB or GiB") from None
+
+
+def _parse_bool(text: str | bool) -> bool:
+    if isinstance(text, bool):
+        return text
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off", ""):
+        return False
+    raise ConfigError(f"{text!r} is not a boolean: write true or false")
+
+
+def _parse_list(value: str | Sequence[str]) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    # model
+    model_path: tuple[str, ...] = _option(
+        (), "hub id, local folder or .gguf file; repeatable as NAME=PATH (default: the embedded model)",
+        section="model", aliases=("--model",), parse=_parse_list, key="base_model_path",
+    )  # fmt: skip
+    dtype: str = _option(
+        "auto", "how weights are held: auto keeps what is fast on this device", section="model",
+        choices=("auto", "float32", "float16", "bfloat16", "quantized"),
+    )  # fmt: skip
+    max_model_len: int | None = _option(None, "cut the model's context to this many tokens", section="model", parse=int)
+    trust_remote_code: bool = _option(False, "run Python code that comes with the model", section="model", parse=_parse_bool)
+    # server
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(8000, "port to listen on", parse=int)
+    max_batch_size: int = _option(32, "rows decoded together", aliases=("--max-batch",), parse=int)
+    scheduler: str = _option(
+        "continuous", "continuous admits at every step; default waits a gather window first",
+        choices=("continuous", "default"),
+    )  # fmt: skip
+    batch_timeout: float = _option(
+        0.1, "the gather window, in seconds", aliases=(("--flush-interval-ms", 0.001),), parse=float
+    )
+    max_concurrent_streams: int = _option(0, "streams beyond it wait in the queue; 0: no limit", parse=int)
+    max_queue_size: int = _option(128, "waiting requests beyond it get 429", parse=int)
+    request_timeout_seconds: float = _option(600.0, "then the row is freed and the client gets an error", parse=float)
+    max_tokens: int | None = _option(
+        None, "default completion length for all routes (default: chat what the context allows, completions 16)", parse=int
+    )
+    prefill_step_size: int = _option(2048, "most prompt tokens computed between two decode steps", parse=int)
+    dedupe: bool = _option(False, "identical deterministic requests in flight share one computation", parse=_parse_bool)
+    api_key: str | None = _option(None, "bearer token that every route but /health asks for")
+    admin_key: str | None = _option(None, "bearer token for admin routes")
+    cors_allow_origin: tuple[str, ...] = _option((), "origin that browsers may call from; repeatable, * for all", parse=_parse_list)
+    max_body_size: int = _option(32 << 20, "largest request body, in bytes or as 32MiB", parse=parse_bytes)
+    exit_on_engine_failure: bool = _option(False, "end the process, non-zero, when the engine dies", parse=_parse_bool)
+    drain_timeout_seconds: float = _option(30.0, "how long SIGTERM waits for running requests", parse=float)
+    log_level: str = _option("INFO", "DEBUG, INFO, WARNING or ERROR", parse=str.upper)
+    log_json: bool = _option(False, "one JSON object per log line", parse=_parse_bool)
+    # cache
+    kv_cache_memory: int | None = _option(
+        None, "most bytes of live keys and values, as 8GiB (default: sized from memory)", section="cache", parse=parse_bytes
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "prefill_step_size", "max_queue_size", "max_body_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("batch_timeout", "request_timeout_seconds", "drain_timeout_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
+        if self.max_concurrent_streams < 0:
+            raise ConfigError("max_concurrent_streams must not be negative")
+        for name in ("max_tokens", "max_model_len", "kv_cache_memory"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ConfigError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level}")
+
+    def named_models(self) -> dict[str, str | None]:
+        """Name to source for each model to serve; None is the embedded default."""
+        if not self.model_path:
+            return {"SmolLM2-135M-Instruct": None}
+        models: dict[str, str | None] = {}
+        for entry in self.model_path:
+            name, found, path = entry.partition("=")
+            name, path = (name, path) if found else (_model_name(entry), entry)
+            if name in models:
+                raise ConfigError(f"two models are called {name!r}; give each its own NAME=PATH")
+            models[name] = path
+        return models
+
+
+def _model_name(source: str) -> str:
+    """A hub id names itself; a folder or file is called by its last part."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path.resolve().stem if path.suffix == ".gguf" else path.resolve().name
+    return source
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Gives `parser` every option of `ServeConfig`, absent ones left out of the namespace."""
+    for item in fields(ServeConfig):
+        meta = item.metadata
+        common = dict(dest=item.name, default=argparse.SUPPRESS, help=meta["help"])
+        flag = "--" + item.name.replace("_", "-")
+        plain = [alias for alias in meta["aliases"] if isinstance(alias, str)]
+        if meta["parse"] is _parse_bool:
+            parser.add_argument(flag, *plain, action=argparse.BooleanOptionalAction, **common)
+        elif meta["parse"] is _parse_list:
+            parser.add_argument(flag, *plain, action="append", **common)
+        else:
+            parser.add_argument(flag, *plain, type=_argparse_type(meta["parse"]), choices=meta["choices"], **common)
+        for alias, factor in (alias for alias in meta["aliases"] if not isinstance(alias, str)):
+            parser.add_argument(alias, type=lambda text, by=factor: float(text) * by, **common)  # type: ignore[misc]
+    parser.add_argument("--config", type=Path, default=argparse.SUPPRESS, help="YAML file of options")
+
+
+def _argparse_type(parse: Any) -> Any:
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(error.message) from None
+
+    read.__name__ = getattr(parse, "__name__", "value")
+    return read
+
+
+def load_config(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> ServeConfig:
+    """Flags over PARALLM_* over the YAML file named by either."""
+    environment = os.environ if environment is None else environment
+    flags = dict(flags)
+    config_file = flags.pop("config", None) or environment.get("PARALLM_CONFIG")
+    values = _read_file(Path(config_file)) if config_file else {}
+    for item in fields(ServeConfig):
+        text = environment.get(f"PARALLM_{item.name.upper()}")
+        if text is not None:
+            values[item.name] = _convert(item.metadata, text, f"PARALLM_{item.name.upper()}")
+    for name, value in flags.items():
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return ServeConfig(**values)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {path}: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"config file {path}: expected sections such as 'server:', found {type(document).__name__}")
+    sections: dict[str, dict[str, Any]] = {}
+    for item in fields(ServeConfig):
+        sections.setdefault(item.metadata["section"], {})[item.metadata["key"] or item.name] = item
+    values: dict[str, Any] = {}
+    for section, options in document.items():
+        if section not in sections:
+            raise ConfigError(f"config file {path}: unknown section {section!r}{_nearest(section, sections)}")
+        if not isinstance(options, dict):
+            raise ConfigError(f"config file {path}: section {section!r} must hold keys and values")
+        for key, value in options.items():
+            if key not in sections[section]:
+                raise ConfigError(f"config file {path}: unknown key {section}.{key}{_nearest(key, sections[section])}")
+            item = sections[section][key]
+            if value is not None:
+                values[item.name] = _convert(item.metadata, value, f"{section}.{key}")
+    return values
+
+
+def _nearest(name: object, valid: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=0)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _convert(metadata: Mapping[str, Any], value: Any, where: str) -> Any:
+    parse = metadata["parse"]
+    try:
+        if parse in (int, float) and isinstance(value, bool):
+            raise ConfigError("a boolean is not a number")
+        result = parse(value) if parse in (_parse_list, _parse_bool, parse_bytes) else parse(str(value))
+    except (ConfigError, ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if metadata["choices"] and result not in metadata["choices"]:
+        raise ConfigError(f"{where}: {value!r} is not one of {', '.join(metadata['choices'])}")
+    return result

@@ -1,0 +1,102 @@
+"""Errors that users see, each with its HTTP status and OpenAI error type.
+
+ParallmError                     500 server_error
+├── InvalidRequestError          400 invalid_request_error
+│   ├── ContextLengthError       400 code context_length_exceeded
+│   ├── UnprocessableError       422
+│   └── PayloadTooLargeError     413
+├── AuthenticationError          401 authentication_error
+├── PermissionDeniedError        403 permission_error
+├── NotFoundError                404 not_found_error
+│   └── ModelNotFoundError       404 code model_not_found
+├── QueueFullError               429 rate_limit_error, with Retry-After
+├── RequestTimeoutError          504 timeout_error
+├── UnavailableError             503 the server drains, or its engine has died
+├── ModelLoadError               a model that can't be loaded: names the file, architecture or tensor type
+└── ConfigError                  a flag, variable or config key that is wrong
+"""
+
+from typing import ClassVar
+
+
+class ParallmError(Exception):
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.default_code
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class InvalidRequestError(ParallmError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    default_code = "context_length_exceeded"
+
+
+class UnprocessableError(InvalidRequestError):
+    status = 422
+
+
+class PayloadTooLargeError(InvalidRequestError):
+    status = 413
+    default_code = "payload_too_large"
+
+
+class AuthenticationError(ParallmError):
+    status = 401
+    type = "authentication_error"
+    default_code = "invalid_api_key"
+
+
+class PermissionDeniedError(ParallmError):
+    status = 403
+    type = "permission_error"
+
+
+class NotFoundError(ParallmError):
+    status = 404
+    type = "not_found_error"
+
+
+class ModelNotFoundError(NotFoundError):
+    default_code = "model_not_found"
+
+
+class QueueFullError(ParallmError):
+    status = 429
+    type = "rate_limit_error"
+    default_code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RequestTimeoutError(ParallmError):
+    status = 504
+    type = "timeout_error"
+    default_code = "request_timeout"
+
+
+class UnavailableError(ParallmError):
+    status = 503
+    type = "service_unavailable"
+    default_code = "unavailable"
+
+
+class ModelLoadError(ParallmError):
+    pass
+
+
+class ConfigError(ParallmError):
+    pass

@@ -1,0 +1,91 @@
+"""Counters that the engine thread writes and the server reads: plain numbers, no locks, no MLX.
+
+Each number has one writer (the engine thread); a reader may see a step half counted, never a torn value.
+`server.ops` turns them into Prometheus text and the JSON summaries.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Rate:
+    """Work over time: the last step's rate and the average over all."""
+
+    amount: int = 0
+    seconds: float = 0.0
+    last: float = 0.0
+
+    def add(self, amount: int, seconds: float) -> None:
+        if amount and seconds > 0:
+            self.amount += amount
+            self.seconds += seconds
+            self.last = amount / seconds
+
+    @property
+    def average(self) -> float:
+        return self.amount / self.seconds if self.seconds else 0.0
+
+
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Cumulative-bucket histogram over `LATENCY_BUCKETS`, in seconds."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS) + 1))
+    total: float = 0.0
+    count: int = 0
+
+    def observe(self, seconds: float) -> None:
+        index = next((i for i, bound in enumerate(LATENCY_BUCKETS) if seconds <= bound), len(LATENCY_BUCKETS))
+        self.counts[index] += 1
+        self.total += seconds
+        self.count += 1
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    # gauges
+    queue_depth: int = 0
+    running: int = 0
+    slots_total: int = 0
+    slots_free: int = 0
+    kv_bytes: int = 0
+    kv_bytes_limit: int = 0
+    active_memory: int = 0  # bytes that MLX holds now
+    peak_memory: int = 0
+    # counters
+    steps: int = 0
+    batches_processed: int = 0  # decode steps
+    stream_batches_processed: int = 0  # decode steps with a streaming row
+    rows_decoded: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    requests_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    requests_rejected: int = 0
+    preemptions: int = 0
+    deduplicated: int = 0
+    batch_fill_hist: list[int] = field(default_factory=lambda: [0] * 10)
+    batch_fill_sum: float = 0.0
+    prompt_rate: Rate = field(default_factory=Rate)
+    decode_rate: Rate = field(default_factory=Rate)
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    step_seconds: Histogram = field(default_factory=Histogram)
+    request_seconds: Histogram = field(default_factory=Histogram)
+
+    def count_decode(self, rows: int, capacity: int, streaming: bool) -> None:
+        fill = rows / capacity
+        self.batches_processed += 1
+        self.stream_batches_processed += streaming
+        self.rows_decoded += rows
+        self.batch_fill_sum += fill
+        self.batch_fill_hist[min(int(fill * 10), 9)] += 1
+
+    def count_finish(self, reason: str) -> None:
+        self.requests_finished[reason] = self.requests_finished.get(reason, 0) + 1
+
+    @property
+    def avg_batch_fill_pct(self) -> float:
+        return 100 * self.batch_fill_sum / self.batches_processed if self.batches_processed else 0.0

@@ -1,0 +1,85 @@
+"""What crosses the border between the edges and the engine: plain dataclasses, no MLX.
+
+A caller builds a `Request`, hands it to `engine.submit`, and receives `Delta`s. `SamplingParams` is
+public: users of `LLM` build it by hand, the server builds it from a validated body.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from mlx_parallm.errors import ParallmError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen. `temperature=0` is greedy."""
+
+    max_tokens: int | None = None  # None: as many as the context allows
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # on generated tokens
+    frequency_penalty: float = 0.0  # on generated tokens
+    repetition_penalty: float = 1.0  # on prompt and generated tokens; 1: off
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()  # matched on text, by engine.text, not by the engine thread
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; 0: the chosen token's; k: the k likeliest too
+    prompt_logprobs: int | None = None  # the same, for every prompt token but the first
+    grammar: str | None = None  # an llguidance grammar that the output must follow
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability under the model, before temperature, and the likeliest beside it."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the likeliest
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), likeliest first
+
+
+@dataclass(slots=True)
+class Delta:
+    """News of one choice of one request: tokens since the last news, or its end, or both.
+
+    `tokens` never holds the end-of-sequence token or a stop id that ended the choice: that one is
+    `stop_token`. `prompt_logprobs` and `cached_tokens` come with a choice's first delta.
+    """
+
+    request_id: str
+    index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    error: "ParallmError | None" = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt on its way to the engine. `on_delta` is called by whoever dispatches deltas."""
+
+    id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    on_delta: Callable[[Delta], None]
+    stream: bool = False
+    priority: int = 0  # lower goes first
+    timeout: float | None = None  # seconds from submission
+    cache_salt: str = ""

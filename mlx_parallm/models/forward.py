@@ -1,0 +1,72 @@
+"""A model's forward pass with the output head run only where a token is sampled.
+
+mlx-lm's models compute logits for every position. `Forward` calls the same model through a shallow copy whose
+backbone keeps only the asked positions, so that the head (and whatever a model does to its logits after it) sees
+just those. Made once per model by the runner; the shared module tree is never changed.
+"""
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+_WRAPPERS = ("language_model",)
+_BACKBONES = ("model", "backbone", "transformer")
+
+
+class _Selecting:
+    """Stands in for a backbone: the same hidden states, cut to one position per row when one is asked for."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.index: mx.array | None = None  # (B,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.inner(*args, **kwargs)  # (B, T, D)
+        if self.index is None:
+            return hidden
+        return mx.take_along_axis(hidden, self.index[:, None, None], axis=1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Forward:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._selecting: _Selecting | None = None
+        self._cut = self._copy_with_selection(module)
+
+    def __call__(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """Logits of every position: (B, T) -> (B, T, V)."""
+        logits: mx.array = self._module(tokens, cache=caches)
+        return logits
+
+    def at(self, tokens: mx.array, caches: list[Any], index: mx.array) -> mx.array:
+        """Logits of one position per row: (B, T), (B,) -> (B, V)."""
+        if self._cut is None or self._selecting is None:
+            logits = self(tokens, caches)
+            return mx.take_along_axis(logits, index[:, None, None], axis=1)[:, 0]
+        self._selecting.index = index
+        try:
+            cut: mx.array = self._cut(tokens, cache=caches)
+        finally:
+            self._selecting.index = None
+        return cut[:, 0]
+
+    def _copy_with_selection(self, module: nn.Module) -> nn.Module | None:
+        clone = copy.copy(module)
+        for name in _WRAPPERS:
+            if isinstance(module.get(name), nn.Module):
+                inner = self._copy_with_selection(module[name])
+                if inner is None:
+                    return None
+                clone[name] = inner
+                return clone
+        name = next((name for name in _BACKBONES if isinstance(module.get(name), nn.Module)), None)
+        if name is None:
+            return None
+        self._selecting = _Selecting(clone.pop(name))
+        object.__setattr__(clone, name, self._selecting)
+        return clone

@@ -1,0 +1,62 @@
+"""The last look at a request before it enters the engine: what is wrong with it is said here, on the caller's thread."""
+
+import secrets
+from collections.abc import Callable
+
+from mlx_parallm.engine.grammar import GrammarCompiler
+from mlx_parallm.engine.rows import Row, row_seed
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.types import Request
+
+
+class Admission:
+    def __init__(
+        self, model: LanguageModel, grammars: GrammarCompiler, max_length: Callable[[int], int], max_rows: int
+    ) -> None:
+        self._model = model
+        self._grammars = grammars
+        self._max_length = max_length  # the longest that so many rows may get in the memory there is
+        self._max_rows = max_rows
+
+    def rows(self, request: Request) -> list[Row]:
+        """A row for each choice, or an error that says what is wrong."""
+        sampling = request.sampling
+        if not 1 <= sampling.n <= self._max_rows:
+            raise InvalidRequestError(f"n must be between 1 and {self._max_rows}, not {sampling.n}", param="n")
+        room = self._room(request)
+        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids |= self._model.eos_token_ids
+        rows = [
+            Row(request.prompt, sampling, request.priority, row_seed(seed, index), max_tokens, stop_ids)
+            for index in range(sampling.n)
+        ]
+        if sampling.grammar is not None:
+            for row in rows:
+                row.matcher = self._grammars.matcher(sampling.grammar)
+        return rows
+
+    def _room(self, request: Request) -> int:
+        """How many tokens may follow the prompt."""
+        length, model = len(request.prompt), self._model
+        if not length:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if min(request.prompt) < 0 or max(request.prompt) >= model.vocab_size:
+            raise InvalidRequestError(f"token ids must be between 0 and {model.vocab_size - 1}", param="prompt")
+        if length >= model.context_length:
+            raise ContextLengthError(
+                f"the prompt has {length} tokens and the model's context is {model.context_length},"
+                " which must hold the answer too",
+                param="prompt",
+            )
+        fitting = self._max_length(request.sampling.n)
+        if length >= fitting:
+            raise ContextLengthError(
+                f"the prompt has {length} tokens, and the memory for keys and values holds {fitting}"
+                f" for each of {request.sampling.n}",
+                param="prompt",
+            )
+        return min(model.context_length, fitting) - length

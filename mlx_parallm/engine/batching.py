@@ -1,0 +1,80 @@
+"""Chooses how a model's rows are batched, and proves the choice on the model itself before it serves.
+
+Called once by the engine after loading. Plain key-value caches go into slots; other kinds through mlx-lm's batch
+caches; what can't be batched runs row by row. Each candidate decodes two rows of different length and must give the
+logits that each row gives alone; the first that does is used, so an architecture that mishandles per-row offsets
+costs speed, never wrong tokens. This also warms the kernels up.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.kv.merged import MergedCache, SerialCache
+from mlx_parallm.kv.slots import BatchCache, SlotCache
+from mlx_parallm.models.device import device_kind
+from mlx_parallm.models.forward import Forward
+from mlx_parallm.models.language import LanguageModel
+
+log = logging.getLogger(__name__)
+
+PROBE = ([3, 1, 4, 1, 5], [9, 2, 6])  # two short prompts; any ids do
+
+
+def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes: int) -> BatchCache:
+    for cache in _candidates(model, max(max_rows, len(PROBE)), max_bytes):
+        name = type(cache).__name__
+        try:
+            exact = _probe(model, forward, cache)
+        except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError, RuntimeError) as error:
+            log.debug("%s can't be used with %s: %s", name, model.name, error)
+            continue
+        if exact:
+            return cache
+        log.warning("%s gives wrong logits in a %s: trying a slower way", model.name, name)
+    raise ModelLoadError(f"{model.name} gives other logits with its cache than without: it can't be served")
+
+
+def _candidates(model: LanguageModel, max_rows: int, max_bytes: int) -> Iterator[BatchCache]:
+    def fresh() -> list[Any]:
+        return make_prompt_cache(model.module)
+
+    caches = fresh()
+    if all(type(cache) is KVCache for cache in caches):
+        view_step = 32 if device_kind() == "cpu" else 256
+        yield SlotCache(len(caches), max_rows, max_bytes, view_step)
+    elif all(hasattr(cache, "merge") for cache in caches):
+        yield MergedCache(fresh, max_rows, max_bytes)
+    yield SerialCache(fresh, max_rows, max_bytes)
+
+
+def _probe(model: LanguageModel, forward: Forward, cache: BatchCache) -> bool:
+    prompts = [[token % model.vocab_size for token in prompt] for prompt in PROBE]
+    for prompt in prompts:
+        staged = cache.stage(1, len(prompt))
+        forward.at(mx.array([prompt]), staged, mx.array([len(prompt) - 1]))
+        cache.join(staged, 0, len(prompt))
+    positions = range(cache.positions)[: len(prompts)]
+    batched = _probe_decode(forward, cache, [len(prompt) for prompt in prompts])
+    for position in positions:
+        cache.leave(position)
+    cache.compact(0)  # leaves the cache empty, and with its sizes known
+    for row, prompt in enumerate(prompts):
+        alone = model.module(mx.array([[*prompt, 7, 8]]), cache=make_prompt_cache(model.module))[0, -1]
+        difference = mx.linalg.norm(batched[row].astype(mx.float32) - alone.astype(mx.float32))
+        if not (difference <= 0.05 * mx.linalg.norm(alone.astype(mx.float32))).item():
+            return False
+    return True
+
+
+def _probe_decode(forward: Forward, cache: BatchCache, lengths: list[int]) -> mx.array:
+    """Tokens 7 and 8 after each prompt, in two steps: logits (rows, V)."""
+    for offset, token in enumerate((7, 8)):
+        tokens = mx.full((cache.positions,), token, mx.int32)
+        free = [0] * (cache.positions - len(lengths))
+        logits = cache.decode(forward, tokens, [length + offset for length in lengths] + free)
+    return logits

@@ -1,0 +1,374 @@
+"""The engine: one thread that owns the model and everything MLX. The server and `LLM` talk to it through an inbox.
+
+A turn of the loop is: take the inbox, plan, start what was planned, read what is done, hand all news over at once.
+On a GPU a step is started before the one before it is read; the CPU backend runs a step while it is being started,
+so there each is read at once.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.admission import Admission
+from mlx_parallm.engine.batching import batch_cache
+from mlx_parallm.engine.book import Book
+from mlx_parallm.engine.grammar import GrammarCompiler
+from mlx_parallm.engine.rows import Job, Reader, Row
+from mlx_parallm.engine.runner import Runner, Step
+from mlx_parallm.engine.scheduler import Limits, Scheduler
+from mlx_parallm.errors import ModelLoadError, ParallmError, QueueFullError, RequestTimeoutError, UnavailableError
+from mlx_parallm.metrics import EngineMetrics
+from mlx_parallm.models.device import device_kind, device_name, memory_for_cache
+from mlx_parallm.models.forward import Forward
+from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.types import Delta, Request
+
+log = logging.getLogger(__name__)
+
+News = list[tuple[Request, Delta]]
+DEADLINE_CHECK_SECONDS = 0.1
+RATE_SAMPLE_TOKENS = 64  # shorter pieces of prompt say little of how fast prompts are computed
+
+
+class Engine:
+    def __init__(
+        self,
+        load: Callable[[], LanguageModel],
+        config: ServeConfig,
+        dispatch: Callable[[News], None],
+        *,
+        overlap: bool | None = None,  # start a step before the last is read; None: where it pays
+    ) -> None:
+        self._load = load
+        self._config = config
+        self._dispatch = dispatch
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._ready = threading.Event()
+        self._idle = threading.Event()
+        self._load_error: ParallmError | None = None
+        self._closed: str | None = None  # why new requests are refused
+        self._stopping = False
+        self._pending = 0  # requests in the inbox
+        self._pending_lock = threading.Lock()
+        self._book = Book(share=config.dedupe)
+        self._news: News = []
+        self._deadline_check = 0.0
+        self._admissions = 0
+        self._under_way: Step | None = None
+        self._read_at = 0.0
+        self._overlap = overlap
+        self.metrics = EngineMetrics()
+        self.failure: str | None = None
+        self.on_failure: Callable[[str], None] | None = None
+        self.model: LanguageModel
+        self.grammars: GrammarCompiler
+        self._admission: Admission
+        self._runner: Runner
+        self._scheduler: Scheduler
+
+    # From any thread.
+
+    def start(self) -> None:
+        """Starts the thread and waits until the model is loaded and warm."""
+        self._thread.start()
+        self._ready.wait()
+        if self._load_error is not None:
+            self._thread.join()  # it still puts MLX in order
+            raise self._load_error
+
+    def submit(self, request: Request) -> None:
+        """Takes a request or raises at once; its deltas come through `dispatch`."""
+        if self._closed is not None:
+            raise UnavailableError(self._closed)
+        rows = self._admission.rows(request)
+        with self._pending_lock:
+            waiting = self._pending + self._scheduler.queued
+            if waiting >= self._config.max_queue_size:
+                self.metrics.requests_rejected += 1
+                raise QueueFullError(f"{waiting} requests are waiting already: try again later")
+            self._pending += 1
+        arrival = time.monotonic()
+        self._inbox.put(lambda: self._take(request, rows, arrival))
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Frees the rows of a request, or of one of its choices, within a step."""
+        self._inbox.put(lambda: self._drop(request_id, index))
+
+    def drain(self, timeout: float) -> bool:
+        """Refuses new work and waits until the running is done."""
+        self._closed = self._closed or "the server is shutting down"
+        checked = threading.Event()
+        self._inbox.put(checked.set)
+        deadline = time.monotonic() + timeout
+        return checked.wait(timeout) and self._idle.wait(max(0.0, deadline - time.monotonic()))
+
+    def stop(self) -> None:
+        self._closed = self._closed or "the server is shutting down"
+        self._stopping = True
+        self._inbox.put(lambda: None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not balance; the engine thread looks, between two steps."""
+        answer: queue.SimpleQueue[AssertionError | None] = queue.SimpleQueue()
+        self._inbox.put(lambda: answer.put(self._imbalance()))
+        error = answer.get(timeout=60)
+        if error is not None:
+            raise error
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What start-up tells people: label and value."""
+        model = self.model
+        ways = {"SlotCache": "slots", "MergedCache": "mlx-lm's batch caches", "SerialCache": "one by one"}
+        return [
+            ("model", f"{model.name} ({model.precision}, {_size(model.weight_bytes)} of weights)"),
+            ("device", device_name()),
+            ("context", f"{model.context_length} tokens"),
+            ("batch", f"{self._config.max_batch_size} rows in {ways[type(self._runner.cache).__name__]}"),
+            ("memory", f"{_size(mx.get_active_memory())} now, at most {_size(self.metrics.kv_bytes_limit)} more for KV"),
+        ]
+
+    # The engine thread from here on.
+
+    def _main(self) -> None:
+        try:
+            self._set_up()
+        except ParallmError as error:
+            self._load_error = error
+        except Exception as error:
+            log.exception("loading failed")
+            self._load_error = ModelLoadError(f"the model can't be loaded: {error}")
+        self._ready.set()
+        if self._load_error is None:
+            self._run()
+        # MLX aborts the process at exit when a thread leaves streams behind.
+        mx.synchronize()
+        mx.clear_streams()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            self._end_all(UnavailableError("the server is shutting down"))
+        except BaseException as error:
+            log.exception("the engine has died")
+            self.failure = f"{type(error).__name__}: {error}"
+            self._closed = f"the engine has died: {self.failure}"
+            self._take_what_is_left()
+            self._end_all(UnavailableError(self._closed))
+            if self.on_failure is not None:
+                self.on_failure(self.failure)
+        finally:
+            self._idle.set()
+
+    def _set_up(self) -> None:
+        config = self._config
+        self.model = self._load()
+        self.grammars = GrammarCompiler(self.model.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
+        cpu = device_kind() == "cpu"
+        limit = config.kv_cache_memory or memory_for_cache()
+        forward = Forward(self.model.module)
+        cache = batch_cache(self.model, forward, config.max_batch_size, limit)
+        self._runner = Runner(forward, cache, self.model.vocab_size)
+        self._admission = Admission(self.model, self.grammars, cache.max_length, config.max_batch_size)
+        if self._overlap is None:
+            self._overlap = not cpu
+        # Prompts together save weight reads and kernel launches, which a CPU hardly notices; padding it does.
+        padding = 0.0 if not cache.stages_many else 0.02 if cpu else 0.5
+        gather = config.batch_timeout if config.scheduler == "default" else 0.0
+        limits = Limits(
+            config.max_batch_size, config.max_concurrent_streams, config.prefill_step_size, gather, padding
+        )
+        self._scheduler = Scheduler(limits, cache.fits)
+        self.metrics.slots_total = config.max_batch_size
+        self.metrics.kv_bytes_limit = limit
+        self._rest()
+
+    def _turn(self) -> None:
+        self._read_inbox()
+        if self._stopping:
+            return
+        self._expire()
+        self._make_room()
+        plan = self._scheduler.plan()
+        if plan.decode:
+            self._advance(self._runner.decode(plan.decode))
+        for work in plan.prefills:
+            self._runner.cache.expect(len(self._book.rows()))
+            self._advance(self._runner.prefill(work))
+        if not plan and self._under_way is not None:
+            self._settle(self._under_way)
+            self._under_way = None
+        self._hand_over()
+
+    def _read_inbox(self) -> None:
+        """Does what was handed in; sleeps while there is nothing else to do."""
+        scheduler = self._scheduler
+        if self._under_way is None and scheduler.idle:
+            if self._inbox.empty():
+                self._rest()
+            self._inbox.get()()
+        elif self._under_way is None and scheduler.only_waiting:
+            try:
+                self._inbox.get(timeout=scheduler.seconds_until_admission() + 0.001)()
+            except queue.Empty:
+                return
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _rest(self) -> None:
+        """Nothing runs: memory goes back, and whoever waits for that is told."""
+        self._runner.rest()
+        mx.clear_cache()
+        self._gauge()
+        self._idle.set()
+
+    def _take(self, request: Request, rows: list[Row], arrival: float) -> None:
+        self._idle.clear()
+        needed = self._book.enter(request, rows, arrival)
+        if needed:
+            self._scheduler.add(Job(list(rows), request.prompt, request.priority, arrival))
+        else:
+            self.metrics.deduplicated += 1
+        with self._pending_lock:
+            self._pending -= 1
+
+    def _drop(self, request_id: str, index: int | None, error: ParallmError | None = None) -> None:
+        """Ends choices from outside: a client left, a stop string was found, time ran out."""
+        for row, reader in self._book.entries(request_id, index):
+            if error is not None:
+                self._news.append((reader.request, Delta(request_id, reader.index, finish_reason="error", error=error)))
+            self._end(row, reader, "error" if error else "abort")
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if now < self._deadline_check:
+            return
+        self._deadline_check = now + DEADLINE_CHECK_SECONDS
+        for request in self._book.overdue(now):
+            message = f"the request took longer than {request.timeout:g} seconds"
+            self._drop(request.id, None, RequestTimeoutError(message))
+
+    def _make_room(self) -> None:
+        """When the rows' next tokens would not fit, the last in line gives up its place and is computed again later."""
+        running = self._scheduler.running
+        while len(running) > 1 and not self._runner.cache.fits(len(running), max(row.length for row in running) + 1):
+            row = self._scheduler.victim()
+            running.remove(row)
+            self._runner.leave(row)
+            row.launched = len(row.tokens)
+            self._scheduler.put_back(Job([row], row.prompt + row.tokens, row.priority, row.readers[0].arrival), row)
+            self.metrics.preemptions += 1
+
+    def _advance(self, step: Step) -> None:
+        """Takes note of a step just started, and reads the one before it."""
+        if step.kind == "prefill":
+            for _, row, _ in step.rows:
+                self._admissions += 1
+                row.order = self._admissions
+                self._scheduler.running.append(row)
+        before, self._under_way = self._under_way, step
+        if before is not None:
+            self._settle(before)
+        # A grammar must see each token before it can allow the next.
+        if not self._overlap or any(row.matcher is not None for row in self._scheduler.running):
+            self._settle(step)
+            self._under_way = None
+        self._hand_over()
+
+    def _settle(self, step: Step) -> None:
+        tokens = self._runner.read(step)
+        now = time.perf_counter()
+        self._count(step, now - max(step.launched_at, self._read_at))
+        self._read_at = now
+        for item in tokens:
+            row = item.row
+            if row.finish_reason is not None:
+                continue
+            if not row.tokens:
+                self.metrics.time_to_first_token.observe(time.monotonic() - row.readers[0].arrival)
+            row.accept(item.token, item.logprob)
+            if row.matcher is not None and row.finish_reason is None:
+                row.matcher.consume_token(item.token)
+            self._tell(row)
+
+    def _tell(self, row: Row) -> None:
+        for reader in list(row.readers):
+            if row.finish_reason is not None or reader.eager:
+                self._news.append((reader.request, row.news(reader)))
+            if row.finish_reason is not None:
+                self._end(row, reader, row.finish_reason)
+
+    def _end(self, row: Row, reader: Reader, reason: str) -> None:
+        self._book.strike(row, reader)
+        if not self._book.entries(reader.request.id):
+            self.metrics.count_finish(reason)
+            self.metrics.request_seconds.observe(time.monotonic() - reader.arrival)
+        if not row.readers:
+            row.finish_reason = row.finish_reason or "abort"
+            self._scheduler.remove(row)
+            self._runner.leave(row)
+
+    def _hand_over(self) -> None:
+        if self._news:
+            news, self._news = self._news, []
+            self._dispatch(news)
+
+    def _count(self, step: Step, seconds: float) -> None:
+        metrics = self.metrics
+        metrics.steps += 1
+        metrics.step_seconds.observe(seconds)
+        metrics.generated_tokens += len(step.rows)
+        if step.kind == "decode":
+            metrics.decode_rate.add(step.count, seconds)
+            metrics.count_decode(step.count, metrics.slots_total, any(row.streams for _, row, _ in step.rows))
+        else:
+            metrics.prompt_tokens += step.count
+            metrics.prompt_rate.add(step.count, seconds)
+            if step.count >= RATE_SAMPLE_TOKENS:
+                self._scheduler.note_rate(step.count / max(seconds, 1e-6))
+        self._gauge()
+
+    def _gauge(self) -> None:
+        metrics = self.metrics
+        metrics.queue_depth = self._scheduler.queued
+        metrics.running = len(self._scheduler.running)
+        metrics.slots_free = self._runner.cache.free
+        metrics.kv_bytes = self._runner.cache.nbytes
+        metrics.active_memory = mx.get_active_memory()
+        metrics.peak_memory = mx.get_peak_memory()
+
+    def _take_what_is_left(self) -> None:
+        """After a failure: requests that were handed in meanwhile must be told as well."""
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _end_all(self, error: ParallmError) -> None:
+        for request in self._book.requests():
+            for row, reader in self._book.entries(request.id):
+                self._news.append((request, Delta(request.id, reader.index, finish_reason="error", error=error)))
+                self._book.strike(row, reader)
+        self._hand_over()
+
+    def _imbalance(self) -> AssertionError | None:
+        scheduler, cache = self._scheduler, self._runner.cache
+        try:
+            self._runner.check_integrity()
+            assert len(scheduler.running) == self.metrics.slots_total - cache.free, "a place is lost or taken twice"
+            known = {*scheduler.running, *(row for job in scheduler.jobs() for row in job.rows)}
+            assert known == self._book.rows(), "a row is lost, or runs for nobody"
+            assert not scheduler.idle or cache.positions == 0 or self._under_way, "memory is held for nobody"
+        except AssertionError as error:
+            return error
+        return None
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"

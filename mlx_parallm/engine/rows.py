@@ -1,0 +1,139 @@
+"""What the engine keeps of a request while it lives: a `Job` to prefill, a `Row` per choice to decode, its readers.
+
+No MLX here: the scheduler and its tests use these too. A job is one prompt and the rows that fork from it; once
+prefilled it is forgotten and its rows run on their own. A row that loses its place becomes a job again, with what it
+has generated as part of the prompt. Several requests may read one row, when they are the same computation.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_parallm.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """A request's interest in a row: which choice it is there, and how much has been handed over."""
+
+    request: Request
+    index: int
+    arrival: float
+    sent: int = 0
+    told: bool = False
+
+    @property
+    def eager(self) -> bool:
+        """Whether it reads along; the others get everything at the end."""
+        return self.request.stream or bool(self.request.sampling.stop)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One choice under computation."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    priority: int
+    seed: int  # 32 bits; with the token's number, the key of its random draw
+    max_tokens: int
+    stop_ids: frozenset[int]
+    readers: list[Reader] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # generated and read
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    launched: int = 0  # generated tokens asked of the device, read or not
+    position: int | None = None  # in the running batch
+    epoch: int = 0  # counts the places it has left: results asked for in an earlier one are void
+    order: int = 0  # of admission: the newest loses its place first
+    matcher: Any = None  # llguidance's, when a grammar binds this row
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values the cache holds before the next decode step."""
+        return len(self.prompt) + self.launched - 1
+
+    @property
+    def streams(self) -> bool:
+        return any(reader.request.stream for reader in self.readers)
+
+    @property
+    def wants_more(self) -> bool:
+        return self.finish_reason is None and self.launched < self.max_tokens
+
+    def accept(self, token: int, logprob: TokenLogprob | None) -> None:
+        """Takes one token that was read from the device, and decides whether it is the last."""
+        if not self.max_tokens:  # only the prompt was to be scored
+            self.finish_reason = "length"
+        elif token in self.stop_ids and len(self.tokens) >= self.sampling.min_tokens:
+            self.finish_reason, self.stop_token = "stop", token
+        else:
+            self.tokens.append(token)
+            if logprob is not None:
+                self.logprobs.append(logprob)
+            if len(self.tokens) >= self.max_tokens:
+                self.finish_reason = "length"
+
+    def news(self, reader: Reader) -> Delta:
+        """All that `reader` has not been told yet."""
+        delta = Delta(
+            reader.request.id,
+            reader.index,
+            self.tokens[reader.sent :],
+            self.logprobs[reader.sent :] if self.sampling.logprobs is not None else None,
+            self.finish_reason,
+            self.stop_token,
+            prompt_logprobs=None if reader.told else self.prompt_logprobs,
+        )
+        reader.sent, reader.told = len(self.tokens), True
+        return delta
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A prompt to compute, for one row or for several that fork from it."""
+
+    rows: list[Row]
+    tokens: list[int]
+    priority: int
+    arrival: float
+    number: int = 0  # order of submission; a job put back keeps its number
+    computed: int = 0
+    staged: list[Any] | None = None  # the caches that its prompt is computed into
+
+    @property
+    def remaining(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.priority, self.number
+
+
+@dataclass(slots=True)
+class Prefill:
+    """Prompts to compute in one forward pass: either whole short ones, or one piece of a long one."""
+
+    jobs: list[Job]
+    count: int  # tokens of each, the padding of the shorter included
+
+    @property
+    def padded(self) -> int:
+        return len(self.jobs) * self.count
+
+
+@dataclass(slots=True)
+class Plan:
+    prefills: list[Prefill]
+    decode: list[Row]
+
+    def __bool__(self) -> bool:
+        return bool(self.prefills or self.decode)
+
+
+def row_seed(seed: int, index: int) -> int:
+    """A 32-bit seed for each choice, so that n choices of one seed differ."""
+    digest = hashlib.blake2s(f"{seed}:{index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")

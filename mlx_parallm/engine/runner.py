@@ -1,0 +1,253 @@
+"""Joins the model, its cache and the sampler: prefills, decodes, and reads what they gave. Engine thread only.
+
+`prefill` and `decode` build one forward pass each and start it without waiting; `read` is the only place where the
+host waits for the device. The batch's last tokens stay on the device, so a decode step can be started before the
+one before it has been read.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from llguidance.numpy import fill_next_token_bitmask
+
+from mlx_parallm.engine.rows import Job, Prefill, Row
+from mlx_parallm.engine.sampling import History, Sampled, Sampler, logprobs_of
+from mlx_parallm.engine.scheduler import wants_prompt_logprobs
+from mlx_parallm.kv.merged import state_arrays
+from mlx_parallm.kv.slots import BatchCache
+from mlx_parallm.models.forward import Forward
+from mlx_parallm.types import TokenLogprob
+
+PROMPT_LOGPROB_PIECE = 256  # positions whose full logits are held at once
+
+
+@dataclass(slots=True)
+class Token:
+    row: Row
+    token: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass under way."""
+
+    kind: str  # "prefill" or "decode"
+    count: int  # prompt tokens, or rows
+    rows: list[tuple[int, Row, int]] = field(default_factory=list)  # index in `sampled`, row, its epoch
+    sampler: Sampler | None = None
+    sampled: Sampled | None = None
+    fence: list[mx.array] = field(default_factory=list)  # what to wait for when nothing was sampled
+    prompt_scores: list[tuple[Row, list[int], int, tuple[mx.array | None, ...]]] = field(default_factory=list)
+    launched_at: float = field(default_factory=time.perf_counter)
+
+
+class Runner:
+    def __init__(self, forward: Forward, cache: BatchCache, vocab_size: int) -> None:
+        self._forward = forward
+        self.cache = cache
+        self._vocab = vocab_size
+        self._rows: list[Row | None] = []  # by position
+        self._last = mx.zeros((0,), mx.int32)  # (S,): each row's newest token
+        self._sampler: Sampler | None = None  # of the current rows; None when they changed
+        self._history: History | None = None
+        self._history_rows: list[Row | None] = []
+
+    def prefill(self, work: Prefill) -> Step:
+        """Computes prompts, or a piece of one; rows whose prompt is complete get their first token and join."""
+        step = Step("prefill", sum(min(work.count, job.remaining) for job in work.jobs))
+        if work.jobs[0].staged is None:
+            capacity = max(len(job.tokens) for job in work.jobs)
+            staged = self.cache.stage(len(work.jobs), capacity)
+            for job in work.jobs:
+                job.staged = staged
+        logits = self._prompt_logits(work, step)  # (B, V)
+        done = all(job.remaining == 0 for job in work.jobs)
+        if not done:
+            step.fence = state_arrays(work.jobs[0].staged or [])
+            mx.async_eval(step.fence)
+            return step
+        self._first_tokens(work, logits, step)
+        return step
+
+    def decode(self, rows: Sequence[Row]) -> Step:
+        """One more token for `rows`, all of which have a place in the batch."""
+        self._compact(max(row.length for row in rows) + 1)
+        if self._sampler is None:
+            self._renew_sampler()
+        assert self._sampler is not None
+        active = {row.position for row in rows}
+        held = [row if row and row.position in active else None for row in self._rows]
+        lengths = [row.length if row else 0 for row in held]
+        numbers = mx.array([row.launched if row else 0 for row in held], mx.int32)
+        logits = self.cache.decode(self._forward, self._last, lengths)
+        sampled = self._sampler(logits, numbers, self._history, self._grammar_masks(self._sampler))
+        self._last = sampled.tokens
+        if self._history is not None:
+            self._history.append(sampled.tokens)
+        step = Step("decode", len(rows), sampler=self._sampler, sampled=sampled)
+        for position, row in enumerate(held):
+            if row:
+                step.rows.append((position, row, row.epoch))
+                row.launched += 1
+        mx.async_eval(sampled.arrays())
+        return step
+
+    def read(self, step: Step) -> list[Token]:
+        """Waits for a step and brings its tokens to the host."""
+        for row, targets, top, scores in step.prompt_scores:
+            assert row.prompt_logprobs is not None
+            row.prompt_logprobs += _on_host(targets, top, *scores)
+        if step.sampled is None or step.sampler is None:
+            mx.eval(step.fence)
+            return []
+        tokens: list[int] = step.sampled.tokens.tolist()
+        scored = dict(self._token_logprobs(step.sampler, step.sampled, tokens))
+        return [Token(row, tokens[i], scored.get(i)) for i, row, epoch in step.rows if row.epoch == epoch]
+
+    def leave(self, row: Row) -> None:
+        """Frees a row's place; results still under way for it are ignored."""
+        row.epoch += 1
+        if row.position is not None:
+            self.cache.leave(row.position)
+            self._rows[row.position] = None
+            row.position = None
+            self._sampler = None
+
+    def rest(self) -> None:
+        """Nothing runs: gives the batch's memory back."""
+        self._compact(0)
+        self._history = None
+
+    def check_integrity(self) -> None:
+        assert len(self._rows) == self.cache.positions == self._last.shape[0], "positions have drifted apart"
+        for position, row in enumerate(self._rows):
+            assert row is None or row.position == position
+        self.cache.check_integrity()
+
+    def _prompt_logits(self, work: Prefill, step: Step) -> mx.array:
+        counts = [min(work.count, job.remaining) for job in work.jobs]
+        table = np.zeros((len(work.jobs), work.count), np.int32)
+        for line, job, count in zip(table, work.jobs, counts, strict=True):
+            line[:count] = job.tokens[job.computed : job.computed + count]
+        caches = work.jobs[0].staged
+        assert caches is not None
+        job = work.jobs[0]
+        if wants_prompt_logprobs(job):
+            logits = self._scored_prompt(job, mx.array(table), caches, step)
+        else:
+            logits = self._forward.at(mx.array(table), caches, mx.array([count - 1 for count in counts]))
+        for job, count in zip(work.jobs, counts, strict=True):
+            job.computed += count
+        return logits
+
+    def _scored_prompt(self, job: Job, tokens: mx.array, caches: list[Any], step: Step) -> mx.array:
+        """The same pass in smaller pieces, keeping the log-probability of each next prompt token."""
+        row = job.rows[0]
+        top = row.sampling.prompt_logprobs or 0
+        if row.prompt_logprobs is None:
+            shared: list[TokenLogprob | None] = [None]  # the first token has none
+            for fork in job.rows:
+                fork.prompt_logprobs = shared
+        for start in range(0, tokens.shape[1], PROMPT_LOGPROB_PIECE):
+            piece = tokens[:, start : start + PROMPT_LOGPROB_PIECE]
+            logits = self._forward(piece, caches)[0].astype(mx.float32)  # (T, V)
+            first = job.computed + start + 1
+            targets = job.tokens[first : first + piece.shape[1]]
+            if targets:
+                scores = logprobs_of(logits[: len(targets)], mx.array(targets), top)
+                mx.async_eval([score for score in scores if score is not None])
+                step.prompt_scores.append((row, targets, top, scores))
+        return logits[-1:]
+
+    def _first_tokens(self, work: Prefill, logits: mx.array, step: Step) -> None:
+        rows = [row for job in work.jobs for row in job.rows]
+        sources = [i for i, job in enumerate(work.jobs) for _ in job.rows]
+        if len(rows) > logits.shape[0]:
+            logits = logits[mx.array(sources)]
+        step.sampler = Sampler(rows, self._vocab)
+        history = History(rows) if step.sampler.penalized else None
+        numbers = mx.array([row.launched for row in rows], mx.int32)
+        step.sampled = step.sampler(logits, numbers, history, self._grammar_masks(step.sampler))
+        mx.async_eval(step.sampled.arrays())
+        self._compact(max(len(job.tokens) for job in work.jobs) + 1)
+        for number, (row, source) in enumerate(zip(rows, sources, strict=True)):
+            row.launched += 1
+            step.rows.append((number, row, row.epoch))
+            self._join(row, work.jobs[source], source)
+        self._last[mx.array([row.position for row in rows])] = step.sampled.tokens
+        for job in work.jobs:
+            job.staged = None
+        self._sampler = None
+
+    def _join(self, row: Row, job: Job, source: int) -> None:
+        assert job.staged is not None
+        row.position = self.cache.join(job.staged, source, len(job.tokens))
+        missing = self.cache.positions - len(self._rows)
+        if missing:
+            self._rows += [None] * missing
+            self._last = mx.concatenate([self._last, mx.zeros((missing,), mx.int32)])
+        self._rows[row.position] = row
+
+    def _compact(self, longest: int) -> None:
+        keep = self.cache.compact(longest)
+        if keep is None:
+            return
+        self._rows = [self._rows[position] for position in keep]
+        self._last = self._last[mx.array(keep)] if keep else mx.zeros((0,), mx.int32)
+        for position, row in enumerate(self._rows):
+            if row:
+                row.position = position
+        self._sampler = None
+
+    def _renew_sampler(self) -> None:
+        self._sampler = Sampler(self._rows, self._vocab)
+        if not self._sampler.penalized:
+            self._history = None
+            return
+        # Tokens under way are only on the device: rows that stay bring their line along.
+        history = History(self._rows)
+        history.adopt(self._rows, self._history, self._history_rows, self._last)
+        self._history, self._history_rows = history, list(self._rows)
+
+    def _grammar_masks(self, sampler: Sampler) -> mx.array | None:
+        if not sampler.grammar_rows:
+            return None
+        masks = np.full((len(sampler.rows), -(-self._vocab // 32)), -1, np.int32)
+        for i in sampler.grammar_rows:
+            row = sampler.rows[i]
+            assert row is not None
+            fill_next_token_bitmask(row.matcher, masks, i)
+        return mx.array(masks.view(np.uint32))
+
+    def _token_logprobs(
+        self, sampler: Sampler, sampled: Sampled, tokens: list[int]
+    ) -> Iterator[tuple[int, TokenLogprob]]:
+        if sampled.chosen is None:
+            return
+        picked = [tokens[i] for i in sampler.logprob_rows]
+        arrays = (sampled.chosen, sampled.ranks, sampled.top_tokens, sampled.top_logprobs)
+        tops = [row.sampling.logprobs or 0 for i in sampler.logprob_rows if (row := sampler.rows[i])]
+        for i, top, scored in zip(sampler.logprob_rows, tops, _on_host(picked, max(tops), *arrays), strict=True):
+            yield i, TokenLogprob(scored.token, scored.logprob, scored.rank, scored.top[:top])
+
+
+def _on_host(
+    tokens: list[int],
+    top: int,
+    chosen: mx.array | None,
+    ranks: mx.array | None,
+    top_tokens: mx.array | None,
+    top_logprobs: mx.array | None,
+) -> list[TokenLogprob]:
+    assert chosen is not None and ranks is not None
+    values, places = chosen.tolist(), ranks.tolist()
+    best: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
+    if top_tokens is not None and top_logprobs is not None:
+        pairs = zip(top_tokens.tolist(), top_logprobs.tolist(), strict=True)
+        best = [tuple(sorted(zip(ids, logs, strict=True), key=lambda pair: -pair[1])[:top]) for ids, logs in pairs]
+    return [TokenLogprob(*scored) for scored in zip(tokens, values, places, best, strict=True)]

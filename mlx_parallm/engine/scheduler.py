@@ -1,0 +1,173 @@
+"""Who runs next: priorities, FIFO inside one, a token budget per step. No MLX; the engine thread owns it.
+
+`plan()` says what the next step computes: pieces of prompts under the budget, and one token for every running row.
+A long prompt is computed alone, piece by piece, with a decode step after each; short prompts of similar length are
+computed together. A prompt that does not fit in memory beside the running rows waits at the head of the queue, so
+that rows behind it can't starve it.
+"""
+
+import bisect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from mlx_parallm.engine.rows import Job, Plan, Prefill, Row
+
+BEGUN = 1 << 62  # rows put back are numbered below every new job
+MIN_PIECE = 128  # no smaller piece of a prompt is started at the end of a budget
+
+
+@dataclass(slots=True)
+class Limits:
+    max_rows: int
+    max_streams: int  # 0: no limit
+    step_tokens: int  # most prompt tokens between two decode steps
+    gather_seconds: float  # 0: admit at every step
+    max_padding: float  # of the tokens of prompts computed together, at most this share on top
+    chunk_seconds: float = 1.0  # a piece of prompt aims to take no longer; only slow devices notice
+
+
+@dataclass(slots=True)
+class Scheduler:
+    limits: Limits
+    fits: Callable[[int, int], bool]  # (rows, longest) within the memory limit?
+    clock: Callable[[], float] = time.monotonic
+    waiting: list[Job] = field(default_factory=list)  # in order of (priority, number)
+    partial: Job | None = None  # a long prompt under way
+    running: list[Row] = field(default_factory=list)
+    prompt_rate: float = 0.0  # measured prompt tokens per second
+    _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 62)))
+
+    def add(self, job: Job) -> None:
+        job.number = next(self._numbers)
+        bisect.insort(self.waiting, job, key=lambda other: other.key)
+
+    def put_back(self, job: Job, row: Row) -> None:
+        """A row that lost its place goes before all that have not begun, in the order in which such rows began."""
+        job.number = row.order - BEGUN
+        bisect.insort(self.waiting, job, key=lambda other: other.key)
+
+    def remove(self, row: Row) -> Job | None:
+        """Forgets a row wherever it is. Returns its job if the job now has no row left."""
+        if row in self.running:
+            self.running.remove(row)
+            return None
+        for job in self.jobs():
+            if row in job.rows:
+                job.rows.remove(row)
+                if job.rows:
+                    return None
+                if job is self.partial:
+                    self.partial = None
+                else:
+                    self.waiting.remove(job)
+                return job
+        return None
+
+    def jobs(self) -> list[Job]:
+        return [*self.waiting, *([self.partial] if self.partial else [])]
+
+    @property
+    def queued(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.partial or self.running)
+
+    @property
+    def only_waiting(self) -> bool:
+        """Whether all there is to do is to wait for the gather window."""
+        return not (self.partial or self.running) and not self._may_gather()
+
+    def note_rate(self, rate: float) -> None:
+        self.prompt_rate = (self.prompt_rate + rate) / 2 if self.prompt_rate else rate
+
+    def plan(self) -> Plan:
+        prefills = self._plan_prefills()
+        return Plan(prefills, [row for row in self.running if row.wants_more])
+
+    def seconds_until_admission(self) -> float:
+        """How long an otherwise idle engine may sleep: the rest of the gather window."""
+        oldest = min(job.arrival for job in self.waiting)
+        return max(0.0, oldest + self.limits.gather_seconds - self.clock())
+
+    def victim(self) -> Row:
+        """Who gives up its place when memory runs out: the lowest priority, and the newest within it."""
+        return max(self.running, key=lambda row: (row.priority, row.order))
+
+    def _plan_prefills(self) -> list[Prefill]:
+        budget = self._budget()
+        pieces: list[Prefill] = []
+        whole: list[Job] = []
+        if self.partial:
+            pieces.append(self._piece(self.partial, budget))
+            budget -= pieces[0].count
+        while budget > 0 and not self.partial and self._may_gather():
+            job = self.waiting[0]
+            started = [*(piece.jobs[0] for piece in pieces), *whole]
+            if not self._admissible(job, started):
+                break
+            if started and job.remaining > budget and (budget < MIN_PIECE or self.running):
+                break
+            del self.waiting[0]
+            if job.remaining <= budget:
+                whole.append(job)
+                budget -= job.remaining
+            else:
+                pieces.append(self._piece(job, budget))
+                budget = 0
+        return pieces + self._group(whole)
+
+    def _budget(self) -> int:
+        if not self.prompt_rate:
+            return self.limits.step_tokens
+        return min(self.limits.step_tokens, max(MIN_PIECE, int(self.prompt_rate * self.limits.chunk_seconds)))
+
+    def _piece(self, job: Job, budget: int) -> Prefill:
+        count = min(budget, job.remaining)
+        self.partial = job if count < job.remaining else None
+        return Prefill([job], count)
+
+    def _may_gather(self) -> bool:
+        if not self.waiting:
+            return False
+        if not self.limits.gather_seconds or len(self.waiting) >= self.limits.max_rows:
+            return True
+        return self.seconds_until_admission() <= 0
+
+    def _admissible(self, job: Job, admitted: list[Job]) -> bool:
+        beside = [*self.running, *(row for other in admitted for row in other.rows)]
+        rows = len(beside) + len(job.rows)
+        if rows > self.limits.max_rows:
+            return False
+        streams = sum(row.streams for row in (*beside, *job.rows))
+        if self.limits.max_streams and beside and job.rows[0].streams and streams > self.limits.max_streams:
+            return False
+        lengths = [row.length for row in self.running] + [len(other.tokens) for other in (*admitted, job)]
+        return self.fits(rows, max(lengths) + 1) or not beside
+
+    def _group(self, jobs: list[Job]) -> list[Prefill]:
+        """Prompts of similar length together, as long as the padding stays small."""
+        groups: list[Prefill] = []
+        real = 0
+        for job in sorted(jobs, key=lambda job: -job.remaining):
+            group = groups[-1] if groups else None
+            if group and self._together(group, job, real + job.remaining):
+                group.jobs.append(job)
+                real += job.remaining
+            else:
+                groups.append(Prefill([job], job.remaining))
+                real = job.remaining
+        return groups
+
+    def _together(self, group: Prefill, job: Job, real: int) -> bool:
+        if not self.limits.max_padding or any(wants_prompt_logprobs(other) for other in (job, group.jobs[0])):
+            return False
+        return (group.padded + group.count) <= real * (1 + self.limits.max_padding)
+
+
+def wants_prompt_logprobs(job: Job) -> bool:
+    """Only the first time: a row put back has had its prompt's log-probabilities."""
+    row = job.rows[0]
+    return row.sampling.prompt_logprobs is not None and not row.tokens

@@ -1,0 +1,142 @@
+"""Caches that are not plain keys and values: sliding windows, recurrent states, and mixtures of them.
+
+`MergedCache` batches rows through mlx-lm's own batch caches: a row is prefilled alone in the caches that the model
+makes for itself, then merged. `SerialCache` is for models whose caches mlx-lm can't batch: each row keeps its own,
+and a step is one forward pass per row. Both serve the runner as `slots.SlotCache` does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_parallm.kv.slots import Forward
+
+
+class _RowCaches:
+    """What the two have in common: positions, and a memory limit by measured size."""
+
+    stages_many = False
+
+    def __init__(self, make_cache: Callable[[], list[Any]], max_slots: int, max_bytes: int) -> None:
+        self._make_cache = make_cache
+        self._max_slots = max_slots
+        self._max_bytes = max_bytes
+        self._used: list[bool] = []
+        self._bytes_per_row = 0.0  # the largest seen at a join
+        self._bytes_per_token = 0.0
+
+    @property
+    def positions(self) -> int:
+        return len(self._used)
+
+    @property
+    def free(self) -> int:
+        return self._max_slots - sum(self._used)
+
+    def stage(self, rows: int, capacity: int) -> list[Any]:
+        assert rows == 1, "these caches are prefilled one prompt at a time"
+        return self._make_cache()
+
+    def fits(self, rows: int, longest: int) -> bool:
+        return rows * max(self._bytes_per_row, longest * self._bytes_per_token) <= self._max_bytes
+
+    def max_length(self, rows: int) -> int:
+        if rows * self._bytes_per_row > self._max_bytes:
+            return 0
+        return int(self._max_bytes / (rows * self._bytes_per_token)) if self._bytes_per_token else 1 << 62
+
+    def expect(self, rows: int) -> None:
+        """Rows are appended one by one: there is nothing to prepare."""
+
+    def leave(self, position: int) -> None:
+        assert self._used[position], f"position {position} is free already"
+        self._used[position] = False
+
+    def _measure(self, staged: list[Any], length: int) -> None:
+        size = sum(cache.nbytes for cache in staged)
+        self._bytes_per_row = max(self._bytes_per_row, size)
+        self._bytes_per_token = size / max(length, 256)
+
+
+class MergedCache(_RowCaches):
+    def __init__(self, make_cache: Callable[[], list[Any]], max_slots: int, max_bytes: int) -> None:
+        super().__init__(make_cache, max_slots, max_bytes)
+        self.layers: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def join(self, staged: list[Any], source: int, length: int) -> int:
+        self._measure(staged, length)
+        merged = [type(cache).merge([cache]) for cache in staged]
+        if self.layers:
+            for layer, other in zip(self.layers, merged, strict=True):
+                layer.extend(other)
+        else:
+            self.layers = merged
+        self._used.append(True)
+        return len(self._used) - 1
+
+    def compact(self, longest: int) -> list[int] | None:
+        """These caches can't reuse a row's place, so every leave ends in a filter."""
+        if all(self._used):
+            return None
+        keep = [position for position, taken in enumerate(self._used) if taken]
+        if keep:
+            index = mx.array(keep)
+            for layer in self.layers:
+                layer.filter(index)
+        else:
+            self.layers = []
+        self._used = [True] * len(keep)
+        return keep
+
+    def decode(self, forward: Forward, tokens: mx.array, lengths: Sequence[int]) -> mx.array:
+        return forward(tokens[:, None], self.layers)[:, 0]
+
+    def check_integrity(self) -> None:
+        assert bool(self.layers) == bool(self._used), "caches without rows, or rows without caches"
+
+
+class SerialCache(_RowCaches):
+    def __init__(self, make_cache: Callable[[], list[Any]], max_slots: int, max_bytes: int) -> None:
+        super().__init__(make_cache, max_slots, max_bytes)
+        self._rows: list[list[Any]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for row in self._rows for cache in row)
+
+    def join(self, staged: list[Any], source: int, length: int) -> int:
+        self._measure(staged, length)
+        self._rows.append([_copied(cache) for cache in staged])
+        self._used.append(True)
+        return len(self._used) - 1
+
+    def compact(self, longest: int) -> list[int] | None:
+        if all(self._used):
+            return None
+        keep = [position for position, taken in enumerate(self._used) if taken]
+        self._rows = [self._rows[position] for position in keep]
+        self._used = [True] * len(keep)
+        return keep
+
+    def decode(self, forward: Forward, tokens: mx.array, lengths: Sequence[int]) -> mx.array:
+        rows = [forward(tokens[i : i + 1, None], row)[:, 0] for i, row in enumerate(self._rows)]
+        return mx.concatenate(rows)
+
+    def check_integrity(self) -> None:
+        assert len(self._rows) == len(self._used)
+
+
+def _copied(cache: Any) -> Any:
+    """A cache of its own for each choice of one prompt: arrays are shared until either is written."""
+    return type(cache).from_state(cache.state)
+
+
+def state_arrays(caches: list[Any]) -> list[mx.array]:
+    """Every array held by a list of caches, for evaluation."""
+    return [array for _, array in tree_flatten([cache.state for cache in caches]) if isinstance(array, mx.array)]

@@ -1,0 +1,276 @@
+"""Keys and values of full-attention models: a dense buffer per layer, a row per slot, an offset per row.
+
+`PromptLayer` holds the keys and values of prompts while they are prefilled, apart from the batch, so that a long
+prompt costs the running rows nothing before it joins. `SlotCache` is the batch: `(slots, kv_heads, capacity,
+head_dim)` per layer. A join copies the joining row alone; a leave copies nothing. The number of slots and the
+capacity grow in steps. Both are made by the runner and handed to mlx-lm's models as their cache.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+
+Forward = Callable[[mx.array, list[Any]], mx.array]  # (tokens (B, T), caches) -> logits (B, T, V)
+
+SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CAPACITY_STEP = 256
+
+
+class BatchCache(Protocol):
+    """What the runner needs of the running rows' caches, whatever the model keeps in them."""
+
+    stages_many: bool  # whether several prompts can be prefilled in one pass
+
+    @property
+    def positions(self) -> int: ...  # rows in the batch, free ones among them
+
+    @property
+    def free(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def stage(self, rows: int, capacity: int) -> list[Any]:
+        """Caches for prefilling `rows` prompts together, one per layer."""
+        ...
+
+    def fits(self, rows: int, longest: int) -> bool:
+        """Whether that many rows, the longest of that many tokens, stay within the memory limit."""
+        ...
+
+    def max_length(self, rows: int) -> int:
+        """The longest that `rows` rows may get when nothing else runs."""
+        ...
+
+    def expect(self, rows: int) -> None:
+        """How many rows will soon run, so that growth happens once."""
+        ...
+
+    def join(self, staged: list[Any], source: int, length: int) -> int:
+        """Copies a prefilled prompt into the batch and returns its position."""
+        ...
+
+    def leave(self, position: int) -> None: ...
+
+    def compact(self, longest: int) -> list[int] | None:
+        """Drops free positions when that pays; returns the kept old positions in their new order."""
+        ...
+
+    def decode(self, forward: Forward, tokens: mx.array, lengths: Sequence[int]) -> mx.array:
+        """One token per row: tokens (S,), cached lengths (S,) -> logits (S, V)."""
+        ...
+
+    def check_integrity(self) -> None: ...
+
+
+class PromptLayer:
+    """One layer's keys and values of prompts that are prefilled together, all at one offset."""
+
+    __slots__ = ("capacity", "keys", "offset", "values")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.offset = 0
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        start, self.offset = self.offset, self.offset + keys.shape[2]
+        if start == 0 and self.offset >= self.capacity:
+            self.keys, self.values = keys, values
+            return keys, values
+        if self.keys is None or self.values is None:
+            self.keys = mx.zeros((*keys.shape[:2], self.capacity, keys.shape[3]), keys.dtype)
+            self.values = mx.zeros((*values.shape[:2], self.capacity, values.shape[3]), values.dtype)
+        self.keys[:, :, start : self.offset] = keys
+        self.values[:, :, start : self.offset] = values
+        return self.keys[:, :, : self.offset], self.values[:, :, : self.offset]
+
+    def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        if tokens == 1 and not window_size:
+            return None
+        if return_array or (window_size and self.offset + tokens > window_size):
+            return create_causal_mask(tokens, self.offset, window_size=window_size)
+        return "causal"
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None]:
+        return self.keys, self.values
+
+
+class _Step:
+    """What all layers share in one decode step: where each row writes, and how far is read."""
+
+    __slots__ = ("index", "length", "mask", "offset")
+
+    def __init__(self) -> None:
+        self.offset = self.index = self.mask = mx.zeros((0,), mx.int32)
+        self.length = 0
+
+    def set(self, offset: mx.array, length: int) -> None:
+        self.offset = offset
+        self.index = offset[:, None, None, None]
+        self.length = length
+        self.mask = (mx.arange(length) <= offset[:, None])[:, None, None]  # (S, 1, 1, L)
+
+
+class SlotLayer:
+    """One layer's slots, in the shape of an mlx-lm cache."""
+
+    __slots__ = ("_step", "keys", "values")
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+        self.keys = self.values = mx.zeros((0, 1, 0, 1))
+
+    @property
+    def offset(self) -> mx.array:
+        return self._step.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        step = self._step
+        self.keys = mx.put_along_axis(self.keys, step.index, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, step.index, values, axis=2)
+        return self.keys[:, :, : step.length], self.values[:, :, : step.length]
+
+    def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        assert tokens == 1, "slots decode one token a row"
+        if not window_size:
+            return self._step.mask
+        near = mx.arange(self._step.length) > (self._step.offset - window_size)[:, None]
+        return self._step.mask & near[:, None, None]
+
+
+class SlotCache:
+    """The running rows of a full-attention model."""
+
+    stages_many = True
+
+    def __init__(self, layers: int, max_slots: int, max_bytes: int, view_step: int) -> None:
+        self._step = _Step()
+        self.layers = [SlotLayer(self._step) for _ in range(layers)]
+        self._used: list[bool] = []
+        self._capacity = 0
+        self._longest = 0
+        self._expected = 0
+        self._max_slots = max_slots
+        self._max_bytes = max_bytes
+        self._view_step = view_step  # attention reads whole multiples of this
+        self._idle_steps = 0
+        self.bytes_per_token = 0  # of one row, all layers; known once a row has joined
+
+    @property
+    def positions(self) -> int:
+        return len(self._used)
+
+    @property
+    def free(self) -> int:
+        return self._max_slots - sum(self._used)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._used) * self._capacity * self.bytes_per_token
+
+    def stage(self, rows: int, capacity: int) -> list[Any]:
+        return [PromptLayer(capacity) for _ in self.layers]
+
+    def fits(self, rows: int, longest: int) -> bool:
+        return longest <= self.max_length(rows)
+
+    def max_length(self, rows: int) -> int:
+        per_token = self._slots_for(rows) * self.bytes_per_token
+        return self._max_bytes // per_token // CAPACITY_STEP * CAPACITY_STEP if per_token else 1 << 62
+
+    def expect(self, rows: int) -> None:
+        self._expected = rows
+
+    def join(self, staged: list[Any], source: int, length: int) -> int:
+        longest = max(length + 1, self._longest)
+        if False not in self._used:
+            expected = max(len(self._used) + 1, self._expected)
+            slots = self._slots_for(expected if self.fits(expected, longest) else len(self._used) + 1)
+            self._resize(slots, longest, staged)
+        elif length >= self._capacity:
+            self._resize(len(self._used), longest, staged)
+        self._longest = longest
+        position = self._used.index(False)
+        self._used[position] = True
+        for layer, prompt in zip(self.layers, staged, strict=True):
+            layer.keys[position : position + 1, :, :length] = prompt.keys[source : source + 1, :, :length]
+            layer.values[position : position + 1, :, :length] = prompt.values[source : source + 1, :, :length]
+        return position
+
+    def leave(self, position: int) -> None:
+        assert self._used[position], f"slot {position} is free already"
+        self._used[position] = False
+
+    def compact(self, longest: int) -> list[int] | None:
+        used = [position for position, taken in enumerate(self._used) if taken]
+        if not used:
+            return self._clear() if self._used else None
+        # Patience: a hole is usually filled by the next request, for nothing. Growth would copy the holes too.
+        growing = longest > self._capacity
+        needed = self._slots_for(len(used) if growing else max(len(used), self._expected))
+        self._idle_steps = self._idle_steps + 1 if needed < len(self._used) else 0
+        if not self._idle_steps or (self._idle_steps < 8 and not growing):
+            return None
+        self._idle_steps = 0
+        keep = used + [position for position, taken in enumerate(self._used) if not taken]
+        keep = keep[:needed]
+        index = mx.array(keep)
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[index], layer.values[index]
+        self._used = [self._used[position] for position in keep]
+        return keep
+
+    def decode(self, forward: Forward, tokens: mx.array, lengths: Sequence[int]) -> mx.array:
+        self._longest = longest = max(lengths) + 1
+        if longest > self._capacity:
+            self._resize(len(self._used), longest, None)
+        length = min(_round_up(longest, self._view_step), self._capacity)
+        self._step.set(mx.array(lengths, mx.int32), length)
+        return forward(tokens[:, None], self.layers)[:, 0]
+
+    def check_integrity(self) -> None:
+        assert len(self._used) <= self._max_slots
+        for layer in self.layers:
+            assert layer.keys.shape[0] == len(self._used), "a layer has lost or gained rows"
+            assert not self._used or layer.keys.shape[2] == self._capacity, "a layer's capacity differs"
+
+    def _slots_for(self, rows: int) -> int:
+        return min(next((step for step in SLOT_STEPS if step >= rows), self._max_slots), self._max_slots)
+
+    def _resize(self, slots: int, longest: int, staged: list[Any] | None) -> None:
+        """Buffers for `longest` tokens and some more (a quarter on long rows, so that growth stays rare)."""
+        generous = _round_up(longest + max(CAPACITY_STEP // 2, longest // 4), CAPACITY_STEP)
+        capacity = max(min(generous, self.max_length(slots)), _round_up(longest, CAPACITY_STEP))
+        for number, layer in enumerate(self.layers):
+            like = staged[number] if staged is not None else layer
+            layer.keys = _grown(layer.keys, like.keys, slots, capacity)
+            layer.values = _grown(layer.values, like.values, slots, capacity)
+        self._used += [False] * (slots - len(self._used))
+        self._capacity = capacity
+        rows = (array for layer in self.layers for array in (layer.keys, layer.values))
+        self.bytes_per_token = sum(a.shape[1] * a.shape[3] * a.dtype.size for a in rows)
+
+    def _clear(self) -> list[int]:
+        """Nothing runs: give the memory back."""
+        for layer in self.layers:
+            layer.keys = layer.values = mx.zeros((0, 1, 0, 1))
+        self._used, self._capacity, self._longest = [], 0, 0
+        return []
+
+
+def _grown(old: mx.array, like: mx.array, slots: int, capacity: int) -> mx.array:
+    """A buffer of zeros (masked reads must stay finite) with the old rows at its start."""
+    new = mx.zeros((slots, like.shape[1], capacity, like.shape[3]), like.dtype)
+    if old.size:
+        kept = min(old.shape[2], capacity)
+        new[: old.shape[0], :, :kept] = old[:, :, :kept]
+    return new
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,121 @@
+"""Drives a real engine on a tiny model, and computes by hand what it must answer."""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.engine import Engine, News
+from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
+from tests.tiny import tiny
+
+
+@dataclass
+class Answer:
+    """What came back for one choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+
+    @property
+    def last(self) -> Delta:
+        return self.deltas[-1]
+
+
+class Pending:
+    """A request under way."""
+
+    def __init__(self, choices: int) -> None:
+        self.answers = [Answer() for _ in range(choices)]
+        self._left = choices
+        self.done = threading.Event()
+        self.progress = threading.Condition()
+
+    def on_delta(self, delta: Delta) -> None:
+        answer = self.answers[delta.index]
+        with self.progress:
+            answer.deltas.append(delta)
+            answer.tokens += delta.tokens
+            answer.logprobs += delta.logprobs or []
+            self._left -= delta.finish_reason is not None
+            self.progress.notify_all()
+        if not self._left:
+            self.done.set()
+
+    def wait(self) -> list[Answer]:
+        assert self.done.wait(60), "the request was never answered"
+        return self.answers
+
+    def wait_for_tokens(self, count: int) -> None:
+        with self.progress:
+            self.progress.wait_for(lambda: len(self.answers[0].tokens) >= count or self.done.is_set(), 60)
+
+
+class Driver:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._ids = itertools.count()
+
+    def submit(self, prompt: list[int], *, stream: bool = False, **options: object) -> tuple[str, Pending]:
+        fields = {key: options.pop(key) for key in ("priority", "timeout", "cache_salt") if key in options}
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **options})  # type: ignore[arg-type]
+        pending = Pending(sampling.n)
+        request = Request(f"r{next(self._ids)}", prompt, sampling, pending.on_delta, stream=stream, **fields)  # type: ignore[arg-type]
+        self.engine.submit(request)
+        return request.id, pending
+
+    def ask(self, prompt: list[int], **options: object) -> Answer:
+        return self.submit(prompt, **options)[1].wait()[0]
+
+    def settle(self) -> None:
+        """Waits until nothing runs, and checks the books."""
+        settled = self.engine._idle.wait(30)  # the public way, drain(), would close the engine
+        assert settled
+        self.engine.check_integrity()
+        assert self.engine.metrics.slots_free == self.engine.metrics.slots_total
+        assert self.engine.metrics.kv_bytes == 0
+
+
+def deliver(news: News) -> None:
+    for request, delta in news:
+        request.on_delta(delta)
+
+
+@contextmanager
+def driver(kind: str, *, overlap: bool | None = None, **config: object) -> Iterator[Driver]:
+    engine = Engine(lambda: tiny(kind), ServeConfig(**config), deliver, overlap=overlap)  # type: ignore[arg-type]
+    engine.start()
+    try:
+        yield Driver(engine)
+    finally:
+        engine.stop()
+
+
+class Bare:
+    """The model called by hand, one row, mlx-lm's own cache."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+    def greedy(self, prompt: list[int], count: int, ignore_eos: bool = False) -> tuple[list[int], list[float]]:
+        """Tokens until the end-of-sequence token or `count`, and their log-probabilities."""
+        cache = make_prompt_cache(self.model.module)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        step = prompt
+        while len(tokens) < count:
+            logits = self.model.module(mx.array([step]), cache=cache)[0, -1].astype(mx.float32)
+            token = int(mx.argmax(logits).item())
+            if token in self.model.eos_token_ids and not ignore_eos:
+                break
+            tokens.append(token)
+            logprobs.append((logits[token] - mx.logsumexp(logits)).item())
+            step = [token]
+        return tokens, logprobs

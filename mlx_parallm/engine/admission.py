@@ -1,4 +1,4 @@
-"""The last look at a request before it enters the engine: what is wrong with it is said here, on the caller's thread."""
+"""The last look at a request before it enters the engine; what is wrong with it is said on the caller's thread."""
 
 import secrets
 from collections.abc import Callable

@@ -46,7 +46,7 @@ def _candidates(model: LanguageModel, max_rows: int, max_bytes: int) -> Iterator
     caches = fresh()
     if all(type(cache) is KVCache for cache in caches):
         view_step = 32 if device_kind() == "cpu" else 256
-        yield SlotCache(len(caches), max_rows, max_bytes, view_step)
+        yield SlotCache(len(caches), max_rows, max_bytes, view_step, compiled=device_kind() == "cuda")
     elif all(hasattr(cache, "merge") for cache in caches):
         yield MergedCache(fresh, max_rows, max_bytes)
     yield SerialCache(fresh, max_rows, max_bytes)

@@ -103,8 +103,10 @@ class Engine:
     def drain(self, timeout: float) -> bool:
         """Refuses new work and waits until the running is done."""
         self._closed = self._closed or "the server is shutting down"
+        if not self._thread.is_alive():
+            return True
         checked = threading.Event()
-        self._inbox.put(checked.set)
+        self._inbox.put(checked.set)  # what was handed in before has been taken by then
         deadline = time.monotonic() + timeout
         return checked.wait(timeout) and self._idle.wait(max(0.0, deadline - time.monotonic()))
 
@@ -132,7 +134,7 @@ class Engine:
             ("device", device_name()),
             ("context", f"{model.context_length} tokens"),
             ("batch", f"{self._config.max_batch_size} rows in {ways[type(self._runner.cache).__name__]}"),
-            ("memory", f"{_size(mx.get_active_memory())} now, at most {_size(self.metrics.kv_bytes_limit)} more for KV"),
+            ("memory", f"{_size(model.weight_bytes)} now, and up to {_size(self.metrics.kv_bytes_limit)} of KV"),
         ]
 
     # The engine thread from here on.
@@ -183,9 +185,7 @@ class Engine:
         # Prompts together save weight reads and kernel launches, which a CPU hardly notices; padding it does.
         padding = 0.0 if not cache.stages_many else 0.02 if cpu else 0.5
         gather = config.batch_timeout if config.scheduler == "default" else 0.0
-        limits = Limits(
-            config.max_batch_size, config.max_concurrent_streams, config.prefill_step_size, gather, padding
-        )
+        limits = Limits(config.max_batch_size, config.max_concurrent_streams, config.prefill_step_size, gather, padding)
         self._scheduler = Scheduler(limits, cache.fits)
         self.metrics.slots_total = config.max_batch_size
         self.metrics.kv_bytes_limit = limit

@@ -6,7 +6,7 @@ has generated as part of the prompt. Several requests may read one row, when the
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_parallm.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
@@ -71,8 +71,8 @@ class Row:
             self.finish_reason, self.stop_token = "stop", token
         else:
             self.tokens.append(token)
-            if logprob is not None:
-                self.logprobs.append(logprob)
+            if logprob is not None:  # the batch's widest `top` was read: this row asked for so many
+                self.logprobs.append(replace(logprob, top=logprob.top[: self.sampling.logprobs]))
             if len(self.tokens) >= self.max_tokens:
                 self.finish_reason = "length"
 

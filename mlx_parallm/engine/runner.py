@@ -6,7 +6,7 @@ one before it has been read.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
 from mlx_parallm.engine.rows import Job, Prefill, Row
-from mlx_parallm.engine.sampling import History, Sampled, Sampler, logprobs_of
+from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
 from mlx_parallm.kv.merged import state_arrays
 from mlx_parallm.kv.slots import BatchCache
@@ -42,7 +42,7 @@ class Step:
     sampler: Sampler | None = None
     sampled: Sampled | None = None
     fence: list[mx.array] = field(default_factory=list)  # what to wait for when nothing was sampled
-    prompt_scores: list[tuple[Row, list[int], int, tuple[mx.array | None, ...]]] = field(default_factory=list)
+    prompt_scores: list[tuple[Row, list[int], Scores]] = field(default_factory=list)
     launched_at: float = field(default_factory=time.perf_counter)
 
 
@@ -83,7 +83,7 @@ class Runner:
         active = {row.position for row in rows}
         held = [row if row and row.position in active else None for row in self._rows]
         lengths = [row.length if row else 0 for row in held]
-        numbers = mx.array([row.launched if row else 0 for row in held], mx.int32)
+        numbers = [row.launched if row else 0 for row in held]
         logits = self.cache.decode(self._forward, self._last, lengths)
         sampled = self._sampler(logits, numbers, self._history, self._grammar_masks(self._sampler))
         self._last = sampled.tokens
@@ -99,14 +99,17 @@ class Runner:
 
     def read(self, step: Step) -> list[Token]:
         """Waits for a step and brings its tokens to the host."""
-        for row, targets, top, scores in step.prompt_scores:
+        for row, targets, scores in step.prompt_scores:
             assert row.prompt_logprobs is not None
-            row.prompt_logprobs += _on_host(targets, top, *scores)
+            row.prompt_logprobs += scores.on_host(targets)
         if step.sampled is None or step.sampler is None:
             mx.eval(step.fence)
             return []
-        tokens: list[int] = step.sampled.tokens.tolist()
-        scored = dict(self._token_logprobs(step.sampler, step.sampled, tokens))
+        tokens: list[int] = np.array(step.sampled.tokens).tolist()
+        asked = step.sampler.logprob_rows
+        scored: dict[int, TokenLogprob] = {}
+        if step.sampled.scores is not None:
+            scored = dict(zip(asked, step.sampled.scores.on_host([tokens[i] for i in asked]), strict=True))
         return [Token(row, tokens[i], scored.get(i)) for i, row, epoch in step.rows if row.epoch == epoch]
 
     def leave(self, row: Row) -> None:
@@ -159,9 +162,9 @@ class Runner:
             first = job.computed + start + 1
             targets = job.tokens[first : first + piece.shape[1]]
             if targets:
-                scores = logprobs_of(logits[: len(targets)], mx.array(targets), top)
-                mx.async_eval([score for score in scores if score is not None])
-                step.prompt_scores.append((row, targets, top, scores))
+                scores = scores_of(logits[: len(targets)], mx.array(targets), top)
+                mx.async_eval(scores.arrays())
+                step.prompt_scores.append((row, targets, scores))
         return logits[-1:]
 
     def _first_tokens(self, work: Prefill, logits: mx.array, step: Step) -> None:
@@ -171,7 +174,7 @@ class Runner:
             logits = logits[mx.array(sources)]
         step.sampler = Sampler(rows, self._vocab)
         history = History(rows) if step.sampler.penalized else None
-        numbers = mx.array([row.launched for row in rows], mx.int32)
+        numbers = [row.launched for row in rows]
         step.sampled = step.sampler(logits, numbers, history, self._grammar_masks(step.sampler))
         mx.async_eval(step.sampled.arrays())
         self._compact(max(len(job.tokens) for job in work.jobs) + 1)
@@ -218,36 +221,6 @@ class Runner:
         if not sampler.grammar_rows:
             return None
         masks = np.full((len(sampler.rows), -(-self._vocab // 32)), -1, np.int32)
-        for i in sampler.grammar_rows:
-            row = sampler.rows[i]
-            assert row is not None
+        for i, row in sampler.grammar_rows:
             fill_next_token_bitmask(row.matcher, masks, i)
         return mx.array(masks.view(np.uint32))
-
-    def _token_logprobs(
-        self, sampler: Sampler, sampled: Sampled, tokens: list[int]
-    ) -> Iterator[tuple[int, TokenLogprob]]:
-        if sampled.chosen is None:
-            return
-        picked = [tokens[i] for i in sampler.logprob_rows]
-        arrays = (sampled.chosen, sampled.ranks, sampled.top_tokens, sampled.top_logprobs)
-        tops = [row.sampling.logprobs or 0 for i in sampler.logprob_rows if (row := sampler.rows[i])]
-        for i, top, scored in zip(sampler.logprob_rows, tops, _on_host(picked, max(tops), *arrays), strict=True):
-            yield i, TokenLogprob(scored.token, scored.logprob, scored.rank, scored.top[:top])
-
-
-def _on_host(
-    tokens: list[int],
-    top: int,
-    chosen: mx.array | None,
-    ranks: mx.array | None,
-    top_tokens: mx.array | None,
-    top_logprobs: mx.array | None,
-) -> list[TokenLogprob]:
-    assert chosen is not None and ranks is not None
-    values, places = chosen.tolist(), ranks.tolist()
-    best: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
-    if top_tokens is not None and top_logprobs is not None:
-        pairs = zip(top_tokens.tolist(), top_logprobs.tolist(), strict=True)
-        best = [tuple(sorted(zip(ids, logs, strict=True), key=lambda pair: -pair[1])[:top]) for ids, logs in pairs]
-    return [TokenLogprob(*scored) for scored in zip(tokens, values, places, best, strict=True)]

@@ -5,79 +5,117 @@ What no row asks for is not computed. A row's random draw depends on its seed an
 the same seed and prompt give the same tokens whatever else is in the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.engine.rows import Row
+from mlx_parallm.types import SamplingParams, TokenLogprob
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True)
+class Scores:
+    """Log-probabilities of P tokens, on the device."""
+
+    chosen: mx.array  # (P,)
+    ranks: mx.array  # (P,)
+    top_tokens: mx.array  # (P, K)
+    top_logprobs: mx.array  # (P, K), not sorted
+
+    def arrays(self) -> list[mx.array]:
+        return [self.chosen, self.ranks, self.top_tokens, self.top_logprobs]
+
+    def on_host(self, tokens: Sequence[int]) -> list[TokenLogprob]:
+        """Reads them for the tokens they belong to, the likeliest sorted."""
+        chosen, ranks, top_tokens, top_logprobs = (np.array(array).tolist() for array in self.arrays())
+        return [
+            TokenLogprob(token, value, rank, tuple(sorted(zip(ids, values, strict=True), key=_by_value)))
+            for token, value, rank, ids, values in zip(tokens, chosen, ranks, top_tokens, top_logprobs, strict=True)
+        ]
 
 
 @dataclass(slots=True)
 class Sampled:
-    """Device arrays of one step, for R rows of which P asked for log-probabilities."""
+    """Device arrays of one step."""
 
     tokens: mx.array  # (R,) int32
-    chosen: mx.array | None = None  # (P,) log-probability of the sampled token
-    ranks: mx.array | None = None  # (P,)
-    top_tokens: mx.array | None = None  # (P, K)
-    top_logprobs: mx.array | None = None  # (P, K), not sorted
+    scores: Scores | None = None  # of the rows that asked for log-probabilities
 
     def arrays(self) -> list[mx.array]:
-        every = (self.tokens, self.chosen, self.ranks, self.top_tokens, self.top_logprobs)
-        return [array for array in every if array is not None]
+        return [self.tokens, *(self.scores.arrays() if self.scores else [])]
 
 
 class Sampler:
-    """`rows` may hold None for free positions: they are computed like greedy rows and ignored."""
+    """`rows` may hold None for free positions: they are computed like greedy rows and ignored.
+
+    An array is made only for what some row asks for: small uploads add up when rows come and go at every step.
+    """
 
     def __init__(self, rows: Sequence[Row | None], vocab_size: int) -> None:
-        params = [row.sampling if row else None for row in rows]
         self.rows = list(rows)
         self._vocab = vocab_size
-        self._temperature = _column([p.temperature if p and not p.greedy else 0.0 for p in params])
-        self._seeds = mx.array([row.seed if row else 0 for row in rows], mx.uint32)
-        self._random = any(p and not p.greedy for p in params)
-        self._min_p = _column([p.min_p if p and not p.greedy else 0.0 for p in params])
-        self._any_min_p = any(p and p.min_p > 0 and not p.greedy for p in params)
-        cut = [i for i, p in enumerate(params) if p and not p.greedy and (p.top_p < 1 or p.top_k > 0)]
+        params = [row.sampling if row else GREEDY for row in rows]
+        drawn = [p for p in params if not p.greedy]
+        self._random = bool(drawn)
+        if drawn:
+            self._temperature = _column(0.0 if p.greedy else p.temperature for p in params)
+            self._seeds = mx.array([row.seed if row else 0 for row in rows], mx.uint32)
+        self._any_min_p = any(p.min_p > 0 for p in drawn)
+        if self._any_min_p:
+            self._min_p = _column(0.0 if p.greedy else p.min_p for p in params)
+        cut = [i for i, p in enumerate(params) if not p.greedy and (p.top_p < 1 or p.top_k > 0)]
         self._cut_rows = mx.array(cut) if cut else None
-        self._top_p = _column([p.top_p for i in cut if (p := params[i])])
-        self._top_k = _column([p.top_k or vocab_size for i in cut if (p := params[i])])
-        self._bias_ids, self._bias = _sparse([p.logit_bias if p else {} for p in params])
-        self._stop_ids, self._stop_bias = _sparse(
-            [dict.fromkeys(row.stop_ids, -np.inf) if row and row.sampling.min_tokens else {} for row in rows]
-        )
-        self._min_tokens = mx.array([p.min_tokens if p else 0 for p in params], mx.int32)
-        self.penalized = any(
-            p and (p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1) for p in params
-        )
-        self._presence = _column([p.presence_penalty if p else 0.0 for p in params])
-        self._frequency = _column([p.frequency_penalty if p else 0.0 for p in params])
-        self._repetition = _column([p.repetition_penalty if p else 1.0 for p in params])
-        self.logprob_rows = [i for i, p in enumerate(params) if p and p.logprobs is not None]
+        if cut:
+            self._top_p = _column(params[i].top_p for i in cut)
+            self._top_k = _column(params[i].top_k or vocab_size for i in cut)
+        self._bias = _Edits.of([p.logit_bias for p in params])
+        early = [row.stop_ids if row and row.sampling.min_tokens else () for row in rows]
+        self._stops = _Edits.of([dict.fromkeys(ids, -np.inf) for ids in early])
+        if self._stops:
+            self._min_tokens = mx.array([p.min_tokens for p in params], mx.int32)
+        self.penalized = any(p.penalized for p in params)
+        if self.penalized:
+            self._presence = _column(p.presence_penalty for p in params)
+            self._frequency = _column(p.frequency_penalty for p in params)
+            self._repetition = _column(p.repetition_penalty for p in params)
+        self.logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]
         self._logprob_index = mx.array(self.logprob_rows) if self.logprob_rows else None
-        self._top_count = max((p.logprobs or 0 for i in self.logprob_rows if (p := params[i])), default=0)
-        self.grammar_rows = [i for i, row in enumerate(rows) if row and row.matcher is not None]
+        self._top_count = max((params[i].logprobs or 0 for i in self.logprob_rows), default=0)
+        self.grammar_rows = [(i, row) for i, row in enumerate(rows) if row and row.matcher is not None]
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a call needs to know how many tokens each row has generated."""
+        return self._random or self._stops is not None
 
     def __call__(
-        self, logits: mx.array, numbers: mx.array, history: "History | None", allowed: mx.array | None
+        self,
+        logits: mx.array,
+        numbers: Sequence[int],
+        history: "History | None" = None,
+        allowed: mx.array | None = None,
     ) -> Sampled:
-        """logits (R, V), numbers (R,): how many tokens each row has generated; allowed: packed grammar masks."""
+        """logits (R, V); numbers: how many tokens each row has generated; allowed: packed grammar masks."""
         raw = logits.astype(mx.float32)
         logits = raw
+        count = mx.array(list(numbers), mx.int32) if self.counts_tokens else None
         if self.penalized and history is not None:
             logits = self._penalize(logits, history)
-        if self._bias_ids is not None:
-            logits = _add_at(logits, self._bias_ids, self._bias)
-        if self._stop_ids is not None:
-            early = (numbers < self._min_tokens)[:, None]
-            logits = _add_at(logits, self._stop_ids, mx.where(early, self._stop_bias, 0.0))
+        if self._bias:
+            logits = self._bias.applied(logits)
+        if self._stops and count is not None:
+            logits = self._stops.applied(logits, (count < self._min_tokens)[:, None])
         if allowed is not None:
             logits = mx.where(_unpack(allowed, self._vocab), logits, -mx.inf)
-        tokens = self._draw(logits, numbers) if self._random else mx.argmax(logits, axis=-1)
-        return self._with_logprobs(raw, tokens.astype(mx.int32))
+        tokens = self._draw(logits, count) if count is not None and self._random else mx.argmax(logits, axis=-1)
+        tokens = tokens.astype(mx.int32)
+        if self._logprob_index is None:
+            return Sampled(tokens)
+        return Sampled(tokens, scores_of(raw[self._logprob_index], tokens[self._logprob_index], self._top_count))
 
     def _draw(self, logits: mx.array, numbers: mx.array) -> mx.array:
         """Gumbel-max: argmax(logits + temperature * noise) is a draw from softmax(logits / temperature)."""
@@ -108,24 +146,15 @@ class Sampler:
         logits = mx.where(seen, logits * factor, logits)
         return logits - counts * self._frequency - (counts > 0) * self._presence
 
-    def _with_logprobs(self, raw: mx.array, tokens: mx.array) -> Sampled:
-        if self._logprob_index is None:
-            return Sampled(tokens)
-        raw, picked = raw[self._logprob_index], tokens[self._logprob_index]
-        return Sampled(tokens, *logprobs_of(raw, picked, self._top_count))
 
-
-def logprobs_of(
-    logits: mx.array, tokens: mx.array, top: int
-) -> tuple[mx.array, mx.array, mx.array | None, mx.array | None]:
+def scores_of(logits: mx.array, tokens: mx.array, top: int) -> Scores:
     """The tokens' log-probabilities and ranks, and the `top` likeliest beside them: (P, V), (P,)."""
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)  # (P, 1)
     ranks = mx.sum(logits > chosen, axis=-1) + 1
-    if not top:
-        return (chosen - total)[:, 0], ranks, None, None
-    likeliest = mx.argpartition(-logits, top, axis=-1)[:, :top]
-    return (chosen - total)[:, 0], ranks, likeliest, mx.take_along_axis(logits, likeliest, axis=-1) - total
+    likeliest = mx.argpartition(-logits, top, axis=-1)[:, :top] if top else mx.zeros((logits.shape[0], 0), mx.uint32)
+    best = mx.take_along_axis(logits, likeliest, axis=-1) - total if top else mx.zeros((logits.shape[0], 0))
+    return Scores((chosen - total)[:, 0], ranks, likeliest, best)
 
 
 class History:
@@ -181,24 +210,35 @@ class History:
         return counts, seen > 0
 
 
-def _column(values: Sequence[float]) -> mx.array:
-    return mx.array(list(values) or [0.0], mx.float32)[:, None]
+@dataclass(slots=True)
+class _Edits:
+    """A few numbers to add per row: ids and values (R, K), padded with zeros for token 0."""
+
+    ids: mx.array
+    values: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[dict[int, float]]) -> "_Edits | None":
+        width = max(map(len, rows), default=0)
+        if not width:
+            return None
+        ids, values = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
+        for i, edits in enumerate(rows):
+            ids[i, : len(edits)] = list(edits)
+            values[i, : len(edits)] = list(edits.values())
+        return cls(mx.array(ids), mx.array(values))
+
+    def applied(self, logits: mx.array, where: mx.array | None = None) -> mx.array:
+        values = self.values if where is None else mx.where(where, self.values, 0.0)
+        return logits.at[mx.arange(logits.shape[0])[:, None], self.ids].add(values)
 
 
-def _sparse(rows: Sequence[dict[int, float]]) -> tuple[mx.array | None, mx.array]:
-    """A few edits per row as ids and values (R, K), padded with zeros added to token 0."""
-    width = max(map(len, rows), default=0)
-    if not width:
-        return None, mx.zeros((1,))
-    ids, values = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
-    for i, edits in enumerate(rows):
-        ids[i, : len(edits)] = list(edits)
-        values[i, : len(edits)] = list(edits.values())
-    return mx.array(ids), mx.array(values)
+def _by_value(pair: tuple[int, float]) -> float:
+    return -pair[1]
 
 
-def _add_at(logits: mx.array, ids: mx.array, values: mx.array) -> mx.array:
-    return logits.at[mx.arange(logits.shape[0])[:, None], ids].add(values)
+def _column(values: Iterable[float]) -> mx.array:
+    return mx.array(list(values), mx.float32)[:, None]
 
 
 def _gumbel(keys: mx.array, size: int) -> mx.array:

@@ -1,0 +1,163 @@
+"""Grammars that outputs must follow, through llguidance: JSON, schemas, patterns, choices, forced tool calls.
+
+The server builds a grammar text here and has `GrammarCompiler.check` refuse bad ones before the engine sees them;
+the engine's runner asks the same compiler for a matcher per row, on its own thread.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import llguidance
+import llguidance.hf
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerFast
+
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.tools import Thinking, Tool, ToolFormat
+from mlx_parallm.errors import InvalidRequestError
+
+# Room for any sensible indentation, but no endless run of spaces, which small models fall into.
+_WHITESPACE = r"[ \n\r\t]{1,32}"
+_MOST_CALLS = 16
+
+Schema = Mapping[str, Any] | bool
+
+
+def json_grammar(schema: Schema) -> str:
+    """Any JSON value that the schema allows."""
+    return f"start: {_inline(schema)}"
+
+
+def regex_grammar(pattern: str) -> str:
+    return llguidance.LLMatcher.grammar_from_regex(pattern)
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    return "start: " + " | ".join(_quoted(choice) for choice in choices)
+
+
+def tool_grammar(
+    tools: Sequence[Tool], tool_format: ToolFormat, vocabulary: Vocabulary, *, name: str | None, parallel: bool
+) -> str:
+    """One call, or more where `parallel` allows: of the tool called `name`, or of any."""
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(functions)))}"]
+    for index, function in enumerate(functions):
+        head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        rules.append(f'call_{index}: {_quoted(head)} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: {_inline(function.get('parameters') or {'type': 'object'})}")
+    several = parallel and name is None
+    start, end = (_mark(mark, vocabulary) for mark in (tool_format.start, tool_format.end))
+    if tool_format.end:
+        rules.append(f'block: {start} "\\n" call "\\n" {end}')
+        top = f'block ("\\n" block){{0,{_MOST_CALLS - 1}}}' if several else "block"
+    else:  # a call that ends with the text: all calls stand in one list
+        calls = f'call (", " call){{0,{_MOST_CALLS - 1}}}' if several else "call"
+        top = f'{start} "[" {calls} "]"'
+    return "\n".join([f"start: {top}", *rules])
+
+
+def after_thinking(grammar: str, thinking: Thinking, vocabulary: Vocabulary, where: Literal["before", "inside"]) -> str:
+    """The same grammar for a model that may reason first, or whose prompt has it reasoning already."""
+    end = _mark(thinking.end, vocabulary)
+    # A token of its own ends the text by itself; a mark that is spelled out must be looked for.
+    spelled = not end.startswith("<[")
+    thought = f"thought[suffix={end}]: /(?s:.*)/" if spelled else f"thought: /(?s:.*)/ {end}"
+    opening = f"({_mark(thinking.start, vocabulary)} thought gap)?" if where == "before" else "thought gap"
+    top = f"start: {opening} @output\n{thought}\ngap: /[ \\n]{{0,4}}/"
+    return _composed(top, output=grammar)
+
+
+def either(answer: str, calls: str) -> str:
+    """An answer in its format, or tool calls in theirs."""
+    return _composed("start: @answer | @calls", answer=answer, calls=calls)
+
+
+def _composed(top: str, **parts: str) -> str:
+    """A Lark grammar whose `@name`s are other grammars, each Lark or llguidance's own JSON."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": top}]
+    for name, part in parts.items():
+        if not part.startswith("{"):
+            grammars.append({"name": name, "lark_grammar": part})
+            continue
+        first, *others = json.loads(part)["grammars"]
+        grammars += [{**first, "name": name}, *others]
+    return json.dumps({"grammars": grammars})
+
+
+def _inline(schema: Schema) -> str:
+    if isinstance(schema, Mapping):
+        schema = {"x-guidance": {"whitespace_pattern": _WHITESPACE}, **schema}
+    return f"%json {json.dumps(schema)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _mark(text: str, vocabulary: Vocabulary) -> str:
+    """A mark in Lark: added tokens by their id, since their text would mean its letters; others as text."""
+    parts: list[str] = []
+    plain: list[int] = []
+    for token in [*vocabulary.tokenizer.encode(text, add_special_tokens=False), None]:
+        if token is not None and token not in vocabulary.added:
+            plain.append(token)
+            continue
+        if plain:
+            parts.append(_quoted(vocabulary.decode(plain)))
+            plain.clear()
+        if token is not None:
+            parts.append(f"<[{token}]>")
+    return " ".join(parts)
+
+
+class GrammarCompiler:
+    """Makes matchers for one model's tokens. Compiled grammars are kept and copied; any thread may call."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._tokens: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, grammar: str, param: str) -> None:
+        """Compiles a grammar, which may take a second the first time, or raises what is wrong with it."""
+        with self._lock:
+            error = self._compile(grammar, param).get_error()
+        if error:
+            raise InvalidRequestError(f"{param} can't be enforced: {_first_lines(error)}", param=param)
+
+    def matcher(self, grammar: str) -> llguidance.LLMatcher:
+        with self._lock:
+            return self._compile(grammar, "grammar").deep_copy()
+
+    def _compile(self, grammar: str, param: str) -> llguidance.LLMatcher:
+        compiled = self._compiled.pop(grammar, None)
+        if compiled is None:
+            compiled = llguidance.LLMatcher(self._ll_tokenizer(param), grammar, log_level=0)
+        if not compiled.is_error():
+            self._compiled[grammar] = compiled
+        while len(self._compiled) > 128:
+            self._compiled.popitem(last=False)
+        return compiled
+
+    def _ll_tokenizer(self, param: str) -> llguidance.LLTokenizer:
+        if self._tokens is None:
+            tokenizer = self._tokenizer._tokenizer  # the Hugging Face tokenizer inside mlx-lm's wrapper
+            if not isinstance(tokenizer, PreTrainedTokenizerFast):
+                raise InvalidRequestError(
+                    f"{param} needs a grammar, which this model's tokenizer can't follow: "
+                    f"it is a {type(tokenizer).__name__} with no tokenizer.json",
+                    param=param,
+                )
+            self._tokens = llguidance.hf.from_tokenizer(tokenizer, self._vocab_size, self._eos_ids)
+        return self._tokens
+
+
+def _first_lines(error: str) -> str:
+    return " ".join(error.split("\n<state>")[0].split())[:300]

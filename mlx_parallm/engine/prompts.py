@@ -1,0 +1,211 @@
+"""From messages and text to prompt tokens: chat templates, tools for models that know none, tokenising, a cache.
+
+The server calls this from its request path and its worker threads; every method may run on any thread.
+"""
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_parallm.engine.tools import Thinking, Tool, ToolFormat
+from mlx_parallm.errors import InvalidRequestError
+
+Message = dict[str, Any]  # role, content (a string), and for some: name, tool_calls, tool_call_id, reasoning_content
+
+TOOL_PROMPT = """You may call functions to help with the user's request. These are their signatures:
+<tools>
+{tools}
+</tools>
+To call a function, answer with its name and arguments as a JSON object within <tool_call></tool_call> tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments-object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """All that a chat template sees."""
+
+    messages: list[Message]
+    tools: Sequence[Tool] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def key(self) -> bytes:
+        parts = [self.messages, self.tools, self.add_generation_prompt, self.continue_final_message]
+        return orjson.dumps([*parts, self.template_kwargs], option=orjson.OPT_SORT_KEYS)
+
+    def size(self) -> int:
+        """About how many characters there are to render."""
+        return sum(len(message.get("content") or "") for message in self.messages) + 500 * len(self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: list[int]
+    inside_thinking: bool = False  # the template has opened the reasoning already
+
+
+class Prompts:
+    """Renders and tokenises for one model."""
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+        self._format = ToolFormat.of(tokenizer)
+        self._thinking = Thinking.of(tokenizer)
+        self._template = str(getattr(tokenizer, "chat_template", None) or "")
+        self._backend = _fast_backend(tokenizer)
+        self._lock = threading.Lock()
+        self._cache = _Cache()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        key = b"1" if add_special_tokens else b"0"
+        prompt = self._cache.get(key + text.encode("utf-8", "surrogatepass"))
+        if prompt is None:
+            prompt = Prompt(self._tokenise(text, add_special_tokens))
+            self._cache.put(key + text.encode("utf-8", "surrogatepass"), prompt)
+        return list(prompt.tokens)
+
+    def chat(self, conversation: Conversation, *, add_special_tokens: bool = False) -> Prompt:
+        key = (b"C" if add_special_tokens else b"c") + conversation.key()
+        prompt = self._cache.get(key)
+        if prompt is None:
+            text = self.render(conversation)
+            prompt = Prompt(self._tokenise(text, add_special_tokens), self._ends_inside_thinking(text))
+            self._cache.put(key, prompt)
+        return Prompt(list(prompt.tokens), prompt.inside_thinking)
+
+    def render(self, conversation: Conversation) -> str:
+        """The prompt as text, by the model's own template."""
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequestError(
+                "this model has no chat template, so it can't chat; use /v1/completions", param="messages"
+            )
+        messages, tools = [dict(message) for message in conversation.messages], list(conversation.tools)
+        if "developer" not in self._template:
+            for message in messages:
+                message["role"] = "system" if message["role"] == "developer" else message["role"]
+        if not self._format.native:
+            messages, tools = _spelled_out(messages, tools, self._format), []
+        try:  # the template is the model's own program: whatever it raises, it could not take these messages
+            rendered = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                add_generation_prompt=conversation.add_generation_prompt,
+                continue_final_message=conversation.continue_final_message,
+                tokenize=False,
+                **conversation.template_kwargs,
+            )
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise InvalidRequestError(
+                f"the model's chat template can't render these messages: {reason}", param="messages"
+            ) from error
+        return str(rendered)
+
+    def _ends_inside_thinking(self, text: str) -> bool:
+        return self._thinking is not None and text.rstrip().endswith(self._thinking.start)
+
+    def _tokenise(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError("the text holds half of a surrogate pair, which is no character") from None
+        if self._backend is not None:
+            # The batch call gives up the interpreter lock while it works, the single one does not.
+            encoded = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(encoded[0].ids)
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _fast_backend(tokenizer: TokenizerWrapper) -> Any:
+    """The Rust tokenizer, if calling it directly is the same as asking the Python one around it.
+
+    The Python layer sets padding and truncation anew in each call, which two threads can't do at once.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    probe = " A first\nline,  then ünïcode 日本 and <tags>\t12345"
+    backend.no_truncation()
+    backend.no_padding()
+    direct = backend.encode_batch_fast([probe], add_special_tokens=True)[0].ids
+    return backend if direct == list(tokenizer.encode(probe, add_special_tokens=True)) else None
+
+
+class _Cache:
+    """Least recently used prompts, by the digest of what they were made from, up to a number of tokens."""
+
+    def __init__(self, capacity: int = 500_000) -> None:
+        self._capacity = capacity
+        self._size = 0
+        self._entries: OrderedDict[bytes, Prompt] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> Prompt | None:
+        digest = hashlib.blake2b(key, digest_size=16).digest()
+        with self._lock:
+            prompt = self._entries.get(digest)
+            if prompt is not None:
+                self._entries.move_to_end(digest)
+            return prompt
+
+    def put(self, key: bytes, prompt: Prompt) -> None:
+        digest = hashlib.blake2b(key, digest_size=16).digest()
+        with self._lock:
+            if digest in self._entries:
+                return
+            self._entries[digest] = prompt
+            self._size += len(prompt.tokens)
+            while self._size > self._capacity:
+                _, oldest = self._entries.popitem(last=False)
+                self._size -= len(oldest.tokens)
+
+
+def _spelled_out(messages: list[Message], tools: Sequence[Tool], tool_format: ToolFormat) -> list[Message]:
+    """The same conversation for a template that knows no tools: all of them, calls and results, as text."""
+    plain: list[Message] = []
+    for message in messages:
+        if message["role"] in ("tool", "function"):
+            _add_result(plain, f"<tool_response>\n{message['content']}\n</tool_response>")
+        elif calls := message.get("tool_calls"):
+            blocks = [f"{tool_format.start}\n{_call_text(call)}\n{tool_format.end}" for call in calls]
+            content = "\n".join([*filter(None, [message["content"]]), *blocks])
+            plain.append({"role": message["role"], "content": content})
+        else:
+            plain.append(message)
+    return _with_system(plain, TOOL_PROMPT.format(tools="\n".join(map(_dumps, tools)))) if tools else plain
+
+
+def _add_result(messages: list[Message], text: str) -> None:
+    """A result is a user's message; those that follow one another are one message."""
+    last = messages[-1] if messages else None
+    if last is not None and last["role"] == "user" and last["content"].startswith("<tool_response>"):
+        last["content"] += f"\n{text}"
+    else:
+        messages.append({"role": "user", "content": text})
+
+
+def _with_system(messages: list[Message], text: str) -> list[Message]:
+    if messages and messages[0]["role"] == "system":
+        first, *rest = messages
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    return _dumps({"name": function["name"], "arguments": function["arguments"]})
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,277 @@
+"""Response bodies, for /docs and for the tests that hold every answer against them. Answers are built as plain JSON."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Answer):
+    message: str
+    type: str
+    param: str | None = Field(description="The field that is wrong, such as messages.0.role")
+    code: str | None
+
+
+class Error(Answer):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "error": {
+                    "message": "temperature: Input should be less than or equal to 2",
+                    "type": "invalid_request_error",
+                    "param": "temperature",
+                    "code": "invalid_value",
+                }
+            }
+        }
+    )
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Answer):
+    cached_tokens: int = Field(description="Prompt tokens that were computed before and reused")
+
+
+class CompletionTokensDetails(Answer):
+    reasoning_tokens: int
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+PromptLogprobs = list[dict[str, Any] | None]
+
+
+class CompletionLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(description="Where each token begins in the choice's text")
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None = Field(None, description="The stop string or token id that ended it")
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(Answer):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: str
+
+
+class CompletionChunk(Completion):
+    usage: Usage | None = None  # type: ignore[assignment]
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[TokenLogprobs]
+    refusal: None
+
+
+class Function(Answer):
+    name: str
+    arguments: str = Field(description="JSON text")
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
+class Message(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="The same as reasoning_content")
+    tool_calls: list[ToolCall] | None = None
+
+
+ChatFinish = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(Answer):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinish
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class FunctionDelta(Answer):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(Answer):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class MessageDelta(Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinish | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Answer):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    system_fingerprint: str
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Model(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str = Field(description="Where the model came from")
+    parent: str | None = Field(description="The base model, for an adapter")
+    max_model_len: int
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Answer):
+    model_config = ConfigDict(json_schema_extra={"example": {"count": 2, "max_model_len": 8192, "tokens": [19556, 17]}})
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(Answer):
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "Hello, world!"}})
+    prompt: str
+
+
+class Health(Answer):
+    model_config = ConfigDict(json_schema_extra={"example": {"status": "healthy", "model_loaded": True}})
+    status: Literal["healthy", "draining", "unhealthy"]
+    model_loaded: bool
+    reason: str | None = None
+
+
+class Summary(Answer):
+    """What /metrics answers to `Accept: application/json`."""
+
+    current_policy_version: int
+    queue_depth: int
+    max_batch_size: int
+    flush_interval_ms: float
+
+
+class DebugMetrics(Answer):
+    batches_processed: int
+    avg_batch_fill_pct: float
+    batch_fill_hist: list[int] = Field(description="Decode steps by how full the batch was, in tenths")
+    queue_depth_last: int
+    stream_batches_processed: int
+    prompt_tps_last: float
+    prompt_tps_avg: float
+    decode_tps_last: float
+    decode_tps_avg: float
+    running: int
+    slots_total: int
+    slots_free: int
+    kv_bytes: int
+    kv_bytes_limit: int
+    active_memory: int
+    peak_memory: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    requests_finished: dict[str, int]
+    requests_rejected: int
+    preemptions: int
+    deduplicated: int
+    models: dict[str, "DebugMetrics"] | None = Field(None, description="Each model's own, when several are served")
+
+
+ERRORS = {
+    400: "The request is wrong; `param` says where",
+    401: "No key, or a wrong one",
+    404: "No such model (code `model_not_found`)",
+    413: "The body is too large",
+    429: "The queue is full; `Retry-After` says when to try again",
+    503: "The server is shutting down, or its engine has died",
+    504: "The request took longer than the server allows",
+}
+
+
+def responses(model: type[BaseModel], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route in the OpenAPI document."""
+    answer: dict[str, Any] = {"model": model, "description": "The answer"}
+    if streams:
+        answer["description"] += ", or with `stream` its chunks as server-sent events, then `[DONE]`"
+        answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    documented: dict[int | str, dict[str, Any]] = {200: answer}
+    for code, text in ERRORS.items():
+        documented[code] = {"model": Error, "description": text}
+    return documented

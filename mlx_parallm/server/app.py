@@ -1,0 +1,72 @@
+"""The HTTP application: routes, middleware, error handlers and the OpenAPI document. `server.run` serves it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from mlx_parallm import __version__
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.server import errors
+from mlx_parallm.server.middleware import Authentication, BodyLimit, RequestLog
+from mlx_parallm.server.models import ModelTable, ServedModel
+from mlx_parallm.server.openai import OpenAI, Workers
+from mlx_parallm.server.ops import Operations
+from mlx_parallm.server.state import Dispatcher, ServerState
+from mlx_parallm.server.tokens import Catalogue
+
+DESCRIPTION = """An LLM server for Apple Silicon with continuous batching, behind OpenAI's API.
+
+Every error is `{"error": {"message", "type", "param", "code"}}`; every response carries `X-Request-Id`."""
+
+
+def create_app(
+    models: Mapping[str, ServedModel],
+    config: ServeConfig,
+    dispatcher: Dispatcher,
+    state: ServerState | None = None,
+) -> FastAPI:
+    """`models` have started engines whose news come through `dispatcher`; the first is the default."""
+    workers = Workers(ThreadPoolExecutor(2, thread_name_prefix="tokenise"))
+    table = ModelTable(models)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        dispatcher.bind(asyncio.get_running_loop())
+        yield
+        workers.pool.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(
+        title="MLX ParaLLM",
+        version=__version__,
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        middleware=_middleware(config),
+        redoc_url=None,
+    )
+    errors.add_handlers(app)
+    app.include_router(OpenAI(table, config, workers).router())
+    app.include_router(Catalogue(table, workers).router())
+    app.include_router(Operations(table, config, state or ServerState()).router())
+    return app
+
+
+def _middleware(config: ServeConfig) -> list[Middleware]:
+    """From the outside in."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(config.cors_allow_origin),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
+    return [
+        Middleware(RequestLog),
+        *([cors] if config.cors_allow_origin else []),
+        Middleware(Authentication, api_key=config.api_key, admin_key=config.admin_key),
+        Middleware(BodyLimit, limit=config.max_body_size),
+    ]

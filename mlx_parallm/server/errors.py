@@ -1,0 +1,126 @@
+"""Every way a request can fail, as the one JSON shape that clients get. `server.app` registers the handlers here.
+
+Whatever is raised becomes `{"error": {"message", "type", "param", "code"}}`; no traceback leaves the process.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.errors import InvalidRequestError, ParallmError, QueueFullError
+
+log = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499  # nobody reads it, but the log does
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+class ClientLeft(Exception):
+    """The client has disconnected: there is nobody to answer."""
+
+
+class JSONResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+def error_response(error: ParallmError) -> Response:
+    headers: dict[str, str] = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(error.retry_after)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error.body(), error.status, headers)
+
+
+def add_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(ParallmError, _on_ours)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(ClientLeft, _on_left)
+    app.add_exception_handler(Exception, _on_unknown)
+
+
+async def _on_ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ParallmError)
+    if error.status >= 500:
+        log.warning("%s %s: %s", request.method, request.url.path, error.message)
+    return error_response(error)
+
+
+async def _on_validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(validation_error(error.errors(), error.body))
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    """A route or method that does not exist, or what FastAPI made of an error while it read the body."""
+    assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ParallmError):
+        return error_response(error.__cause__)
+    message = str(error.detail)
+    if error.status_code in (404, 405):
+        message = f"{message}: {request.method} {request.url.path}"
+    kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _on_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)
+
+
+async def _on_unknown(request: Request, error: Exception) -> Response:
+    return error_response(ParallmError("the server has failed at this request; its log says why"))
+
+
+def validation_error(errors: Sequence[Any], body: Any) -> InvalidRequestError:
+    """The most telling of pydantic's errors: a value that fits no member of a union fails once for each of them."""
+    if errors and errors[0]["type"] == "json_invalid":
+        return InvalidRequestError(f"the body is not valid JSON: {errors[0]['ctx']['error']}", code="invalid_json")
+    paths = [_path(error, body) for error in errors]
+    deepest = max(range(len(errors)), key=lambda index: len(paths[index]))
+    error, path = errors[deepest], paths[deepest]
+    if not path:
+        return InvalidRequestError(_about_the_body(body), code="invalid_json")
+    rivals = {other["msg"] for other, where in zip(errors, paths, strict=True) if where == path}
+    param = ".".join(map(str, path))
+    return InvalidRequestError(f"{param}: {'; or '.join(sorted(rivals))}", param=param, code=_code(error["type"]))
+
+
+def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
+    """Where in the body it is. Pydantic's location also names the members of unions, which are no places."""
+    path: list[str | int] = []
+    location = error["loc"][1:] if error["loc"][:1] == ("body",) else error["loc"]
+    for number, part in enumerate(location, start=1):
+        inside = part in body if isinstance(body, Mapping) else isinstance(body, list) and part in range(len(body))
+        if inside:
+            path.append(part)
+            body = body[part]
+        elif number == len(location) and isinstance(body, Mapping) and _is_absent(error, body):
+            path.append(part)
+    return path
+
+
+def _is_absent(error: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
+    """Whether the last name is a field that should be there, and not a member of a union that the body is not."""
+    return bool(error["type"] == "missing" or error["input"] != body)
+
+
+def _about_the_body(body: Any) -> str:
+    if isinstance(body, bytes):
+        return "the body must be JSON, sent with Content-Type: application/json"
+    return "the body must be a JSON object" if body is not None else "the request needs a JSON body"
+
+
+def _code(kind: str) -> str:
+    return "missing_required_parameter" if kind == "missing" else "invalid_value"

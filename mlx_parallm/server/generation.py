@@ -1,0 +1,277 @@
+"""One HTTP call on its way through the engine: its prompts, their choices, and who is told of the news.
+
+Routes build a `Generation`; a `Listener` (the event stream, or the collector of a whole answer) hears of it. All of
+this runs on the event loop: the engine's deltas come in through `Request.on_delta`, many in one callback.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from starlette.types import Receive
+
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.text import TextStream
+from mlx_parallm.engine.tools import CallDelta, ChatParser, Piece
+from mlx_parallm.errors import ParallmError, UnavailableError
+from mlx_parallm.server.errors import ClientLeft
+from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True)
+class News:
+    """What one delta means for the client."""
+
+    piece: Piece
+    tokens: Sequence[int]
+    logprobs: Sequence[tuple[TokenLogprob, int]] = ()  # with the token's place in the text
+    finish_reason: str | None = None
+
+
+class Choice:
+    """One choice's text, counted and split as its tokens come in."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: int,
+        stream: TextStream,
+        parser: ChatParser | None = None,
+        stop_token_ids: Collection[int] = (),
+    ) -> None:
+        self.index = index
+        self.prompt = prompt  # the number of the prompt it answers
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.cached_tokens = 0
+        self._stream = stream
+        self._parser = parser
+        self._stop_token_ids = stop_token_ids
+        self._released = 0  # characters
+        self._held: list[tuple[TokenLogprob, int]] = []  # of tokens whose text is still withheld
+
+    def take(self, delta: Delta) -> News | None:
+        """What there is to tell, or None while there is nothing."""
+        if self.finish_reason is not None:
+            return None
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.cached_tokens = self.cached_tokens or delta.cached_tokens
+        news = News(Piece(), delta.tokens)
+        if delta.logprobs is not None or (self._parser is not None and len(delta.tokens) > 1):
+            for place, token in enumerate(delta.tokens):
+                self._push([token], news, delta.logprobs[place] if delta.logprobs is not None else None)
+        else:
+            self._push(delta.tokens, news, None)
+        if delta.stop_token is not None:
+            self.completion_tokens += 1
+            news.tokens = [*delta.tokens, delta.stop_token]
+        self._end(delta, news)
+        if self._held and (not self._stream.withholds or news.finish_reason):
+            news.logprobs, self._held = self._held, []
+        return news if news.piece or news.finish_reason or news.tokens else None
+
+    def _push(self, tokens: Sequence[int], news: News, logprob: TokenLogprob | None) -> None:
+        if self._stream.stopped is not None:
+            return
+        self.completion_tokens += len(tokens)
+        if logprob is not None:
+            self._held.append((logprob, self._stream.decoded))
+        self._add(self._stream.push(tokens), news, len(tokens))
+
+    def _add(self, text: str, news: News, tokens: int = 0) -> None:
+        self._released += len(text)
+        parser = self._parser
+        if parser is None:
+            news.piece.content += text
+            return
+        if parser.state == "reasoning":
+            self.reasoning_tokens += tokens
+        if text:
+            _extend(news.piece, parser.push(text))
+        self._stream.show_special = parser.state == "tool"
+
+    def _end(self, delta: Delta, news: News) -> None:
+        reason: str | None = delta.finish_reason
+        self.stop_reason = delta.stop_token if delta.stop_token in self._stop_token_ids else None
+        if reason is not None:
+            self._add(self._stream.finish(), news)
+        if self._stream.stopped is not None:
+            reason, self.stop_reason = "stop", self._stream.stopped
+            self._held = [entry for entry in self._held if entry[1] < self._released]
+        if self._parser is not None:
+            if self._parser.finished:
+                reason = "stop"
+            if reason is not None:
+                _extend(news.piece, self._parser.finish())
+            if reason == "stop" and self._parser.calls:
+                reason = "tool_calls"
+        self.finish_reason = news.finish_reason = reason
+
+
+def _extend(piece: Piece, more: Piece) -> None:
+    piece.content += more.content
+    piece.reasoning += more.reasoning
+    piece.calls += more.calls
+
+
+class Listener(Protocol):
+    def on_news(self, choice: Choice, news: News) -> None: ...
+    def on_end(self, error: ParallmError | None) -> None: ...
+
+
+class Generation:
+    """The engine requests of one HTTP call: one per prompt, each with n choices."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        make_choice: Callable[[int, int], Choice],  # (its index, its prompt's number)
+        *,
+        name: str,
+        stream: bool,
+        priority: int,
+        timeout: float | None,
+        cache_salt: str,
+    ) -> None:
+        self.prompts = prompts
+        self.n = sampling[0].n
+        self.choices = [make_choice(index, index // self.n) for index in range(len(prompts) * self.n)]
+        self.listener: Listener | None = None
+        self._engine = engine
+        self._open = len(self.choices)
+        self._ended = False
+        self._submitted: list[Request] = []
+        self._requests = [
+            Request(
+                id=f"{name}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
+                prompt=prompt,
+                sampling=params,
+                on_delta=partial(self._on_delta, number * self.n),
+                stream=stream,
+                priority=priority,
+                timeout=timeout,
+                cache_salt=cache_salt,
+            )
+            for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True))
+        ]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def start(self, listener: Listener) -> None:
+        """Hands all requests to the engine, or none: the error of one cancels the others."""
+        self.listener = listener
+        for request in self._requests:
+            try:
+                self._engine.submit(request)
+            except ParallmError:
+                self.cancel()
+                raise
+            self._submitted.append(request)
+
+    def cancel(self) -> None:
+        """Frees every row that still runs. May be called at any time, more than once."""
+        if self._ended:
+            return
+        self._ended = True
+        for request in self._submitted:
+            self._engine.cancel(request.id)
+
+    def _on_delta(self, first: int, delta: Delta) -> None:
+        if self._ended:
+            return
+        if delta.error is not None or delta.finish_reason in ("error", "abort"):
+            self._fail(delta.error or UnavailableError("the engine has given this request up"))
+            return
+        choice = self.choices[first + delta.index]
+        running = choice.finish_reason is None
+        news = choice.take(delta)
+        assert self.listener is not None
+        if news is not None:
+            self.listener.on_news(choice, news)
+        if running and choice.finish_reason is not None:
+            if delta.finish_reason is None:  # ended by its text, which the engine does not see
+                self._engine.cancel(delta.request_id, delta.index)
+            self._open -= 1
+            if self._open == 0:
+                self._ended = True
+                self.listener.on_end(None)
+
+    def _fail(self, error: ParallmError) -> None:
+        self.cancel()
+        assert self.listener is not None
+        self.listener.on_end(error)
+
+
+class Collected:
+    """All that one choice has said, for an answer in one piece."""
+
+    __slots__ = ("calls", "content", "finish_reason", "logprobs", "reasoning", "tokens")
+
+    def __init__(self) -> None:
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[CallDelta] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[tuple[TokenLogprob, int]] = []
+
+    def add(self, news: News) -> None:
+        self.content.append(news.piece.content)
+        self.reasoning.append(news.piece.reasoning)
+        self.tokens += news.tokens
+        self.logprobs += news.logprobs
+        for call in news.piece.calls:
+            if call.name is not None:
+                self.calls.append(CallDelta(call.index, call.id, call.name))
+            self.calls[-1].arguments += call.arguments
+
+
+class Collector:
+    """Waits for the whole answer, unless the client leaves before it is there."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.results = [Collected() for _ in generation.choices]
+
+    async def collect(self, receive: Receive) -> list[Collected]:
+        watcher = asyncio.ensure_future(client_left(receive))
+        watcher.add_done_callback(self._on_left)
+        try:
+            self._generation.start(self)
+            await self._done
+        finally:
+            watcher.cancel()
+            self._generation.cancel()
+        return self.results
+
+    def on_news(self, choice: Choice, news: News) -> None:
+        self.results[choice.index].add(news)
+
+    def on_end(self, error: ParallmError | None) -> None:
+        if self._done.done():
+            return
+        if error is not None:
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
+
+    def _on_left(self, watcher: "asyncio.Future[None]") -> None:
+        if not watcher.cancelled() and not self._done.done():
+            self._done.set_exception(ClientLeft())
+
+
+async def client_left(receive: Receive) -> None:
+    """Returns when the client has disconnected. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        continue

@@ -1,0 +1,139 @@
+"""What every request passes on its way to a route. Pure ASGI: a disconnect reaches the route as it happens.
+
+From the outside in: `RequestLog` (id, access log, last resort), CORS when configured, `Authentication`, `BodyLimit`.
+"""
+
+import hmac
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_parallm.errors import AuthenticationError, ParallmError, PayloadTooLargeError, PermissionDeniedError
+from mlx_parallm.server.errors import CLIENT_LEFT, error_response
+from mlx_parallm.server.logs import request_id
+
+log = logging.getLogger("mlx_parallm.access")
+
+_USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+OPEN_PATHS = frozenset({"/health", "/metrics"})  # for probes and scrapers, as vLLM leaves them
+ADMIN_PREFIXES = ("/debug/",)
+
+
+class RequestLog:
+    """Gives each request its id, answers with it, logs the end, and lets no exception out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        identity = _request_id(Headers(scope=scope).get("x-request-id"))
+        scope["request_id"] = identity
+        token = request_id.set(identity)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = identity
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception:
+            log.exception("%s %s has failed", scope["method"], scope["path"])
+            if not status:
+                error = ParallmError("the server has failed at this request; its log says why")
+                await error_response(error)(scope, receive, send_with_id)
+        finally:
+            self._log(scope, status or CLIENT_LEFT, time.perf_counter() - started)
+            request_id.reset(token)
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
+        if not log.isEnabledFor(level):
+            return
+        client = scope["client"][0] if scope.get("client") else "-"
+        fields = dict(
+            method=scope["method"], path=scope["path"], status=status, seconds=round(seconds, 4), client=client
+        )
+        log.log(level, "%(method)s %(path)s %(status)s %(seconds).3fs from %(client)s", fields, extra=fields)
+
+
+def _request_id(given: str | None) -> str:
+    return given if given and _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+class Authentication:
+    """Bearer tokens: the API key for all but probes, the admin key for admin routes as soon as there is any key."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, admin_key: str | None) -> None:
+        self.app = app
+        self._api_key = api_key
+        self._admin_key = admin_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refusal(scope) if scope["type"] == "http" else None
+        app = self.app if error is None else error_response(error)
+        await app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ParallmError | None:
+        path = scope["path"]
+        admin = path.startswith(ADMIN_PREFIXES)
+        if path in OPEN_PATHS or not (self._api_key or (admin and self._admin_key)):
+            return None
+        token = Headers(scope=scope).get("authorization", "")
+        kind, _, token = token.partition(" ")
+        if kind.lower() != "bearer" or not token:
+            return AuthenticationError("this server needs a key: send it as 'Authorization: Bearer KEY'")
+        if _same(token, self._admin_key):
+            return None
+        if not _same(token, self._api_key):
+            return AuthenticationError("the key is wrong")
+        if admin:
+            return PermissionDeniedError("this route needs the admin key, which --admin-key sets")
+        return None
+
+
+def _same(given: str, key: str | None) -> bool:
+    return key is not None and hmac.compare_digest(given.encode(), key.encode())
+
+
+class BodyLimit:
+    """Refuses bodies over the limit, by their Content-Length or, when they have none, as they come in."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdigit() and int(length) > self._limit:
+            await error_response(self._error())(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._limit:
+                raise HTTPException(413) from self._error()
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _error(self) -> PayloadTooLargeError:
+        return PayloadTooLargeError(f"the body is larger than {self._limit} bytes")

@@ -1,0 +1,84 @@
+"""The served models, each with its engine and its text tools. `server.run` builds them, routes look them up."""
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mlx_parallm import __version__
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.grammar import GrammarCompiler
+from mlx_parallm.engine.prompts import Prompts
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.tools import Thinking, ToolFormat
+from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.models.language import LanguageModel
+
+DEFAULT = "default"
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """Made from an engine that has started."""
+
+    name: str
+    engine: Engine
+    created: int = field(default_factory=lambda: int(time.time()))
+    vocabulary: Vocabulary = field(init=False)
+    prompts: Prompts = field(init=False)
+    tool_format: ToolFormat = field(init=False)
+    thinking: Thinking | None = field(init=False)
+    marks: frozenset[int] = field(init=False)  # special tokens that carry meaning in a chat's text
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokenizer = self.model.tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
+        self.prompts = Prompts(tokenizer)
+        self.tool_format = ToolFormat.of(tokenizer)
+        self.thinking = Thinking.of(tokenizer)
+        self.marks = self._mark_tokens()
+        identity = f"{__version__} {self.model.source} {self.model.precision}"
+        self.fingerprint = f"fp_{hashlib.blake2b(identity.encode(), digest_size=5).hexdigest()}"
+
+    @property
+    def model(self) -> LanguageModel:
+        return self.engine.model
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        return self.engine.grammars
+
+    @property
+    def context_length(self) -> int:
+        return self.model.context_length
+
+    def _mark_tokens(self) -> frozenset[int]:
+        marks = [self.tool_format.start, self.tool_format.end, *self.model.tokenizer.structural_markers]
+        if self.thinking is not None:
+            marks += [self.thinking.start, self.thinking.end]
+        tokens = {token for mark in marks for token in self.model.tokenizer.encode(mark, add_special_tokens=False)}
+        return self.vocabulary.special & tokens
+
+
+class ModelTable:
+    """Served models by name; `default` is the first."""
+
+    def __init__(self, served: Mapping[str, ServedModel]) -> None:
+        assert served
+        self._served = dict(served)
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._served.values())
+
+    @property
+    def default(self) -> ServedModel:
+        return next(iter(self._served.values()))
+
+    def find(self, name: str) -> ServedModel:
+        if name in self._served:
+            return self._served[name]
+        if name == DEFAULT:
+            return self.default
+        known = ", ".join([*self._served, DEFAULT])
+        raise ModelNotFoundError(f"there is no model {name!r} here; there is {known}", param="model")

@@ -1,0 +1,249 @@
+"""`/v1/completions` and `/v1/chat/completions`: from a body to a generation, and back.
+
+The path of a request: validated by its schema, rendered and tokenised (off the event loop when it is long), checked
+against the model, handed to the engine; the format makes bytes of what comes back.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.prompts import Conversation, Prompt
+from mlx_parallm.engine.text import TextStream
+from mlx_parallm.engine.tools import ChatParser
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server import answers, params
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.formats import ChatFormat, CompletionFormat, Wishes
+from mlx_parallm.server.generation import Choice, Collector, Generation
+from mlx_parallm.server.models import ModelTable, ServedModel
+from mlx_parallm.server.routing import JSONRoute
+from mlx_parallm.server.schemas import ChatBody, CompletionBody, GenerationBody
+from mlx_parallm.server.sse import EventStream
+from mlx_parallm.types import SamplingParams
+
+LONG_TEXT = 4_000  # characters; about a millisecond of tokenising
+COMPLETION_TOKENS = 16  # OpenAI's default
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """A few threads for what would hold up the event loop."""
+
+    pool: ThreadPoolExecutor
+
+    async def run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+
+    async def encode(self, served: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
+        def work() -> list[int]:
+            return served.prompts.encode(text, add_special_tokens=add_special_tokens)
+
+        return work() if len(text) < LONG_TEXT else await self.run(work)
+
+    async def render(self, served: ServedModel, conversation: Conversation, add_special_tokens: bool) -> Prompt:
+        def work() -> Prompt:
+            return served.prompts.chat(conversation, add_special_tokens=add_special_tokens)
+
+        return work() if conversation.size() < LONG_TEXT else await self.run(work)
+
+
+class OpenAI:
+    """The two routes over the served models."""
+
+    def __init__(self, table: ModelTable, config: ServeConfig, workers: Workers) -> None:
+        self._table = table
+        self._config = config
+        self._workers = workers
+
+    def router(self) -> APIRouter:
+        router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
+        for path, endpoint, answer, summary in (
+            ("/v1/completions", self.completions, answers.Completion, "Continue text"),
+            ("/v1/chat/completions", self.chat, answers.ChatCompletion, "Answer a conversation"),
+        ):
+            router.add_api_route(
+                path,
+                endpoint,
+                methods=["POST"],
+                summary=summary,
+                response_model=None,
+                responses=answers.responses(answer, streams=True),
+            )
+        return router
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """Continues each prompt, `n` times. With `stream`, chunks arrive as server-sent events."""
+        served = self._table.find(body.model)
+        prompts = await self._completion_prompts(body, served)
+        grammar = await self._grammar(body, served)
+        default = self._config.max_tokens or COMPLETION_TOKENS
+        lengths = [
+            params.completion_length(
+                served, len(prompt), asked=body.max_tokens, default=default, prompt="prompt", param="max_tokens"
+            )
+            for prompt in prompts
+        ]
+        sampling = [
+            params.sampling_params(body, served, max_tokens=length, logprobs=body.logprobs, grammar=grammar)
+            for length in lengths
+        ]
+
+        def make_choice(index: int, prompt: int) -> Choice:
+            stream = self._text_stream(body, served, prompts[prompt], chat=False)
+            return Choice(index, prompt, stream, None, body.stop_token_ids)
+
+        generation = self._generation(body, served, prompts, sampling, make_choice, request, "cmpl")
+        wishes = _wishes(body, body.logprobs is not None)
+        echo = (
+            [_prompt_text(body, served, number, prompt) for number, prompt in enumerate(prompts)] if body.echo else None
+        )
+        name = f"cmpl-{request.scope['request_id']}"
+        form = CompletionFormat(name, served, generation, wishes, _name(body, served), echo)
+        return await self._respond(body, request, generation, form)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Answers the conversation, `n` times. With `stream`, chunks arrive as server-sent events."""
+        served = self._table.find(body.model)
+        conversation = params.chat_conversation(body)
+        prompt = await self._workers.render(served, conversation, body.add_special_tokens)
+        tokens = params.truncated(prompt.tokens, body.truncate_prompt_tokens)
+        grammar = await self._grammar(body, served, inside_thinking=prompt.inside_thinking)
+        field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+        length = params.completion_length(
+            served,
+            len(tokens),
+            asked=getattr(body, field),
+            default=self._config.max_tokens,
+            prompt="messages",
+            param=field,
+        )
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = params.sampling_params(body, served, max_tokens=length, logprobs=top, grammar=grammar)
+
+        def make_choice(index: int, number: int) -> Choice:
+            parser = _parser(body, served, prompt.inside_thinking)
+            stream = self._text_stream(body, served, tokens, chat=True)
+            return Choice(index, number, stream, parser, body.stop_token_ids)
+
+        generation = self._generation(body, served, [tokens], [sampling], make_choice, request, "chatcmpl")
+        name = f"chatcmpl-{request.scope['request_id']}"
+        form = ChatFormat(name, served, generation, _wishes(body, body.logprobs), _name(body, served))
+        return await self._respond(body, request, generation, form)
+
+    async def _completion_prompts(self, body: CompletionBody, served: ServedModel) -> list[list[int]]:
+        prompts: list[list[int]] = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                tokens = await self._workers.encode(served, prompt, body.add_special_tokens)
+                prompts.append(tokens or _beginning(served))
+            else:
+                prompts.append(prompt)
+        params.check_prompt_ids(prompts, served.model.vocab_size)
+        return [params.truncated(prompt, body.truncate_prompt_tokens) for prompt in prompts]
+
+    async def _grammar(self, body: GenerationBody, served: ServedModel, *, inside_thinking: bool = False) -> str | None:
+        found = params.grammar_of(body, served, inside_thinking=inside_thinking)
+        if found is None:
+            return None
+        grammar, param = found
+        await self._workers.run(lambda: served.grammars.check(grammar, param))
+        return grammar
+
+    def _text_stream(self, body: GenerationBody, served: ServedModel, prompt: list[int], *, chat: bool) -> TextStream:
+        return TextStream(
+            served.vocabulary,
+            body.stop,
+            include_stop=body.include_stop_str_in_output,
+            min_tokens=body.min_tokens,
+            skip_special=body.skip_special_tokens,
+            visible=served.marks if chat else (),
+            trim=chat,
+            prompt_tail=prompt[-8:],
+        )
+
+    def _generation(
+        self,
+        body: GenerationBody,
+        served: ServedModel,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        make_choice: Callable[[int, int], Choice],
+        request: Request,
+        kind: str,
+    ) -> Generation:
+        return Generation(
+            served.engine,
+            prompts,
+            sampling,
+            make_choice,
+            name=f"{kind}-{request.scope['request_id']}",
+            stream=body.stream,
+            priority=body.priority,
+            timeout=self._config.request_timeout_seconds or None,
+            cache_salt=body.cache_salt or "",
+        )
+
+    async def _respond(
+        self, body: GenerationBody, request: Request, generation: Generation, form: "ChatFormat | CompletionFormat"
+    ) -> Response:
+        if body.stream:
+            return EventStream(generation, form)
+        return JSONResponse(form.answer(await Collector(generation).collect(request.receive)))
+
+
+def _parser(body: ChatBody, served: ServedModel, inside_thinking: bool) -> ChatParser | None:
+    """None for a model that only writes text."""
+    tools = body.tools if body.tool_choice != "none" else []
+    thinking = served.thinking if body.separate_reasoning else None
+    drop = served.model.tokenizer.structural_markers
+    if not tools and thinking is None and not drop:
+        return None
+    return ChatParser(
+        thinking=thinking,
+        inside_thinking=inside_thinking and thinking is not None,
+        tool_format=served.tool_format if tools else None,
+        tools=params.tools_of(body),
+        parallel=body.parallel_tool_calls,
+        drop=drop,
+        streaming=body.stream,
+    )
+
+
+def _wishes(body: GenerationBody, logprobs: bool) -> Wishes:
+    options = body.stream_options
+    return Wishes(
+        logprobs=logprobs,
+        token_ids=body.return_token_ids,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        usage=options is not None and options.include_usage,
+        running_usage=options is not None and options.continuous_usage_stats,
+    )
+
+
+def _name(body: GenerationBody, served: ServedModel) -> str:
+    return served.name if body.model == "default" else body.model
+
+
+def _beginning(served: ServedModel) -> list[int]:
+    """What an empty text begins with: a model can't continue nothing at all."""
+    token = served.model.tokenizer.bos_token_id
+    if token is None:
+        raise InvalidRequestError("the prompt is empty, and this model has no token to begin with", param="prompt")
+    return [token]
+
+
+def _prompt_text(body: CompletionBody, served: ServedModel, number: int, tokens: list[int]) -> str:
+    prompt = body.prompt[number]
+    if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+        return prompt
+    return served.vocabulary.decode(tokens, skip_special=True)

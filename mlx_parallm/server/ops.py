@@ -1,0 +1,170 @@
+"""Operations: `/health`, `/metrics` and `/debug/metrics`, read from the engines' counters."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm import __version__
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.metrics import LATENCY_BUCKETS, EngineMetrics, Histogram
+from mlx_parallm.server import answers
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.models import ModelTable
+from mlx_parallm.server.state import ServerState
+
+PREFIX = "mlx_parallm_"
+GAUGES = {
+    "queue_depth": "Requests that wait to begin",
+    "running": "Rows that are being decoded or prefilled",
+    "slots_total": "Rows that can run together",
+    "slots_free": "Rows that are free",
+    "kv_bytes": "Bytes of live keys and values",
+    "kv_bytes_limit": "Most bytes of live keys and values",
+    "active_memory": "Bytes that MLX holds",
+    "peak_memory": "Most bytes that MLX has held",
+}
+COUNTERS = {
+    "steps": "Steps of the engine",
+    "batches_processed": "Decode steps",
+    "stream_batches_processed": "Decode steps with a streaming row",
+    "rows_decoded": "Rows summed over decode steps",
+    "prompt_tokens": "Prompt tokens computed",
+    "generated_tokens": "Tokens generated",
+    "cached_tokens": "Prompt tokens found in the cache",
+    "requests_rejected": "Requests turned away by a full queue",
+    "preemptions": "Rows that lost their place for lack of memory",
+    "deduplicated": "Requests that shared another's computation",
+}
+HISTOGRAMS = {
+    "time_to_first_token": "Seconds from arrival to the first token",
+    "step_seconds": "Seconds per step",
+    "request_seconds": "Seconds from arrival to the end",
+}
+
+
+class EngineCollector(Collector):
+    """Turns the counters into Prometheus families when they are asked for; each model is a label."""
+
+    def __init__(self, table: ModelTable) -> None:
+        self._table = table
+
+    def collect(self) -> Iterator[Metric]:
+        yield InfoMetricFamily(f"{PREFIX}server", "The server", {"version": __version__})
+        for name, text in GAUGES.items():
+            yield self._family(GaugeMetricFamily(PREFIX + name, text, labels=["model"]), name)
+        for name, text in COUNTERS.items():
+            yield self._family(CounterMetricFamily(PREFIX + name, text, labels=["model"]), name)
+        yield self._finished()
+        for name, text in HISTOGRAMS.items():
+            yield self._histogram(f"{PREFIX}{name.removesuffix('_seconds')}_seconds", name, text)
+
+    def _family(self, family: Any, name: str) -> Metric:
+        for served in self._table:
+            family.add_metric([served.name], getattr(served.engine.metrics, name))
+        metric: Metric = family
+        return metric
+
+    def _finished(self) -> Metric:
+        family = CounterMetricFamily(
+            f"{PREFIX}requests_finished", "Choices that have ended, by how", labels=["model", "reason"]
+        )
+        for served in self._table:
+            for reason, count in dict(served.engine.metrics.requests_finished).items():
+                family.add_metric([served.name, reason], count)
+        return family
+
+    def _histogram(self, full_name: str, name: str, text: str) -> Metric:
+        family = HistogramMetricFamily(full_name, text, labels=["model"])
+        for served in self._table:
+            histogram: Histogram = getattr(served.engine.metrics, name)
+            family.add_metric([served.name], _buckets(histogram), histogram.total)
+        return family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for bound, count in zip([*map(str, LATENCY_BUCKETS), "+Inf"], histogram.counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets
+
+
+class Operations:
+    def __init__(self, table: ModelTable, config: ServeConfig, state: ServerState) -> None:
+        self._table = table
+        self._config = config
+        self._state = state
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(EngineCollector(table))
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["Operations"])
+        for path, endpoint, answer, summary in (
+            ("/health", self.health, answers.Health, "Whether the engine is alive"),
+            ("/metrics", self.metrics, answers.Summary, "Prometheus metrics"),
+            ("/debug/metrics", self.debug_metrics, answers.DebugMetrics, "The engine's counters"),
+        ):
+            responses = answers.responses(answer)
+            if path == "/metrics":
+                responses[200]["content"] = {"text/plain": {"example": "mlx_parallm_queue_depth 0.0"}}
+            router.add_api_route(
+                path, endpoint, methods=["GET"], summary=summary, response_model=None, responses=responses
+            )
+        return router
+
+    async def health(self) -> Response:
+        """200 while requests are served; 503 once the engine has died or the server shuts down, with the reason."""
+        if dead := [served for served in self._table if served.engine.failure is not None]:
+            reason = f"{dead[0].name}: {dead[0].engine.failure}"
+            return JSONResponse({"status": "unhealthy", "model_loaded": False, "reason": reason}, 503)
+        if self._state.draining:
+            body = {"status": "draining", "model_loaded": True, "reason": "the server is shutting down"}
+            return JSONResponse(body, 503)
+        return JSONResponse({"status": "healthy", "model_loaded": True})
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus text, or with `Accept: application/json` a summary."""
+        if "application/json" not in request.headers.get("accept", ""):
+            return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        summary = {
+            "current_policy_version": 0,
+            "queue_depth": sum(served.engine.metrics.queue_depth for served in self._table),
+            "max_batch_size": self._config.max_batch_size,
+            "flush_interval_ms": 1000 * self._config.batch_timeout,
+        }
+        return JSONResponse(summary)
+
+    async def debug_metrics(self) -> Response:
+        """Counters since the start; those of the first model, and of each when there are several."""
+        answer = debug_summary(self._table.default.engine.metrics)
+        models = {served.name: debug_summary(served.engine.metrics) for served in self._table}
+        return JSONResponse(answer | ({"models": models} if len(models) > 1 else {}))
+
+
+def debug_summary(metrics: EngineMetrics) -> dict[str, Any]:
+    plain = {item.name: getattr(metrics, item.name) for item in fields(metrics)}
+    for name in ("prompt_rate", "decode_rate", "queue_depth", "rows_decoded", "batch_fill_sum", *HISTOGRAMS):
+        del plain[name]
+    return plain | {
+        "avg_batch_fill_pct": metrics.avg_batch_fill_pct,
+        "queue_depth_last": metrics.queue_depth,
+        "prompt_tps_last": metrics.prompt_rate.last,
+        "prompt_tps_avg": metrics.prompt_rate.average,
+        "decode_tps_last": metrics.decode_rate.last,
+        "decode_tps_avg": metrics.decode_rate.average,
+    }

@@ -1,0 +1,159 @@
+"""`serve(config)`: loads the models, listens, and shuts down in order. The `serve` command calls it.
+
+The port is taken before a model is loaded, so that one in use is known at once. The first SIGTERM or SIGINT stops
+admission (503) and waits for running requests; a second ends the process there and then.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import uvicorn
+
+from mlx_parallm import __version__
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.loader import load
+from mlx_parallm.server import logs
+from mlx_parallm.server.app import create_app
+from mlx_parallm.server.models import ServedModel
+from mlx_parallm.server.state import Dispatcher, ServerState
+
+log = logging.getLogger(__name__)
+
+# The engine thread builds its graphs in Python: it must not wait 5 ms for the event loop to give way.
+SWITCH_INTERVAL = 0.0005
+LAST_BYTES_SECONDS = 5  # for responses to be written out once the engines have stopped
+
+
+def serve(config: ServeConfig) -> int:
+    """Serves until a signal or, if so configured, the death of an engine; returns the exit code."""
+    logs.set_up(config.log_level, config.log_json)
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    listener = listen(config.host, config.port)
+    dispatcher = Dispatcher()
+    models = {name: _started(name, source, config, dispatcher) for name, source in config.named_models().items()}
+    gc.collect()
+    gc.freeze()  # what the models brought along will not be garbage
+    return Server(models, config, dispatcher, listener).run_until_stopped()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Port 0 lets the system choose."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+def _started(name: str, source: str | None, config: ServeConfig, dispatcher: Dispatcher) -> ServedModel:
+    loader = partial(
+        load,
+        source,
+        name=name,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        trust_remote_code=config.trust_remote_code,
+    )
+    engine = Engine(loader, config, dispatcher)
+    engine.start()
+    return ServedModel(name, engine)
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our signals, and the engines that stop with it."""
+
+    def __init__(
+        self,
+        models: dict[str, ServedModel],
+        config: ServeConfig,
+        dispatcher: Dispatcher,
+        listener: socket.socket,
+    ) -> None:
+        self._models = models
+        self._settings = config
+        self._listener = listener
+        self._state = ServerState()
+        self._exit_code = 0
+        self._shutdown: asyncio.Task[None] | None = None
+        super().__init__(
+            uvicorn.Config(
+                create_app(models, config, dispatcher, self._state),
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=LAST_BYTES_SECONDS,
+            )
+        )
+
+    def run_until_stopped(self) -> int:
+        with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
+            runner.run(self._main())
+        return self._exit_code
+
+    async def _main(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+        def on_failure(reason: str) -> None:  # on the engine thread
+            loop.call_soon_threadsafe(self._on_failure, reason)
+
+        for served in self._models.values():
+            served.engine.on_failure = on_failure
+        await self.serve(sockets=[self._listener])
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # uvicorn's own handlers would end the process before the engines are drained
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        host, port = self._listener.getsockname()[:2]
+        rows = [row for served in self._models.values() for row in served.engine.describe()]
+        rows.append(("URL", f"http://{f'[{host}]' if ':' in host else host}:{port}  (described at /docs)"))
+        lines = [f"MLX ParaLLM {__version__}", *(f"  {label:<10} {value}" for label, value in rows)]
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+
+    def _on_signal(self, number: int) -> None:
+        if self._shutdown is not None:
+            log.warning("a second signal: ending at once")
+            os._exit(128 + number)
+        log.info("%s: no new requests; running ones have %gs", signal.Signals(number).name, self._patience)
+        self._state.draining = True
+        self._shutdown = asyncio.ensure_future(self._drain())
+
+    @property
+    def _patience(self) -> float:
+        return self._settings.drain_timeout_seconds
+
+    async def _drain(self) -> None:
+        engines = [served.engine for served in self._models.values() if served.engine.failure is None]
+        drained = await asyncio.gather(*(asyncio.to_thread(engine.drain, self._patience) for engine in engines))
+        if not all(drained):
+            log.warning("requests that still ran after %gs are cut off", self._patience)
+        await asyncio.gather(*(asyncio.to_thread(engine.stop) for engine in engines))
+        self.should_exit = True
+
+    def _on_failure(self, reason: str) -> None:
+        log.critical("an engine has died: %s", reason)
+        if self._settings.exit_on_engine_failure:
+            self._exit_code = 1
+            self.should_exit = True

@@ -1,0 +1,106 @@
+"""Server-sent events, lean: bytes are made where a delta arrives, and sent by one task per stream.
+
+`EventStream` is the response of streaming routes. Nothing is sent before there is news, so that an error until then
+has its own HTTP status; later ones are an event. A client that disconnects cancels its rows at once.
+"""
+
+import asyncio
+from typing import Protocol
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.generation import Choice, Generation, News, client_left
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy must not wait for more
+]
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: object) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+class StreamFormat(Protocol):
+    """How news reads on the wire: chat and completions each have their own."""
+
+    def opening(self) -> bytes: ...
+    def chunk(self, choice: Choice, news: News) -> bytes: ...
+    def closing(self) -> bytes: ...
+
+
+class EventStream(Response):
+    """Listens to a generation and writes it out."""
+
+    def __init__(self, generation: Generation, form: StreamFormat) -> None:
+        self.status_code = 200
+        self.background = None
+        self._generation = generation
+        self._form = form
+        self._pending: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = self._left = False
+        self._error: ParallmError | None = None
+
+    def on_news(self, choice: Choice, news: News) -> None:
+        if data := self._form.chunk(choice, news):
+            self._pending.append(data)
+            self._wake()
+
+    def on_end(self, error: ParallmError | None) -> None:
+        self._error, self._ended = error, True
+        self._wake()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.ensure_future(client_left(receive))
+        watcher.add_done_callback(self._on_left)
+        try:
+            self._generation.start(self)
+            await self._news()
+            if self._error is not None and not self._pending:
+                raise self._error
+            if not self._left:
+                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                self._pending.insert(0, self._form.opening())
+                await self._write(send)
+        finally:
+            watcher.cancel()
+            self._generation.cancel()
+
+    async def _write(self, send: Send) -> None:
+        while not self._left:
+            data, more = self._take()
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            if not more:
+                return
+            await self._news()
+
+    def _take(self) -> tuple[bytes, bool]:
+        """All that waits to be sent, and whether more will come."""
+        if self._ended:
+            self._pending.append(self._form.closing() if self._error is None else event(self._error.body()))
+            self._pending.append(DONE)
+        data = b"".join(self._pending)
+        self._pending.clear()
+        return data, not self._ended
+
+    async def _news(self) -> None:
+        if self._pending or self._ended or self._left:
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _on_left(self, watcher: "asyncio.Future[None]") -> None:
+        if not watcher.cancelled():
+            self._left = True
+            self._generation.cancel()
+            self._wake()

@@ -1,0 +1,65 @@
+"""When the engine thread dies, everyone learns of it: open requests at once, then /health, then whoever asks next."""
+
+import json
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.servers import ServerProcess, free_port, running
+
+# A real server whose decode step raises as soon as a certain file is there.
+SABOTAGE = """
+import pathlib, sys
+from mlx_parallm.cli import main
+from mlx_parallm.engine.runner import Runner
+
+decode, trigger = Runner.decode, pathlib.Path(sys.argv.pop(1))
+
+def broken(self, rows):
+    if trigger.exists():
+        raise RuntimeError("sabotage")
+    return decode(self, rows)
+
+Runner.decode = broken
+sys.exit(main(sys.argv[1:]))
+"""
+BODY = {"prompt": "hello", "max_tokens": 50, "ignore_eos": True}
+
+
+def sabotaged(folder: Path, trigger: Path, *flags: str) -> ServerProcess:
+    port = free_port()
+    command = [sys.executable, "-c", SABOTAGE, str(trigger)]
+    command += ["serve", "--port", str(port), "--model-path", str(folder), *flags]
+    return ServerProcess(command, port, "default")
+
+
+def test_a_dead_engine_says_so(tiny_folder: Path, tmp_path: Path) -> None:
+    trigger = tmp_path / "now"
+    with running(sabotaged(tiny_folder, trigger)) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        assert client.post("/v1/completions", json=BODY).status_code == 200
+        trigger.touch()
+        with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
+            events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        error = json.loads(events[-2] if response.status_code == 200 else events[-1])["error"]
+        assert error["type"] == "service_unavailable"
+        health = client.get("/health")
+        assert health.status_code == 503
+        assert health.json()["status"] == "unhealthy"
+        assert "sabotage" in health.json()["reason"]
+        late = client.post("/v1/completions", json=BODY)
+        assert (late.status_code, late.json()["error"]["type"]) == (503, "service_unavailable")
+        assert "Traceback" not in late.text
+        assert client.get("/v1/models").status_code == 200
+        assert server.process.poll() is None
+
+
+@pytest.mark.slow
+def test_the_process_ends_when_asked_to(tiny_folder: Path, tmp_path: Path) -> None:
+    trigger = tmp_path / "now"
+    with running(sabotaged(tiny_folder, trigger, "--exit-on-engine-failure")) as server:
+        trigger.touch()
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            assert client.post("/v1/completions", json=BODY).status_code == 503
+        assert server.process.wait(20) == 1

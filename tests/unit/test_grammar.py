@@ -1,0 +1,179 @@
+"""Grammars accept what they should and nothing else, token by token, and what they force is read back."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from mlx_lm.tool_parsers import json_tools, mistral, pythonic, qwen3_coder
+
+from mlx_parallm.engine.grammar import (
+    GrammarCompiler,
+    after_thinking,
+    choice_grammar,
+    either,
+    json_grammar,
+    regex_grammar,
+    tool_grammar,
+)
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.tools import Thinking, Tool, ToolFormat
+from mlx_parallm.errors import InvalidRequestError
+from tests.unit.vocabularies import byte_level, word_piece
+
+TOKENIZER = byte_level(["<think>", "</think>", "[TOOL_CALLS]"], ["<tool_call>", "</tool_call>", "<muse>", "</muse>"])
+VOCABULARY = Vocabulary(TOKENIZER)
+EOS = TOKENIZER.eos_token_id
+COMPILER = GrammarCompiler(TOKENIZER, len(TOKENIZER) + 7, [EOS])
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+OURS = ToolFormat("<tool_call>", "</tool_call>", native=False)
+TOOLS: list[Tool] = [
+    {"type": "function", "function": {"name": "add", "parameters": SCHEMA}},
+    {
+        "type": "function",
+        "function": {
+            "name": "ref",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"$ref": "#/$defs/x"}},
+                "required": ["x"],
+                "$defs": {"x": {"enum": ["yes"]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "free"}},
+]
+CALLS = tool_grammar(TOOLS, OURS, VOCABULARY, name=None, parallel=True)
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether the grammar takes the text, and the end of it."""
+    COMPILER.check(grammar, "grammar")
+    matcher = COMPILER.matcher(grammar)
+    return all(matcher.consume_token(token) for token in TOKENIZER.encode(text)) and matcher.is_accepting()
+
+
+def test_json() -> None:
+    anything = json_grammar({"type": "object"})
+    assert accepts(anything, '{"a": [1, {"b": null}]}')
+    assert not accepts(anything, "[1]")
+    assert not accepts(anything, "text")
+    assert accepts(json_grammar(SCHEMA), '{\n  "a": 5\n}')
+    assert not accepts(json_grammar(SCHEMA), '{"a": "5"}')
+    assert not accepts(json_grammar(SCHEMA), '{"a": 5, "b": 1}')
+    assert not accepts(json_grammar(SCHEMA), '{"a":' + " " * 100 + "5}")
+
+
+def test_regex_and_choice() -> None:
+    assert accepts(regex_grammar(r"[a-c]+/\d"), "abc/1")
+    assert not accepts(regex_grammar("[a-c]+"), "abd")
+    choices = choice_grammar(["left", 'quo"ted\n', "rïght"])
+    assert all(accepts(choices, choice) for choice in ("left", 'quo"ted\n', "rïght"))
+    assert not accepts(choices, "le")
+
+
+def test_mask_ends_with_the_end() -> None:
+    matcher = COMPILER.matcher(regex_grammar("ab?"))
+    mask = allocate_token_bitmask(1, len(TOKENIZER) + 7)
+
+    def allowed() -> set[int]:
+        fill_next_token_bitmask(matcher, mask)
+        return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+    a, b = TOKENIZER.encode("ab")
+    assert allowed() == {a}
+    matcher.consume_token(a)
+    assert allowed() == {b, EOS}
+    matcher.consume_token(b)
+    assert allowed() == {EOS}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        json_grammar({"type": "banana"}),
+        json_grammar({"$ref": "#/nowhere"}),
+        json_grammar({"type": "string", "pattern": "(?=a)"}),
+        regex_grammar("(a"),
+        "no grammar [",
+        "start: nobody",
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(grammar: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        COMPILER.check(grammar, "response_format")
+    assert caught.value.param == "response_format"
+    assert "<state>" not in caught.value.message
+
+
+def test_a_tokenizer_without_json_is_refused() -> None:
+    slow = word_piece()
+    slow._tokenizer = object()
+    with pytest.raises(InvalidRequestError, match="tokenizer can't follow"):
+        GrammarCompiler(slow, 10, [1]).check(regex_grammar("a"), "guided_regex")
+
+
+def test_matchers_are_independent() -> None:
+    grammar = regex_grammar("ab")
+    first, second = COMPILER.matcher(grammar), COMPILER.matcher(grammar)
+    assert first.consume_tokens(TOKENIZER.encode("ab"))
+    assert second.consume_tokens(TOKENIZER.encode("a"))
+    assert first.is_accepting()
+    assert not second.is_accepting()
+
+
+def calls(*pairs: tuple[str, Any]) -> str:
+    blocks = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in pairs]
+    return "\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in blocks)
+
+
+def test_required_tools() -> None:
+    several = tool_grammar(TOOLS, OURS, VOCABULARY, name=None, parallel=True)
+    assert accepts(several, calls(("add", {"a": 1})))
+    assert accepts(several, calls(("add", {"a": 1}), ("ref", {"x": "yes"}), ("free", {"any": [1]})))
+    assert not accepts(several, "text")
+    assert not accepts(several, calls(("add", {"a": "1"})))
+    assert not accepts(several, calls(("ref", {"x": "no"})))
+    assert not accepts(several, calls(("other", {})))
+    single = tool_grammar(TOOLS, OURS, VOCABULARY, name=None, parallel=False)
+    assert accepts(single, calls(("free", {})))
+    assert not accepts(single, calls(("free", {}), ("free", {})))
+
+
+def test_named_tool() -> None:
+    named = tool_grammar(TOOLS, OURS, VOCABULARY, name="ref", parallel=True)
+    assert accepts(named, calls(("ref", {"x": "yes"})))
+    assert not accepts(named, calls(("add", {"a": 1})))
+
+
+@pytest.mark.parametrize("parser", [json_tools, qwen3_coder, pythonic, mistral])
+def test_forced_calls_are_read_back_whatever_the_format(parser: Any) -> None:
+    tool_format = ToolFormat(parser.tool_call_start, parser.tool_call_end, native=True, parse=parser.parse_tool_call)
+    grammar = tool_grammar(TOOLS, tool_format, VOCABULARY, name="add", parallel=False)
+    body = '{"name": "add", "arguments": {"a": 1}}'
+    body = f"\n{body}\n" if tool_format.end else f"[{body}]"
+    assert accepts(grammar, f"{tool_format.start}{body}{tool_format.end}")
+    found = tool_format.read(body, TOOLS)
+    assert found is not None
+    assert (found[0].name, json.loads(found[0].arguments)) == ("add", {"a": 1})
+
+
+@pytest.mark.parametrize("thinking", [Thinking(f"<{word}>", f"</{word}>") for word in ("think", "muse", "spelled")])
+@pytest.mark.parametrize("grammar", [json_grammar(SCHEMA), either(json_grammar(SCHEMA), CALLS)])
+def test_after_thinking(thinking: Thinking, grammar: str) -> None:
+    before = after_thinking(grammar, thinking, VOCABULARY, "before")
+    assert accepts(before, '{"a": 1}')
+    assert accepts(before, f'{thinking.start}\nlet me {{ think </thi \n{thinking.end}\n\n{{"a": 1}}')
+    assert not accepts(before, f'thought{thinking.end}{{"a": 1}}')
+    inside = after_thinking(grammar, thinking, VOCABULARY, "inside")
+    assert accepts(inside, f'thought{thinking.end}\n{{"a": 1}}')
+    assert not accepts(inside, '{"a": 1}')
+
+
+def test_an_answer_or_calls() -> None:
+    grammar = either(json_grammar(SCHEMA), tool_grammar(TOOLS, OURS, VOCABULARY, name=None, parallel=True))
+    assert accepts(grammar, '{"a": 1}')
+    assert accepts(grammar, calls(("add", {"a": 1}), ("free", {})))
+    assert not accepts(grammar, '{"b": 1}')
+    assert not accepts(grammar, '{"a": 1}' + calls(("add", {"a": 1})))

@@ -1,0 +1,102 @@
+"""Messages become prompts by the model's own template; tokenising is the tokenizer's own."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+
+from mlx_parallm.engine.prompts import Conversation, Prompts
+from mlx_parallm.errors import InvalidRequestError
+from tests.unit.vocabularies import byte_level, sentence_piece
+
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + PLAIN
+NATIVE = "{{ tools|length if tools else 0 }} developer " + PLAIN
+THINKS = PLAIN + "<think>\n"
+
+
+def prompts(template: str | None, *, tools: bool = False) -> Prompts:
+    inner = byte_level(["<think>", "</think>"])._tokenizer
+    inner.chat_template = template
+    if tools:
+        return Prompts(TokenizerWrapper(inner, tool_call_start="<c>", tool_call_end="</c>", tool_parser=json_tools))
+    return Prompts(TokenizerWrapper(inner))
+
+
+def user(content: str, role: str = "user") -> Conversation:
+    return Conversation([{"role": role, "content": content}])
+
+
+def test_template() -> None:
+    assert prompts(PLAIN).render(user("hi")) == "[user]hi[assistant]"
+    silent = Conversation([{"role": "user", "content": "hi"}], add_generation_prompt=False)
+    assert prompts(PLAIN).render(silent) == "[user]hi"
+
+
+def test_developer_is_system_for_templates_that_do_not_know_it() -> None:
+    assert prompts(PLAIN).render(user("x", "developer")).startswith("[system]x")
+    assert prompts(NATIVE).render(user("x", "developer")).startswith("0 developer [developer]x")
+
+
+def test_a_template_that_refuses_is_a_clear_error() -> None:
+    with pytest.raises(InvalidRequestError, match="System role not supported") as caught:
+        prompts(STRICT).chat(user("x", "system"))
+    assert caught.value.param == "messages"
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        prompts(None).chat(user("x"))
+
+
+def test_tools_are_rendered_by_the_template_or_spelled_out() -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    call = {"function": {"name": "look", "arguments": {"at": "é"}}}
+    talk = Conversation(
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "wait", "tool_calls": [call]},
+            {"role": "tool", "content": "seen"},
+        ],
+        tools=[tool],
+    )
+    assert prompts(NATIVE, tools=True).render(talk).startswith("1 developer [user]hi[assistant]wait[tool]seen")
+    text = prompts(PLAIN).render(talk)
+    assert text.startswith("[system]You may call functions")
+    assert '{"type": "function", "function": {"name": "look"}}' in text
+    assert 'wait\n<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>' in text
+    assert "[user]<tool_response>\nseen\n</tool_response>" in text
+    assert talk.messages[0] == {"role": "user", "content": "hi"}, "the conversation itself is left alone"
+
+
+def test_a_prompt_may_end_inside_the_reasoning() -> None:
+    assert prompts(THINKS).chat(user("hi")).inside_thinking
+    assert not prompts(PLAIN).chat(user("hi")).inside_thinking
+    assert not prompts(PLAIN).chat(user("what is <think>")).inside_thinking
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentence_piece()])
+def test_encoding_is_the_tokenizers_own(tokenizer: TokenizerWrapper) -> None:
+    subject = Prompts(tokenizer)
+    for text in ("", "hello world", "Ünïcode 日本 👋\n\n<eos></s>"):
+        for special in (True, False):
+            expected = tokenizer.encode(text, add_special_tokens=special)
+            assert subject.encode(text, add_special_tokens=special) == expected
+            assert subject.encode(text, add_special_tokens=special) == expected  # from the cache
+
+
+def test_cached_prompts_are_copies() -> None:
+    subject = prompts(PLAIN)
+    subject.chat(user("hi")).tokens.append(99)
+    subject.encode("hi", add_special_tokens=True).append(99)
+    assert 99 not in subject.chat(user("hi")).tokens[-1:]
+    assert subject.encode("hi", add_special_tokens=True)[-1] != 99
+
+
+def test_many_threads_at_once() -> None:
+    subject = prompts(PLAIN)
+    texts = [f"text {number % 7} " * 50 for number in range(64)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda text: subject.encode(text, add_special_tokens=False), texts))
+    assert found == [list(subject._tokenizer.encode(text, add_special_tokens=False)) for text in texts]

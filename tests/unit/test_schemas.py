@@ -1,0 +1,123 @@
+"""Bodies are read strictly, nulls are absences, and errors name their place. The e2e table has the many cases."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server import params
+from mlx_parallm.server.errors import validation_error
+from mlx_parallm.server.schemas import ChatBody, CompletionBody, GenerationBody, TokenizeBody
+
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+
+
+def wrong(model: type[GenerationBody], body: dict[str, Any]) -> InvalidRequestError:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    return validation_error(caught.value.errors(), body)
+
+
+def test_defaults() -> None:
+    body = CompletionBody.model_validate({"prompt": "x"})
+    assert (body.model, body.temperature, body.n, body.max_tokens, body.stop) == ("default", 1.0, 1, None, ())
+
+
+def test_null_is_absent_at_every_depth() -> None:
+    empty = dict.fromkeys(name for name in ChatBody.model_fields if name != "messages")
+    assert ChatBody.model_validate({"messages": HELLO, **empty}) == ChatBody.model_validate({"messages": HELLO})
+    message = {"role": "user", "content": "x", "name": None, "tool_calls": None}
+    assert ChatBody.model_validate({"messages": [message], "stream_options": None}).messages[0].tool_calls == []
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert CompletionBody.model_validate({"prompt": "x", "zebra": 1}) == CompletionBody.model_validate({"prompt": "x"})
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts(given: Any, read: Any) -> None:
+    assert CompletionBody.model_validate({"prompt": given}).prompt == read
+
+
+def test_stop_and_bias() -> None:
+    body = CompletionBody.model_validate({"prompt": "x", "stop": "end", "logit_bias": {"5": 1, "6": -2.5}})
+    assert body.stop == ("end",)
+    assert body.logit_bias == {5: 1.0, 6: -2.5}
+
+
+@pytest.mark.parametrize("value", ["1", True, [1], {}, float("nan"), float("inf"), -0.5, 2.5])
+def test_temperature_is_a_number_in_range(value: Any) -> None:
+    assert wrong(CompletionBody, {"prompt": "x", "temperature": value}).param == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages.0.content.0.text"),
+        ({"messages": HELLO, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"messages": HELLO, "tool_choice": {"function": {"name": 1}}}, "tool_choice.function.name"),
+        ({"messages": HELLO, "tool_choice": 5}, "tool_choice"),
+        ({"messages": [{"role": "tool"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": {"text": "x"}}]}, "messages.0.content"),
+        ({"messages": HELLO, "temperature": 9, "stream": True, "stream_options": {"include_usage": 1}},
+         "stream_options.include_usage"),
+    ],
+)  # fmt: skip
+def test_the_deepest_error_is_told(body: dict[str, Any], param: str) -> None:
+    error = wrong(ChatBody, body)
+    assert error.param == param
+    assert error.message.startswith(param)
+
+
+def test_messages_become_what_templates_expect() -> None:
+    body = ChatBody.model_validate(
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "reasoning_content": "hm",
+                    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+                },
+                {"role": "tool", "content": "ok", "tool_call_id": "1"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        }
+    )
+    talk = params.chat_conversation(body)
+    assert talk.messages == [
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "content": "ok", "tool_call_id": "1"},
+    ]
+    assert talk.add_generation_prompt
+    assert list(talk.tools) == [{"type": "function", "function": {"name": "f"}}]
+    body.tool_choice = "none"
+    assert list(params.chat_conversation(body).tools) == []
+
+
+def test_continuing_opens_no_turn() -> None:
+    body = ChatBody.model_validate({"messages": HELLO, "continue_final_message": True})
+    assert not params.chat_conversation(body).add_generation_prompt
+
+
+def test_reasoning_effort_reaches_the_template() -> None:
+    body = ChatBody.model_validate({"messages": HELLO, "reasoning_effort": "none", "chat_template_kwargs": {"x": 1}})
+    kwargs = params.chat_conversation(body).template_kwargs
+    assert kwargs == {"x": 1, "reasoning_effort": "none", "enable_thinking": False}
+
+
+def test_tokenize_takes_either() -> None:
+    assert TokenizeBody.model_validate({"prompt": "x"}).messages is None
+    assert TokenizeBody.model_validate({"messages": HELLO}).prompt is None

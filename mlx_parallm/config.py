@@ -23,7 +23,7 @@ def _option(
     help: str,
     *,
     section: str = "server",
-    aliases: Sequence[str] = (),
+    aliases: Sequence[str | tuple[str, float]] = (),
     parse: Any = str,
     choices: Sequence[str] | None = None,
     key: str | None = None,
@@ -45,7 +45,7 @@ def parse_bytes(text: str | int) -> int:
     try:
         return int(float(digits) * units[unit])
     except (ValueError, KeyError):
-        raise ConfigError(f"{text!r} is not a size: write bytes, or a number with KB, MB, GB, KiB, MiB or GiB") from None
+        raise ConfigError(f"{text!r} is not a size: write bytes, or a number with MB, GB, MiB or GiB") from None
 
 
 def _parse_bool(text: str | bool) -> bool:
@@ -75,7 +75,9 @@ class ServeConfig:
         choices=("auto", "float32", "float16", "bfloat16", "quantized"),
     )  # fmt: skip
     max_model_len: int | None = _option(None, "cut the model's context to this many tokens", section="model", parse=int)
-    trust_remote_code: bool = _option(False, "run Python code that comes with the model", section="model", parse=_parse_bool)
+    trust_remote_code: bool = _option(
+        False, "run Python code that comes with the model", section="model", parse=_parse_bool
+    )
     # server
     host: str = _option("127.0.0.1", "address to listen on")
     port: int = _option(8000, "port to listen on", parse=int)
@@ -91,13 +93,15 @@ class ServeConfig:
     max_queue_size: int = _option(128, "waiting requests beyond it get 429", parse=int)
     request_timeout_seconds: float = _option(600.0, "then the row is freed and the client gets an error", parse=float)
     max_tokens: int | None = _option(
-        None, "default completion length for all routes (default: chat what the context allows, completions 16)", parse=int
+        None, "default completion length (default: chat what the context allows, completions 16)", parse=int
     )
     prefill_step_size: int = _option(2048, "most prompt tokens computed between two decode steps", parse=int)
     dedupe: bool = _option(False, "identical deterministic requests in flight share one computation", parse=_parse_bool)
-    api_key: str | None = _option(None, "bearer token that every route but /health asks for")
+    api_key: str | None = _option(None, "bearer token that every route but /health and /metrics asks for")
     admin_key: str | None = _option(None, "bearer token for admin routes")
-    cors_allow_origin: tuple[str, ...] = _option((), "origin that browsers may call from; repeatable, * for all", parse=_parse_list)
+    cors_allow_origin: tuple[str, ...] = _option(
+        (), "origin that browsers may call from; repeatable, * for all", parse=_parse_list
+    )
     max_body_size: int = _option(32 << 20, "largest request body, in bytes or as 32MiB", parse=parse_bytes)
     exit_on_engine_failure: bool = _option(False, "end the process, non-zero, when the engine dies", parse=_parse_bool)
     drain_timeout_seconds: float = _option(30.0, "how long SIGTERM waits for running requests", parse=float)
@@ -105,7 +109,7 @@ class ServeConfig:
     log_json: bool = _option(False, "one JSON object per log line", parse=_parse_bool)
     # cache
     kv_cache_memory: int | None = _option(
-        None, "most bytes of live keys and values, as 8GiB (default: sized from memory)", section="cache", parse=parse_bytes
+        None, "most bytes of live keys and values, as 8GiB (default: by memory)", section="cache", parse=parse_bytes
     )
 
     def __post_init__(self) -> None:

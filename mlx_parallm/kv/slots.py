@@ -148,7 +148,9 @@ class SlotCache:
 
     stages_many = True
 
-    def __init__(self, layers: int, max_slots: int, max_bytes: int, view_step: int) -> None:
+    def __init__(self, layers: int, max_slots: int, max_bytes: int, view_step: int, compiled: bool = False) -> None:
+        self._compiled = compiled  # trace a decode step once per shape, instead of building its graph every time
+        self._traces: dict[int, Any] = {}  # by how far attention reads
         self._step = _Step()
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
@@ -230,8 +232,31 @@ class SlotCache:
         if longest > self._capacity:
             self._resize(len(self._used), longest, None)
         length = min(_round_up(longest, self._view_step), self._capacity)
-        self._step.set(mx.array(lengths, mx.int32), length)
-        return forward(tokens[:, None], self.layers)[:, 0]
+        offset = mx.array(list(lengths), mx.int32)
+        if not self._compiled:
+            self._step.set(offset, length)
+            return forward(tokens[:, None], self.layers)[:, 0]
+        if length not in self._traces:
+            self._traces[length] = mx.compile(self._traceable(forward, length))
+        logits, state = self._traces[length](tokens, offset, self._state())
+        self._set_state(state)
+        result: mx.array = logits
+        return result
+
+    def _traceable(self, forward: Forward, length: int) -> Callable[..., Any]:
+        def step(tokens: mx.array, offset: mx.array, state: list[mx.array]) -> tuple[mx.array, list[mx.array]]:
+            self._set_state(state)
+            self._step.set(offset, length)
+            return forward(tokens[:, None], self.layers)[:, 0], self._state()
+
+        return step
+
+    def _state(self) -> list[mx.array]:
+        return [array for layer in self.layers for array in (layer.keys, layer.values)]
+
+    def _set_state(self, state: list[mx.array]) -> None:
+        for layer, keys, values in zip(self.layers, state[::2], state[1::2], strict=True):
+            layer.keys, layer.values = keys, values
 
     def check_integrity(self) -> None:
         assert len(self._used) <= self._max_slots

@@ -64,9 +64,9 @@ class Forward:
                     return None
                 clone[name] = inner
                 return clone
-        name = next((name for name in _BACKBONES if isinstance(module.get(name), nn.Module)), None)
-        if name is None:
-            return None
-        self._selecting = _Selecting(clone.pop(name))
-        object.__setattr__(clone, name, self._selecting)
-        return clone
+        for name in _BACKBONES:
+            if isinstance(module.get(name), nn.Module):
+                self._selecting = _Selecting(clone.pop(name))
+                object.__setattr__(clone, name, self._selecting)
+                return clone
+        return None

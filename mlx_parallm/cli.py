@@ -1,0 +1,65 @@
+"""The commands: `parallm serve | chat | bench`, and `mlx_parallm_serve`, which is `parallm serve`.
+
+Nothing here imports MLX or FastAPI before a command needs it, so that help and remote work start at once.
+A user's mistake (a bad flag, a model that can't be loaded) is one line on stderr: 2 for flags, 1 for the rest.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from mlx_parallm import __version__, bench_cli, chat, config
+from mlx_parallm.errors import ConfigError, ParallmError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`parallm`: returns the exit code."""
+    parser = _parser("parallm", "LLM server for Apple Silicon with continuous batching.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, purpose, add_flags, run in (
+        ("serve", "serve a model behind an OpenAI-compatible API", config.add_flags, serve),
+        ("chat", "talk to a model in the terminal", chat.add_flags, chat.run),
+        ("bench", "measure any OpenAI-compatible server under load", bench_cli.add_flags, bench_cli.run),
+    ):
+        command = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
+        add_flags(command)
+        command.set_defaults(run=run)
+    return _run(parser.parse_args(argv))
+
+
+def serve_main(argv: Sequence[str] | None = None) -> int:
+    """`mlx_parallm_serve`: returns the exit code."""
+    parser = _parser("mlx_parallm_serve", "Serve a model behind an OpenAI-compatible API.")
+    config.add_flags(parser)
+    parser.set_defaults(run=serve)
+    return _run(parser.parse_args(argv))
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=name, description=description, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"{name} {__version__}")
+    return parser
+
+
+def serve(args: argparse.Namespace) -> int:
+    settings = config.load_config({name: value for name, value in vars(args).items() if name != "run"})
+    from mlx_parallm.server.run import serve as run_server
+
+    return run_server(settings)
+
+
+def _run(args: argparse.Namespace) -> int:
+    command: Command = args.run
+    try:
+        return command(args)
+    except ParallmError as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`; spare the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,369 @@
+"""`LLM`: offline batches in Python, over the same engine that the server runs.
+
+`from mlx_parallm import LLM` for users; `chat` uses it when no server runs. The engine thread hands each delta
+to its call's queue, and the calling thread turns tokens into text: several threads may call at once.
+"""
+
+import math
+import sys
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.text import TextStream, Vocabulary
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnavailableError
+from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.loader import load
+from mlx_parallm.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Output:
+    """One of a prompt's `n` answers. `token_ids` holds no end-of-sequence token."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or token id that ended it
+
+
+@dataclass(slots=True)
+class Completion:
+    prompt: str | None  # None when token ids were given
+    prompt_ids: list[int]
+    outputs: list[Output]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+
+@dataclass(slots=True)
+class Piece:
+    """News of a streamed answer."""
+
+    text: str
+    token_ids: list[int]
+    index: int = 0
+    finish_reason: FinishReason | None = None
+
+
+class LLM:
+    """A model in this process. `path` is a hub id, a folder or a .gguf file; None is the embedded model.
+
+    Other options are those of the server: `LLM(max_model_len=2048, kv_cache_memory=parse_bytes("2GiB"))`.
+    """
+
+    def __init__(
+        self, path: str | None = None, *, max_batch_size: int = 32, dtype: str = "auto", **config: Any
+    ) -> None:
+        # Work is fed to the engine as it finishes, never more than its queue holds.
+        config.setdefault("max_queue_size", 2 * max_batch_size)
+        paths = (path,) if path else ()
+        self.config = ServeConfig(model_path=paths, max_batch_size=max_batch_size, dtype=dtype, **config)
+        self._engine = Engine(_loader(self.config), self.config, _dispatch)
+        self._engine.start()
+        self._vocabulary = Vocabulary(self._engine.model.tokenizer)
+        self._stop = weakref.finalize(self, self._engine.stop)
+
+    @property
+    def model(self) -> LanguageModel:
+        return self._engine.model
+
+    @property
+    def name(self) -> str:
+        return self._engine.model.name
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Completion]:
+        """Completes each prompt, text or token ids; results come in the order of the prompts.
+
+        A prompt that can't be served raises before any work begins. `progress` forces the bar on or off;
+        by default it shows on a terminal.
+        """
+        batch = _prompts(prompts)
+        jobs = [
+            self._job(prompt, self._encode(prompt, number), params, number, chat=False)
+            for number, (prompt, params) in enumerate(zip(batch, _spread(sampling, len(batch)), strict=True))
+        ]
+        return self._run(jobs, progress)
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **template: Any,
+    ) -> list[Completion]:
+        """Answers each conversation, a list of {"role", "content"}; `template` goes to the chat template."""
+        first = conversations[0] if conversations else None
+        batch: list[Any] = [conversations] if isinstance(first, dict) else list(conversations)
+        jobs = [
+            self._job(None, self._render(conversation, **template), params, number, chat=True)
+            for number, (conversation, params) in enumerate(zip(batch, _spread(sampling, len(batch)), strict=True))
+        ]
+        return self._run(jobs, progress)
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Piece]:
+        """Completes one prompt, piece by piece; closing the iterator stops the work."""
+        job = self._job(prompt, self._encode(prompt, 0), sampling or SamplingParams(), 0, chat=False)
+        return self._pieces(job)
+
+    def stream_chat(
+        self, conversation: Conversation, sampling: SamplingParams | None = None, **template: Any
+    ) -> Iterator[Piece]:
+        """Answers one conversation, piece by piece; closing the iterator stops the work."""
+        job = self._job(None, self._render(conversation, **template), sampling or SamplingParams(), 0, chat=True)
+        return self._pieces(job)
+
+    def close(self) -> None:
+        """Ends the engine thread; open calls in other threads raise."""
+        self._stop()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt, number: int) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.model.tokenizer.encode(prompt))
+        tokens = list(prompt)
+        if not all(isinstance(token, int) and 0 <= token < self.model.vocab_size for token in tokens):
+            raise InvalidRequestError(f"prompt {number} holds a token that is not in the vocabulary", param="prompt")
+        return tokens
+
+    def _render(self, conversation: Conversation, **template: Any) -> list[int]:
+        if not self.model.tokenizer.has_chat_template:
+            raise InvalidRequestError(f"{self.name} has no chat template: use generate()")
+        messages = [dict(message) for message in conversation]
+        render: Callable[..., list[int]] = self.model.tokenizer.apply_chat_template
+        return list(render(messages, add_generation_prompt=True, **template))
+
+    def _job(
+        self, prompt: Prompt | None, tokens: list[int], sampling: SamplingParams, number: int, *, chat: bool
+    ) -> "_Job":
+        if not tokens:
+            raise InvalidRequestError(f"prompt {number} is empty", param="prompt")
+        if len(tokens) >= self.model.context_length:
+            limit = self.model.context_length
+            raise ContextLengthError(
+                f"prompt {number} has {len(tokens)} tokens, and the context of {limit} must hold one more",
+                param="prompt",
+            )
+        _check_sampling(sampling, self.config.max_batch_size)
+        streams = [
+            TextStream(self._vocabulary, sampling.stop, min_tokens=sampling.min_tokens, trim=chat, prompt_tail=tokens)
+            for _ in range(sampling.n)
+        ]
+        return _Job(prompt if isinstance(prompt, str) else None, tokens, sampling, streams)
+
+    def _run(self, jobs: "list[_Job]", progress: bool | None) -> list[Completion]:
+        shown = sys.stderr.isatty() and len(jobs) > 1 if progress is None else progress
+        with _progress(len(jobs), shown) as count:
+            for job, piece in self._deltas(jobs):
+                count(job, piece)
+        return [job.completion for job in jobs]
+
+    def _pieces(self, job: "_Job") -> Iterator[Piece]:
+        job.streamed = True
+        for _, piece in self._deltas([job]):
+            if piece.text or piece.token_ids or piece.finish_reason:
+                yield piece
+
+    def _deltas(self, jobs: "list[_Job]") -> "Iterator[tuple[_Job, Piece]]":
+        """Submits the jobs, no more at once than the queue holds, and yields what comes of them."""
+        inbox: SimpleQueue[tuple[_Job, Delta]] = SimpleQueue()
+        waiting, running = deque(jobs), set[_Job]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.config.max_queue_size:
+                    job = waiting.popleft()
+                    self._engine.submit(job.request(inbox))
+                    running.add(job)
+                job, delta = self._next(inbox)
+                if job not in running or job.is_over(delta.index):
+                    continue  # a choice that a stop string ended may still send a token
+                piece = job.take(delta)
+                if piece.finish_reason == "stop" and delta.finish_reason is None:
+                    self._engine.cancel(job.id, delta.index)
+                if job.done:
+                    running.remove(job)
+                yield job, piece
+        finally:
+            for job in running:
+                self._engine.cancel(job.id)
+
+    def _next(self, inbox: "SimpleQueue[tuple[_Job, Delta]]") -> "tuple[_Job, Delta]":
+        while True:
+            try:
+                return inbox.get(timeout=1.0)
+            except Empty:
+                if self._engine.failure is not None:
+                    raise UnavailableError(f"the engine has died: {self._engine.failure}") from None
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One prompt on its way: its answers so far, and the streams that turn their tokens into text."""
+
+    prompt: str | None
+    tokens: list[int]
+    sampling: SamplingParams
+    streams: list[TextStream]
+    streamed: bool = False  # whether its tokens are wanted one by one
+    id: str = field(default_factory=lambda: f"llm-{uuid.uuid4().hex}")
+    completion: Completion = field(init=False)
+
+    def __post_init__(self) -> None:
+        logprobs = self.sampling.logprobs is not None
+        outputs = [Output(index, logprobs=[] if logprobs else None) for index in range(self.sampling.n)]
+        self.completion = Completion(self.prompt, self.tokens, outputs)
+
+    @property
+    def done(self) -> bool:
+        return all(output.finish_reason for output in self.completion.outputs)
+
+    def is_over(self, index: int) -> bool:
+        return self.completion.outputs[index].finish_reason is not None
+
+    def request(self, inbox: "SimpleQueue[tuple[_Job, Delta]]") -> Request:
+        return Request(
+            self.id, self.tokens, self.sampling, lambda delta: inbox.put((self, delta)), stream=self.streamed
+        )
+
+    def take(self, delta: Delta) -> Piece:
+        """Adds a delta to its answer."""
+        if delta.error is not None:
+            raise delta.error
+        output, stream = self.completion.outputs[delta.index], self.streams[delta.index]
+        self.completion.cached_tokens = delta.cached_tokens or self.completion.cached_tokens
+        self.completion.prompt_logprobs = delta.prompt_logprobs or self.completion.prompt_logprobs
+        texts = _push(stream, delta.tokens)
+        tokens = delta.tokens[: len(texts)]
+        if output.logprobs is not None and delta.logprobs:
+            output.logprobs += delta.logprobs[: len(tokens)]
+        if delta.finish_reason and stream.stopped is None:
+            texts.append(stream.finish())
+        output.finish_reason = "stop" if stream.stopped is not None else delta.finish_reason
+        output.stop_reason = stream.stopped if stream.stopped is not None else delta.stop_token
+        output.text += "".join(texts)
+        output.token_ids += tokens
+        return Piece("".join(texts), tokens, delta.index, output.finish_reason)
+
+
+def _push(stream: TextStream, tokens: Sequence[int]) -> list[str]:
+    """The text of each token, up to the one that completes a stop string."""
+    texts: list[str] = []
+    for token in tokens:
+        if stream.stopped is not None:
+            break
+        texts.append(stream.push([token]))
+    return texts
+
+
+def _loader(config: ServeConfig) -> Callable[[], LanguageModel]:
+    ((name, source),) = config.named_models().items()
+
+    def run() -> LanguageModel:
+        return load(
+            source,
+            name=name,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+    return run
+
+
+def _dispatch(news: list[tuple[Request, Delta]]) -> None:
+    """On the engine thread: each delta into the queue of the call that waits for it."""
+    for request, delta in news:
+        request.on_delta(delta)
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt, text or token ids, is a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and isinstance(items[0], int) else items
+
+
+def _spread(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise InvalidRequestError(f"{len(sampling)} SamplingParams for {count} prompts: give one, or one for each")
+    return sampling
+
+
+def _check_sampling(sampling: SamplingParams, max_rows: int) -> None:
+    """The server's schema does this for requests over HTTP."""
+    for name, low, high in (
+        ("temperature", 0, math.inf),
+        ("top_p", 1e-9, 1),
+        ("top_k", 0, math.inf),
+        ("min_p", 0, 1),
+        ("max_tokens", 1, math.inf),
+        ("min_tokens", 0, math.inf),
+        ("n", 1, max_rows),
+        ("logprobs", 0, math.inf),
+        ("prompt_logprobs", 0, math.inf),
+    ):
+        value = getattr(sampling, name)
+        if value is not None and not low <= value <= high:
+            raise InvalidRequestError(f"{name} must be between {low:g} and {high:g}, not {value}", param=name)
+    if not sampling.repetition_penalty > 0:
+        raise InvalidRequestError("repetition_penalty must be positive", param="repetition_penalty")
+
+
+@contextmanager
+def _progress(total: int, shown: bool) -> Iterator[Callable[[_Job, Piece], None]]:
+    """Yields a function that hears of each job's news and moves the bar, where one is shown."""
+    if not shown:
+        yield lambda job, piece: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    speed = TextColumn("{task.fields[speed]}")
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
+        task = progress.add_task("", total=total, speed="")
+        begin, tokens, finished = time.perf_counter(), 0, 0
+
+        def count(job: _Job, piece: Piece) -> None:
+            nonlocal tokens, finished
+            tokens, finished = tokens + len(piece.token_ids), finished + job.done
+            if job.done:
+                rate = tokens / (time.perf_counter() - begin)
+                progress.update(task, completed=finished, speed=f"{rate:,.0f} tokens/s")
+
+        yield count

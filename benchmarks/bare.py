@@ -19,11 +19,16 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.utils import load  # noqa: E402
 
 
+def random_tokens(model: Any, rows: int, length: int) -> mx.array:
+    vocabulary = model(mx.zeros((1, 1), dtype=mx.int32)).shape[-1]
+    return mx.random.randint(0, vocabulary, (rows, length))
+
+
 def prefill_rate(model: Any, rows: int, length: int, repeats: int = 3) -> float:
     """Tokens a second, without the output head, which a prompt needs only once."""
     best = 0.0
     for attempt in range(repeats + 1):
-        prompt = mx.random.randint(0, 10000, (rows, length))
+        prompt = random_tokens(model, rows, length)
         cache = make_prompt_cache(model)
         mx.eval(prompt)
         begin = time.perf_counter()
@@ -37,13 +42,13 @@ def decode_rate(model: Any, rows: int, length: int, steps: int) -> float:
     """Tokens a second; each step is launched before the last one is read, as a server does."""
     cache = make_prompt_cache(model)
     for start in range(0, length, 256):
-        chunk = mx.random.randint(0, 10000, (rows, min(256, length - start)))
+        chunk = random_tokens(model, rows, min(256, length - start))
         mx.eval(model.model(chunk, cache))
     tokens = mx.zeros((rows, 1), dtype=mx.int32)
 
     def step(tokens: mx.array) -> mx.array:
         following = mx.argmax(model(tokens, cache)[:, -1], axis=-1, keepdims=True)  # (rows, 1)
-        mx.async_eval(following)  # type: ignore[no-untyped-call]
+        mx.async_eval(following)
         return following
 
     for _ in range(4):

@@ -56,7 +56,13 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", help="mlx-lm folder (default: the embedded weights in float32)")
     add("--clients", type=parse_list, default=[8, 32], metavar="N[,N…]")
-    add("--temperature", type=parse_floats, default=[0.0], metavar="T[,T…]", help="each is a load of its own")
+    add(
+        "--temperature",
+        type=parse_floats,
+        default=[0.0],
+        metavar="T[,T…]",
+        help="mlx_lm.server is measured at the first only",
+    )
     add("--prompt-words", type=parse_span, default=(32, 128), metavar="MIN-MAX")
     add("--output-tokens", type=parse_span, default=(16, 48), metavar="MIN-MAX")
     add("--stream-share", type=float, default=0.5)
@@ -90,6 +96,8 @@ def measure(name: str, model: str, loads: Sequence[Load], args: argparse.Namespa
     runs = []
     with servers.running(start(name, model, args)) as server:
         for load in loads:
+            if name == PEER and load.temperature != args.temperature[0]:
+                continue
             spec = LoadSpec(
                 url=server.url,
                 model=server.model,
@@ -101,6 +109,7 @@ def measure(name: str, model: str, loads: Sequence[Load], args: argparse.Namespa
                 stream_share=args.stream_share,
                 temperature=load.temperature,
                 seed=args.seed,
+                salt=f"{load.clients} {load.temperature}",  # no load meets prompts that another has left in a cache
                 warmup=load.clients,
             )
             runs.append(Run(name, load, run_load(spec)))
@@ -165,7 +174,7 @@ def _cell(value: float | None, name: str) -> str:
         return "-"
     if name.startswith(("TTFT", "inter-token")):
         return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
-    return f"{value:,.0f}" if name == "output tokens" else f"{value:,.1f}"
+    return f"{value:,.0f}" if name == "output tokens" else f"{value:,.2f}"
 
 
 def compare_temperatures(console: Console, comparison: Sequence[dict[str, Any]]) -> None:

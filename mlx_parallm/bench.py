@@ -40,6 +40,7 @@ class LoadSpec:
     stream_share: float = 0.5
     rate: float = math.inf
     seed: int = 0
+    salt: str = ""  # another one: other words, but the same lengths and arrivals
     temperature: float = 0.0
     warmup: int = 0  # requests sent before, and not counted
     ignore_eos: bool = False
@@ -171,8 +172,8 @@ class Summary:
 def make_prompt(spec: LoadSpec, index: int) -> str:
     """The prompt of request `index`: the same for the same seed, whatever else the spec says."""
     shared = random.Random(f"{spec.seed} shared").choices(WORDS, k=spec.shared_prefix_words)
-    own = random.Random(f"{spec.seed} {index}")
-    return " ".join(shared + own.choices(WORDS, k=own.randint(*spec.prompt_words)))
+    length = random.Random(f"{spec.seed} {index} prompt").randint(*spec.prompt_words)
+    return " ".join(shared + random.Random(f"{spec.seed} {index} {spec.salt}").choices(WORDS, k=length))
 
 
 def make_body(spec: LoadSpec, index: int) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv.merged import MergedCache, SerialCache
 from mlx_parallm.kv.slots import BatchCache, SlotCache
-from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
 
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 PROBE = ([3, 1, 4, 1, 5], [9, 2, 6])  # two short prompts; any ids do
 
 
-def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes: int) -> BatchCache:
-    for cache in _candidates(model, max(max_rows, len(PROBE)), max_bytes):
+def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes: int, tuning: Tuning) -> BatchCache:
+    for cache in _candidates(model, max_rows, max_bytes, tuning):
         name = type(cache).__name__
         try:
             exact = _probe(model, forward, cache)
@@ -39,21 +39,20 @@ def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes
     raise ModelLoadError(f"{model.name} gives other logits with its cache than without: it can't be served")
 
 
-def _candidates(model: LanguageModel, max_rows: int, max_bytes: int) -> Iterator[BatchCache]:
+def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tuning) -> Iterator[BatchCache]:
     def fresh() -> list[Any]:
         return make_prompt_cache(model.module)
 
     caches = fresh()
     if all(type(cache) is KVCache for cache in caches):
-        view_step = 32 if device_kind() == "cpu" else 256
-        yield SlotCache(len(caches), max_rows, max_bytes, view_step, compiled=device_kind() == "cuda")
+        yield SlotCache(len(caches), max_rows, max_bytes, tuning.view_step, tuning.compiled)
     elif all(hasattr(cache, "merge") for cache in caches):
         yield MergedCache(fresh, max_rows, max_bytes)
     yield SerialCache(fresh, max_rows, max_bytes)
 
 
 def _probe(model: LanguageModel, forward: Forward, cache: BatchCache) -> bool:
-    prompts = [[token % model.vocab_size for token in prompt] for prompt in PROBE]
+    prompts = [[token % model.vocab_size for token in prompt] for prompt in PROBE[: cache.free]]
     for prompt in prompts:
         staged = cache.stage(1, len(prompt))
         forward.at(mx.array([prompt]), staged, mx.array([len(prompt) - 1]))

@@ -21,6 +21,7 @@ from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.rows import Job, Reader, Row
 from mlx_parallm.engine.runner import Runner, Step
 from mlx_parallm.engine.scheduler import Limits, Scheduler
+from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError, ParallmError, QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, device_name, memory_for_cache
@@ -42,7 +43,7 @@ class Engine:
         config: ServeConfig,
         dispatch: Callable[[News], None],
         *,
-        overlap: bool | None = None,  # start a step before the last is read; None: where it pays
+        tuning: Tuning | None = None,  # None: what suits the device
     ) -> None:
         self._load = load
         self._config = config
@@ -62,7 +63,7 @@ class Engine:
         self._admissions = 0
         self._under_way: Step | None = None
         self._read_at = 0.0
-        self._overlap = overlap
+        self._tuning = tuning
         self.metrics = EngineMetrics()
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] | None = None
@@ -71,6 +72,7 @@ class Engine:
         self._admission: Admission
         self._runner: Runner
         self._scheduler: Scheduler
+        self._overlap: bool
 
     # From any thread.
 
@@ -174,18 +176,20 @@ class Engine:
         config = self._config
         self.model = self._load()
         self.grammars = GrammarCompiler(self.model.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
-        cpu = device_kind() == "cpu"
+        tuning = self._tuning or Tuning.of(device_kind())
+        self._overlap = tuning.overlap
         limit = config.kv_cache_memory or memory_for_cache()
         forward = Forward(self.model.module)
-        cache = batch_cache(self.model, forward, config.max_batch_size, limit)
-        self._runner = Runner(forward, cache, self.model.vocab_size)
+        cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
+        self._runner = Runner(forward, cache, self.model.vocab_size, self._hand_over, tuning.round_prompts)
         self._admission = Admission(self.model, self.grammars, cache.max_length, config.max_batch_size)
-        if self._overlap is None:
-            self._overlap = not cpu
-        # Prompts together save weight reads and kernel launches, which a CPU hardly notices; padding it does.
-        padding = 0.0 if not cache.stages_many else 0.02 if cpu else 0.5
-        gather = config.batch_timeout if config.scheduler == "default" else 0.0
-        limits = Limits(config.max_batch_size, config.max_concurrent_streams, config.prefill_step_size, gather, padding)
+        limits = Limits(
+            max_rows=config.max_batch_size,
+            max_streams=config.max_concurrent_streams,
+            step_tokens=config.prefill_step_size,
+            gather_seconds=config.batch_timeout if config.scheduler == "default" else 0.0,
+            max_padding=tuning.max_padding if cache.stages_many else None,
+        )
         self._scheduler = Scheduler(limits, cache.fits)
         self.metrics.slots_total = config.max_batch_size
         self.metrics.kv_bytes_limit = limit
@@ -206,7 +210,9 @@ class Engine:
         if not plan and self._under_way is not None:
             self._settle(self._under_way)
             self._under_way = None
-        self._hand_over()
+        # While a step is under way, news waits until the next is being started: the interpreter is free then.
+        if self._under_way is None:
+            self._hand_over()
 
     def _read_inbox(self) -> None:
         """Does what was handed in; sleeps while there is nothing else to do."""
@@ -281,7 +287,6 @@ class Engine:
         if not self._overlap or any(row.matcher is not None for row in self._scheduler.running):
             self._settle(step)
             self._under_way = None
-        self._hand_over()
 
     def _settle(self, step: Step) -> None:
         tokens = self._runner.read(step)

@@ -6,7 +6,7 @@ one before it has been read.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +47,21 @@ class Step:
 
 
 class Runner:
-    def __init__(self, forward: Forward, cache: BatchCache, vocab_size: int) -> None:
+    """`before_wait` is called when a step is about to be started, which may block: the time for others to run."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: BatchCache,
+        vocab_size: int,
+        before_wait: Callable[[], None],
+        round_prompts: bool = False,
+    ) -> None:
         self._forward = forward
         self.cache = cache
         self._vocab = vocab_size
+        self._before_wait = before_wait
+        self._round_prompts = round_prompts and cache.stages_many
         self._rows: list[Row | None] = []  # by position
         self._last = mx.zeros((0,), mx.int32)  # (S,): each row's newest token
         self._sampler: Sampler | None = None  # of the current rows; None when they changed
@@ -61,7 +72,7 @@ class Runner:
         """Computes prompts, or a piece of one; rows whose prompt is complete get their first token and join."""
         step = Step("prefill", sum(min(work.count, job.remaining) for job in work.jobs))
         if work.jobs[0].staged is None:
-            capacity = max(len(job.tokens) for job in work.jobs)
+            capacity = max(self._rounded(len(job.tokens)) for job in work.jobs)
             staged = self.cache.stage(len(work.jobs), capacity)
             for job in work.jobs:
                 job.staged = staged
@@ -69,7 +80,7 @@ class Runner:
         done = all(job.remaining == 0 for job in work.jobs)
         if not done:
             step.fence = state_arrays(work.jobs[0].staged or [])
-            mx.async_eval(step.fence)
+            self._start(step.fence)
             return step
         self._first_tokens(work, logits, step)
         return step
@@ -94,7 +105,7 @@ class Runner:
             if row:
                 step.rows.append((position, row, row.epoch))
                 row.launched += 1
-        mx.async_eval(sampled.arrays())
+        self._start(sampled.arrays())
         return step
 
     def read(self, step: Step) -> list[Token]:
@@ -134,19 +145,38 @@ class Runner:
 
     def _prompt_logits(self, work: Prefill, step: Step) -> mx.array:
         counts = [min(work.count, job.remaining) for job in work.jobs]
-        table = np.zeros((len(work.jobs), work.count), np.int32)
-        for line, job, count in zip(table, work.jobs, counts, strict=True):
-            line[:count] = job.tokens[job.computed : job.computed + count]
-        caches = work.jobs[0].staged
+        job, caches = work.jobs[0], work.jobs[0].staged
         assert caches is not None
-        job = work.jobs[0]
-        if wants_prompt_logprobs(job):
+        scored = wants_prompt_logprobs(job)
+        width = work.count if scored else self._width(job, work.count)
+        table = np.zeros((self._height(len(counts)), width), np.int32)
+        for line, other, count in zip(table, work.jobs, counts, strict=False):
+            line[:count] = other.tokens[other.computed : other.computed + count]
+        if scored:
             logits = self._scored_prompt(job, mx.array(table), caches, step)
         else:
-            logits = self._forward.at(mx.array(table), caches, mx.array([count - 1 for count in counts]))
+            index = [count - 1 for count in counts] + [0] * (len(table) - len(counts))
+            logits = self._forward.at(mx.array(table), caches, mx.array(index))[: len(counts)]
         for job, count in zip(work.jobs, counts, strict=True):
             job.computed += count
         return logits
+
+    def _width(self, job: Job, count: int) -> int:
+        """How many tokens wide a pass over prompts is: the end of a prompt is padded to a round number."""
+        return count if count < job.remaining else self._rounded(len(job.tokens)) - job.computed
+
+    def _height(self, prompts: int) -> int:
+        return 1 << (prompts - 1).bit_length() if self._round_prompts else prompts
+
+    def _rounded(self, length: int) -> int:
+        if not self._round_prompts:
+            return length
+        step = 64 if length <= 512 else 256
+        return -(-length // step) * step
+
+    def _start(self, arrays: list[mx.array]) -> None:
+        self._before_wait()
+        mx.async_eval(arrays)
 
     def _scored_prompt(self, job: Job, tokens: mx.array, caches: list[Any], step: Step) -> mx.array:
         """The same pass in smaller pieces, keeping the log-probability of each next prompt token."""
@@ -176,7 +206,7 @@ class Runner:
         history = History(rows) if step.sampler.penalized else None
         numbers = [row.launched for row in rows]
         step.sampled = step.sampler(logits, numbers, history, self._grammar_masks(step.sampler))
-        mx.async_eval(step.sampled.arrays())
+        self._start(step.sampled.arrays())
         self._compact(max(len(job.tokens) for job in work.jobs) + 1)
         for number, (row, source) in enumerate(zip(rows, sources, strict=True)):
             row.launched += 1

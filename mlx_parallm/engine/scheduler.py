@@ -23,7 +23,7 @@ class Limits:
     max_streams: int  # 0: no limit
     step_tokens: int  # most prompt tokens between two decode steps
     gather_seconds: float  # 0: admit at every step
-    max_padding: float  # of the tokens of prompts computed together, at most this share on top
+    max_padding: float | None  # share that padding may add to prompts computed together; None: one by one
     chunk_seconds: float = 1.0  # a piece of prompt aims to take no longer; only slow devices notice
 
 
@@ -162,7 +162,7 @@ class Scheduler:
         return groups
 
     def _together(self, group: Prefill, job: Job, real: int) -> bool:
-        if not self.limits.max_padding or any(wants_prompt_logprobs(other) for other in (job, group.jobs[0])):
+        if self.limits.max_padding is None or any(wants_prompt_logprobs(other) for other in (job, group.jobs[0])):
             return False
         return (group.padded + group.count) <= real * (1 + self.limits.max_padding)
 

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine, News
+from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
 from tests.tiny import tiny
@@ -89,8 +90,8 @@ def deliver(news: News) -> None:
 
 
 @contextmanager
-def driver(kind: str, *, overlap: bool | None = None, **config: object) -> Iterator[Driver]:
-    engine = Engine(lambda: tiny(kind), ServeConfig(**config), deliver, overlap=overlap)  # type: ignore[arg-type]
+def driver(kind: str, *, tuning: Tuning | None = None, **config: object) -> Iterator[Driver]:
+    engine = Engine(lambda: tiny(kind), ServeConfig(**config), deliver, tuning=tuning)  # type: ignore[arg-type]
     engine.start()
     try:
         yield Driver(engine)

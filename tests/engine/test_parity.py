@@ -8,17 +8,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.engine.tuning import Tuning
 from tests.engine.harness import Bare, Driver, driver
 from tests.tiny import tiny
 
 KINDS = ["llama", "qwen3", "gemma3", "hybrid", "qwen3_next", "mamba"]
-MODES = [(kind, False) for kind in KINDS] + [("llama", True), ("gemma3", True), ("hybrid", True)]
+# As on a GPU: steps overlap, are traced, and prompts are padded to round shapes.
+GPU = Tuning(overlap=True, compiled=True, view_step=64, max_padding=0.5, round_prompts=True)
+MODES = [(kind, None) for kind in KINDS] + [(kind, GPU) for kind in ("llama", "gemma3", "hybrid")]
 
 
-@pytest.fixture(scope="module", params=MODES, ids=lambda mode: f"{mode[0]}{'-overlap' if mode[1] else ''}")
+@pytest.fixture(scope="module", params=MODES, ids=lambda mode: f"{mode[0]}{'-gpu' if mode[1] else ''}")
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Driver, Bare]]:
-    kind, overlap = request.param
-    with driver(kind, overlap=overlap, max_batch_size=6, prefill_step_size=48) as running:
+    kind, tuning = request.param
+    with driver(kind, tuning=tuning, max_batch_size=6, prefill_step_size=96) as running:
         yield running, Bare(tiny(kind))
 
 

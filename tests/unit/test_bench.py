@@ -82,6 +82,9 @@ def test_prompts_repeat_by_seed_and_differ_within_a_run() -> None:
     assert len(set(prompts)) == 50
     assert all(5 <= len(prompt.split()) <= 9 for prompt in prompts)
     assert make_prompt(replace(spec, seed=1), 0) != prompts[0]
+    salted = [make_prompt(replace(spec, salt="x"), index) for index in range(50)]
+    assert not set(salted) & set(prompts)
+    assert [len(prompt.split()) for prompt in salted] == [len(prompt.split()) for prompt in prompts]
 
 
 def test_shared_prefix() -> None:

@@ -1,0 +1,24 @@
+"""How the engine works on each kind of device: choices that change speed, never answers. Read once at start."""
+
+from dataclasses import dataclass
+
+from mlx_parallm.models.device import DeviceKind
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    overlap: bool  # start a step before the last one is read
+    compiled: bool  # trace a decode step once per shape, instead of building its graph each time
+    view_step: int  # attention reads whole multiples of so many tokens
+    max_padding: float  # prompts are computed together while padding adds at most this share
+    round_prompts: bool  # pad prompts to round shapes
+
+    @classmethod
+    def of(cls, kind: DeviceKind) -> "Tuning":
+        if kind == "cpu":
+            # A step runs while it is being started, so there is nothing to overlap; every padded token costs.
+            return cls(overlap=False, compiled=False, view_step=32, max_padding=0.02, round_prompts=False)
+        if kind == "metal":
+            return cls(overlap=True, compiled=True, view_step=256, max_padding=0.2, round_prompts=False)
+        # CUDA plans attention anew for every shape, which takes longer than to compute some padding.
+        return cls(overlap=True, compiled=True, view_step=256, max_padding=0.5, round_prompts=True)

@@ -1,0 +1,47 @@
+"""The scripts of benchmarks/ on the tiny model: that they run and count right, not how fast anything is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+pytestmark = pytest.mark.slow
+
+
+def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_serve_vs_mlx_lm(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    load = ["--clients", "2,4", "--requests", "6", "--repeats", "1", "--temperature", "0,0.8", "--output-tokens", "4-8"]
+    answer = run("serve_vs_mlx_lm.py", "--model", str(tiny_folder), *load, "--bare", "--json", str(out))
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "of greedy" in answer.stdout
+    assert "bare decode loop" in " ".join(answer.stdout.split())
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert [(row["clients"], row["temperature"]) for row in found["comparison"]] == [(2, 0), (2, 0.8), (4, 0), (4, 0.8)]
+    for row in found["comparison"]:
+        assert row["mlx_parallm"]["output tok/s"] > 0
+        assert bool(row["ratio"]) == (row["temperature"] == 0)
+    greedy = found["comparison"][0]
+    assert greedy["mlx_parallm"]["output tokens"] == greedy["mlx_lm.server"]["output tokens"]
+    assert all(run["summary"]["errors"] == {} for run in found["runs"])
+
+
+def test_long_prompt(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = ["--prompt-tokens", "1500", "--prefill-step-size", "128", "--stream-tokens", "300", "--rows", "4"]
+    answer = run("long_prompt.py", "--model", str(tiny_folder), *sizes, "--repeats", "1", "--json", str(out))
+    assert answer.returncode in (0, 1), (
+        answer.stdout + answer.stderr
+    )  # two layers are too few for the bound to mean much
+    found = json.loads(out.read_text())
+    assert found["without"]["count"] > 4 * 200
+    assert found["meanwhile"]["count"] >= 4 * 5

@@ -171,7 +171,7 @@ class Runner:
     def _rounded(self, length: int) -> int:
         if not self._round_prompts:
             return length
-        step = 64 if length <= 512 else 256
+        step = 128 if length <= 1024 else 512
         return -(-length // step) * step
 
     def _start(self, arrays: list[mx.array]) -> None:

@@ -105,7 +105,7 @@ class Engine:
     def drain(self, timeout: float) -> bool:
         """Refuses new work and waits until the running is done."""
         self._closed = self._closed or "the server is shutting down"
-        if not self._thread.is_alive():
+        if self.failure is not None or not self._thread.is_alive():
             return True
         checked = threading.Event()
         self._inbox.put(checked.set)  # what was handed in before has been taken by then

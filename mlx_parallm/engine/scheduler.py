@@ -24,7 +24,7 @@ class Limits:
     step_tokens: int  # most prompt tokens between two decode steps
     gather_seconds: float  # 0: admit at every step
     max_padding: float | None  # share that padding may add to prompts computed together; None: one by one
-    chunk_seconds: float = 1.0  # a piece of prompt aims to take no longer; only slow devices notice
+    chunk_seconds: float = 2.5  # prompts aim to take no longer between two decode steps; only slow devices notice
 
 
 @dataclass(slots=True)
@@ -103,7 +103,8 @@ class Scheduler:
         if self.partial:
             pieces.append(self._piece(self.partial, budget))
             budget -= pieces[0].count
-        while budget > 0 and not self.partial and self._may_gather():
+        gathered = self._may_gather()  # once the first has waited long enough, all go
+        while gathered and budget > 0 and self.waiting and not self.partial:
             job = self.waiting[0]
             started = [*(piece.jobs[0] for piece in pieces), *whole]
             if not self._admissible(job, started):

@@ -1,0 +1,226 @@
+"""The engine's behaviour around the numbers: who waits, who is refused, who shares, what happens when it breaks."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from mlx_parallm.engine.grammar import json_grammar
+from mlx_parallm.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelLoadError,
+    QueueFullError,
+    RequestTimeoutError,
+    UnavailableError,
+)
+from tests.engine.harness import Bare, driver
+from tests.tiny import tiny
+
+PROMPT = list(range(10, 40))
+
+
+def test_a_priority_overtakes_the_queue() -> None:
+    finished: list[str] = []
+    with driver("llama", max_batch_size=1) as running:
+        blocker = running.submit(PROMPT, max_tokens=60, ignore_eos=True)[1]
+        entries = [running.submit([20 + p], priority=p, max_tokens=2, ignore_eos=True)[1] for p in (5, 0, -5)]
+        watchers = [
+            threading.Thread(target=lambda e=entry, p=p: (e.wait(), finished.append(p)))
+            for entry, p in zip(entries, ("5", "0", "-5"), strict=True)
+        ]
+        for watcher in watchers:
+            watcher.start()
+        blocker.wait()
+        for watcher in watchers:
+            watcher.join(30)
+        running.settle()
+    assert finished == ["-5", "0", "5"]
+
+
+def test_a_full_queue_refuses_and_says_so() -> None:
+    with driver("llama", max_batch_size=1, max_queue_size=2) as running:
+        request_id, blocker = running.submit(PROMPT, max_tokens=2000, ignore_eos=True, stream=True)
+        blocker.wait_for_tokens(1)
+        waiting = [running.submit(PROMPT, max_tokens=1)[1] for _ in range(2)]
+        with pytest.raises(QueueFullError):
+            running.submit(PROMPT)
+        assert running.engine.metrics.requests_rejected == 1
+        running.engine.cancel(request_id)
+        for pending in waiting:
+            assert pending.wait()[0].last.finish_reason in ("length", "stop")
+        running.settle()
+
+
+def test_a_request_that_takes_too_long_is_told_and_frees_its_row() -> None:
+    with driver("llama", max_batch_size=2) as running:
+        slow = running.submit(PROMPT, max_tokens=2000, ignore_eos=True, timeout=0.3)[1]
+        beside = running.submit(PROMPT, max_tokens=5, ignore_eos=True)[1]
+        assert isinstance(slow.wait()[0].last.error, RequestTimeoutError)
+        assert len(beside.wait()[0].tokens) == 5
+        running.settle()
+
+
+def test_cancelling_frees_the_row_wherever_it_is() -> None:
+    with driver("llama", max_batch_size=1, prefill_step_size=8) as running:
+        first = running.submit(PROMPT, max_tokens=2000, ignore_eos=True, stream=True)
+        first[1].wait_for_tokens(2)
+        queued = running.submit(PROMPT, max_tokens=2000)
+        running.engine.cancel(queued[0])
+        running.engine.cancel(first[0])
+        running.engine.cancel("nobody")
+        assert running.ask(PROMPT, max_tokens=3, ignore_eos=True).last.finish_reason == "length"
+        running.settle()
+
+
+def test_one_choice_can_end_while_the_others_go_on() -> None:
+    with driver("llama", max_batch_size=4) as running:
+        options = {"n": 3, "max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+        whole = running.submit(PROMPT, **options)[1].wait()
+        request_id, pending = running.submit(PROMPT, stream=True, **options)
+        pending.wait_for_tokens(2)
+        running.engine.cancel(request_id, 1)
+        deadline = time.monotonic() + 30
+        while any(pending.answers[i].last.finish_reason is None for i in (0, 2) if pending.answers[i].deltas):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.settle()
+        for index in (0, 2):
+            assert pending.answers[index].tokens == whole[index].tokens
+        assert len(pending.answers[1].tokens) < 40
+
+
+def test_n_choices_prefill_once() -> None:
+    with driver("llama", max_batch_size=4) as running:
+        running.submit(PROMPT, n=4, temperature=1.0, seed=1)[1].wait()
+        running.settle()
+        assert running.engine.metrics.prompt_tokens == len(PROMPT)
+
+
+def test_equal_requests_share_one_computation_when_asked_to() -> None:
+    with driver("llama", max_batch_size=4, dedupe=True) as running:
+        first_id, first = running.submit(PROMPT, max_tokens=40, ignore_eos=True, stream=True)
+        first.wait_for_tokens(5)
+        twin = running.submit(PROMPT, max_tokens=40, ignore_eos=True, stream=True)[1]
+        plain = running.submit(PROMPT, max_tokens=40, ignore_eos=True)[1]
+        other = running.submit(PROMPT, max_tokens=40, ignore_eos=True, temperature=1.0)[1]
+        running.engine.cancel(first_id)  # the others keep the row alive
+        assert twin.wait()[0].tokens == plain.wait()[0].tokens
+        assert len(twin.answers[0].tokens) == 40
+        other.wait()
+        running.settle()
+        assert running.engine.metrics.deduplicated == 2
+        assert running.engine.metrics.prompt_tokens == 2 * len(PROMPT)
+
+
+def test_rows_that_outgrow_memory_take_turns_and_answer_the_same() -> None:
+    prompts = [[20 + i, *PROMPT] for i in range(6)]
+    options = {"max_tokens": 300, "ignore_eos": True}
+    with driver("llama", max_batch_size=6) as running:
+        free = [running.submit(prompt, **options)[1] for prompt in prompts]
+        expected = [pending.wait()[0].tokens for pending in free]
+        per_token = running.engine._runner.cache.bytes_per_token  # type: ignore[attr-defined]
+    with driver("llama", max_batch_size=6, kv_cache_memory=2 * 512 * per_token) as running:
+        tight = [running.submit(prompt, **options)[1] for prompt in prompts]
+        assert [pending.wait()[0].tokens for pending in tight] == expected
+        running.settle()
+        assert running.engine.metrics.preemptions > 0
+        with pytest.raises(ContextLengthError, match="memory"):
+            running.submit([5] * 1200)
+
+
+def test_a_gather_window_puts_requests_into_one_batch() -> None:
+    with driver("llama", max_batch_size=4, scheduler="default", batch_timeout=0.3) as running:
+        begin = time.monotonic()
+        first = running.submit(PROMPT, max_tokens=2, ignore_eos=True)[1]
+        time.sleep(0.1)
+        second = running.submit(PROMPT, max_tokens=2, ignore_eos=True)[1]
+        first.wait()
+        second.wait()
+        assert time.monotonic() - begin >= 0.3
+        running.settle()
+        assert running.engine.metrics.rows_decoded == 2
+        assert running.engine.metrics.batches_processed == 1
+
+
+def test_grammar_rows_share_the_batch_with_free_ones() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    grammar = json_grammar({**schema, "additionalProperties": False})
+    with driver("llama", max_batch_size=4) as running:
+        bare = Bare(tiny("llama"))
+        free = running.submit(PROMPT, max_tokens=20)[1]
+        bound = [running.submit([p], grammar=grammar, max_tokens=60, temperature=1.0, seed=p)[1] for p in (30, 31)]
+        texts = [running.engine.model.tokenizer.decode(pending.wait()[0].tokens) for pending in bound]
+        tokens = free.wait()[0].tokens
+        running.settle()
+        assert tokens == bare.greedy(PROMPT, 20)[0]
+        for text in texts:
+            assert json.loads(text)["a"] in ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error"),
+    [
+        ([], {}, InvalidRequestError),
+        ([100_000], {}, InvalidRequestError),
+        ([-1], {}, InvalidRequestError),
+        ([5] * 3000, {}, ContextLengthError),
+        ([5], {"n": 9}, InvalidRequestError),
+    ],
+)
+def test_wrong_requests_are_refused_by_submit(prompt: list[int], options: dict[str, int], error: type) -> None:
+    with driver("llama", max_batch_size=2) as running:
+        with pytest.raises(error):
+            running.submit(prompt, **options)
+        assert running.ask(PROMPT).tokens
+
+
+def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
+    with driver("llama", max_batch_size=2) as running:
+        pending = running.submit(PROMPT, max_tokens=30, ignore_eos=True)[1]
+        assert running.engine.drain(30)
+        assert len(pending.wait()[0].tokens) == 30
+        with pytest.raises(UnavailableError):
+            running.submit(PROMPT)
+
+
+def test_stopping_tells_open_requests() -> None:
+    with driver("llama", max_batch_size=2) as running:
+        pending = running.submit(PROMPT, max_tokens=2000, ignore_eos=True)[1]
+        running.engine.stop()
+        assert isinstance(pending.wait()[0].last.error, UnavailableError)
+
+
+def test_a_dead_engine_tells_everyone_at_once() -> None:
+    with driver("llama", max_batch_size=1) as running:
+        said = threading.Event()
+        running.engine.on_failure = lambda why: said.set()
+        runs = running.submit(PROMPT, max_tokens=2000, ignore_eos=True, stream=True)[1]
+        waits = running.submit(PROMPT)[1]
+        runs.wait_for_tokens(1)
+
+        def break_down() -> None:
+            raise RuntimeError("the device is gone")
+
+        running.engine._inbox.put(break_down)
+        for pending in (runs, waits):
+            error = pending.wait()[0].last.error
+            assert isinstance(error, UnavailableError)
+            assert "the device is gone" in error.message
+        assert said.wait(5)
+        assert running.engine.failure == "RuntimeError: the device is gone"
+        with pytest.raises(UnavailableError, match="the device is gone"):
+            running.submit(PROMPT)
+        assert running.engine.drain(1)
+
+
+def test_a_model_that_fails_to_load_is_an_error_of_start() -> None:
+    from mlx_parallm.config import ServeConfig
+    from mlx_parallm.engine.engine import Engine
+
+    def load() -> None:
+        raise ModelLoadError("no such file")
+
+    with pytest.raises(ModelLoadError, match="no such file"):
+        Engine(load, ServeConfig(), lambda news: None).start()  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes
             continue
         if exact:
             return cache
-        log.warning("%s gives wrong logits in a %s: trying a slower way", model.name, name)
+        log.debug("%s gives wrong logits in a %s", model.name, name)
     raise ModelLoadError(f"{model.name} gives other logits with its cache than without: it can't be served")
 
 
@@ -45,7 +45,8 @@ def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tun
 
     caches = fresh()
     if all(type(cache) is KVCache for cache in caches):
-        yield SlotCache(len(caches), max_rows, max_bytes, tuning.view_step, tuning.compiled)
+        for mask_rank in (4, 5):  # a few models compute attention by hand, with grouped heads on an axis of their own
+            yield SlotCache(len(caches), max_rows, max_bytes, tuning.view_step, tuning.compiled, mask_rank)
     elif all(hasattr(cache, "merge") for cache in caches):
         yield MergedCache(fresh, max_rows, max_bytes)
     yield SerialCache(fresh, max_rows, max_bytes)

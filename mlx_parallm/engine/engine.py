@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 News = list[tuple[Request, Delta]]
 DEADLINE_CHECK_SECONDS = 0.1
+MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shapes change too often to keep all
 RATE_SAMPLE_TOKENS = 64  # shorter pieces of prompt say little of how fast prompts are computed
 
 
@@ -179,6 +180,7 @@ class Engine:
         tuning = self._tuning or Tuning.of(device_kind())
         self._overlap = tuning.overlap
         limit = config.kv_cache_memory or memory_for_cache()
+        mx.set_cache_limit(min(limit // 4, MAX_SPARE_BYTES))
         forward = Forward(self.model.module)
         cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
         self._runner = Runner(forward, cache, self.model.vocab_size, self._hand_over, tuning.round_prompts)

@@ -19,6 +19,6 @@ class Tuning:
             # A step runs while it is being started, so there is nothing to overlap; every padded token costs.
             return cls(overlap=False, compiled=False, view_step=32, max_padding=0.02, round_prompts=False)
         if kind == "metal":
-            return cls(overlap=True, compiled=True, view_step=256, max_padding=0.2, round_prompts=False)
+            return cls(overlap=True, compiled=True, view_step=128, max_padding=0.2, round_prompts=False)
         # CUDA plans attention anew for every shape, which takes longer than to compute some padding.
-        return cls(overlap=True, compiled=True, view_step=256, max_padding=0.5, round_prompts=True)
+        return cls(overlap=True, compiled=True, view_step=128, max_padding=0.5, round_prompts=True)

@@ -103,9 +103,10 @@ class PromptLayer:
 class _Step:
     """What all layers share in one decode step: where each row writes, and how far is read."""
 
-    __slots__ = ("index", "length", "mask", "offset")
+    __slots__ = ("_mask_shape", "index", "length", "mask", "offset")
 
-    def __init__(self) -> None:
+    def __init__(self, mask_rank: int) -> None:
+        self._mask_shape = (-1, *[1] * (mask_rank - 2))
         self.offset = self.index = self.mask = mx.zeros((0,), mx.int32)
         self.length = 0
 
@@ -113,7 +114,11 @@ class _Step:
         self.offset = offset
         self.index = offset[:, None, None, None]
         self.length = length
-        self.mask = (mx.arange(length) <= offset[:, None])[:, None, None]  # (S, 1, 1, L)
+        self.mask = self.masked(mx.arange(length) <= offset[:, None])
+
+    def masked(self, visible: mx.array) -> mx.array:
+        """(S, L) -> (S, 1, 1, L), or with one axis more for models that keep grouped heads apart."""
+        return visible.reshape(*self._mask_shape, visible.shape[-1])
 
 
 class SlotLayer:
@@ -140,7 +145,7 @@ class SlotLayer:
         if not window_size:
             return self._step.mask
         near = mx.arange(self._step.length) > (self._step.offset - window_size)[:, None]
-        return self._step.mask & near[:, None, None]
+        return self._step.mask & self._step.masked(near)
 
 
 class SlotCache:
@@ -148,10 +153,18 @@ class SlotCache:
 
     stages_many = True
 
-    def __init__(self, layers: int, max_slots: int, max_bytes: int, view_step: int, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        layers: int,
+        max_slots: int,
+        max_bytes: int,
+        view_step: int,
+        compiled: bool = False,
+        mask_rank: int = 4,
+    ) -> None:
         self._compiled = compiled  # trace a decode step once per shape, instead of building its graph every time
         self._traces: dict[int, Any] = {}  # by how far attention reads
-        self._step = _Step()
+        self._step = _Step(mask_rank)
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
         self._capacity = 0

@@ -2,8 +2,8 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine, News
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.native.layers import speed_up
 from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
 from tests.tiny import tiny
 
@@ -89,9 +90,20 @@ def deliver(news: News) -> None:
         request.on_delta(delta)
 
 
+def as_served(kind: str) -> LanguageModel:
+    """A tiny model with the CPU's own kernels, as the loader would hand it over."""
+    model = tiny(kind)
+    speed_up(model.module)
+    return model
+
+
+def driver(kind: str, *, tuning: Tuning | None = None, **config: object) -> AbstractContextManager[Driver]:
+    return driver_of(lambda: as_served(kind) if tuning is None else tiny(kind), tuning=tuning, **config)
+
+
 @contextmanager
-def driver(kind: str, *, tuning: Tuning | None = None, **config: object) -> Iterator[Driver]:
-    engine = Engine(lambda: tiny(kind), ServeConfig(**config), deliver, tuning=tuning)  # type: ignore[arg-type]
+def driver_of(load: Callable[[], LanguageModel], *, tuning: Tuning | None = None, **config: object) -> Iterator[Driver]:
+    engine = Engine(load, ServeConfig(**config), deliver, tuning=tuning)  # type: ignore[arg-type]
     engine.start()
     try:
         yield Driver(engine)

@@ -1,0 +1,209 @@
+/* What MLX's CPU backend computes one element at a time: exponentials, small attentions, rotations, norms.
+ *
+ * Built by native/__init__.py with the machine's C compiler, called through ctypes by native/layers.py. All arrays
+ * are float32; strides are in elements; the last axis of every array is contiguous. Plain loops over fixed numbers
+ * of lanes, which GCC and Clang turn into vector instructions on any machine.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define NEVER -1e30f
+#define SPAN 32 /* keys whose values are read at a time */
+
+/* Cephes' expf: within two units in the last place between its clamps. */
+static inline float exp_(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    const float n = floorf(x * 1.44269504088896341f + 0.5f);
+    float r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + (r + 1.0f);
+    union { int32_t bits; float value; } power = {.bits = ((int32_t)n + 127) << 23};
+    return p * power.value;
+}
+
+typedef float vec __attribute__((vector_size(16), aligned(4), may_alias));
+
+static inline vec at(const float *x) { return *(const vec *)x; }
+
+static inline float dot(const float *a, const float *b, int64_t size) {
+    vec s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+    float sum = 0;
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16) {
+        s0 += at(a + i) * at(b + i);
+        s1 += at(a + i + 4) * at(b + i + 4);
+        s2 += at(a + i + 8) * at(b + i + 8);
+        s3 += at(a + i + 12) * at(b + i + 12);
+    }
+    for (; i < size; i++) sum += a[i] * b[i];
+    s0 = (s0 + s1) + (s2 + s3);
+    return sum + ((s0[0] + s0[2]) + (s0[1] + s0[3]));
+}
+
+static float largest(const float *x, int64_t size) {
+    float lanes[LANES], top = x[0];
+    for (int j = 0; j < LANES; j++) lanes[j] = x[0];
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int j = 0; j < LANES; j++) lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+    for (; i < size; i++) top = x[i] > top ? x[i] : top;
+    for (int j = 0; j < LANES; j++) top = lanes[j] > top ? lanes[j] : top;
+    return top;
+}
+
+static float total(const float *x, int64_t size) {
+    vec s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+    float sum = 0;
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16) {
+        s0 += at(x + i);
+        s1 += at(x + i + 4);
+        s2 += at(x + i + 8);
+        s3 += at(x + i + 12);
+    }
+    for (; i < size; i++) sum += x[i];
+    s0 = (s0 + s1) + (s2 + s3);
+    return sum + ((s0[0] + s0[2]) + (s0[1] + s0[3]));
+}
+
+/* The softmax of scale * x, in place. */
+static void softmax_(float *x, int64_t size, float scale) {
+    const float top = largest(x, size);
+    for (int64_t i = 0; i < size; i++) x[i] = exp_((x[i] - top) * scale);
+    const float share = 1.0f / total(x, size);
+    for (int64_t i = 0; i < size; i++) x[i] *= share;
+}
+
+/* What one query may see: all up to `last`, or a row of a mask. Returns the first and one past the last. */
+static void visible(const uint8_t *mask, int64_t last, int64_t keys, int64_t *first, int64_t *end) {
+    *first = 0;
+    *end = last + 1;
+    if (!mask) return;
+    for (*end = keys; *end > 0 && !mask[*end - 1];) --*end;
+    while (*first < *end && !mask[*first]) ++*first;
+}
+
+static void hide(const uint8_t *mask, float *scores, int64_t first, int64_t end) {
+    if (!mask) return;
+    for (int64_t i = first; i < end; i++)
+        if (!mask[i]) scores[i] = NEVER;
+}
+
+/* out[d] += sum over n of weights[n] * values[n][d] */
+static void mix(const float *weights, const float *values, int64_t stride, int64_t size, int64_t dims, float *out) {
+    int64_t d = 0;
+    for (; d + 32 <= dims; d += 32) {
+        vec sums[8];
+        memcpy(sums, out + d, sizeof sums);
+        for (int64_t n = 0; n < size; n++) {
+            const float *value = values + n * stride + d;
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; j++) sums[j] += weights[n] * at(value + 4 * j);
+        }
+        memcpy(out + d, sums, sizeof sums);
+    }
+    for (; d < dims; d++)
+        for (int64_t n = 0; n < size; n++) out[d] += weights[n] * values[n * stride + d];
+}
+
+/* Attention of few queries over many keys: q (B, H, T, D), k and v (B, K, N, *) -> out (B, T, H, V).
+ * sizes: B, H, K, T, N, D, V. strides: q's b, h, t; k's b, h, n; v's b, h, n; mask's b, t. Without a mask, query t
+ * sees keys up to N - T + t. */
+int attend(const float *q, const float *k, const float *v, const uint8_t *mask, float *out, const int64_t *sizes,
+           const int64_t *strides, float scale) {
+    const int64_t B = sizes[0], H = sizes[1], K = sizes[2], T = sizes[3], N = sizes[4], D = sizes[5], V = sizes[6];
+    const int64_t R = H / K; /* heads that share their keys and values, which are read once for all of them */
+    float *scores = malloc(sizeof(float) * R * N);
+    if (!scores) return 1;
+    memset(out, 0, sizeof(float) * B * T * H * V);
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t g = 0; g < K; g++)
+            for (int64_t t = 0; t < T; t++) {
+                const uint8_t *line = mask ? mask + b * strides[9] + t * strides[10] : NULL;
+                const float *query = q + b * strides[0] + g * R * strides[1] + t * strides[2];
+                const float *keys = k + b * strides[3] + g * strides[4];
+                const float *values = v + b * strides[6] + g * strides[7];
+                float *answer = out + ((b * T + t) * H + g * R) * V;
+                int64_t first, end;
+                visible(line, N - T + t, N, &first, &end);
+                for (int64_t n = first; n < end; n++)
+                    for (int64_t r = 0; r < R; r++)
+                        scores[r * N + n] = dot(query + r * strides[1], keys + n * strides[5], D);
+                for (int64_t r = 0; r < R && first < end; r++) {
+                    hide(line, scores + r * N, first, end);
+                    softmax_(scores + r * N + first, end - first, scale);
+                }
+                for (int64_t n = first; n < end; n += SPAN)
+                    for (int64_t r = 0; r < R; r++)
+                        mix(scores + r * N + n, values + n * strides[8], strides[8], n + SPAN < end ? SPAN : end - n, V,
+                            answer + r * V);
+            }
+    free(scores);
+    return 0;
+}
+
+/* Masked softmax of scores (B, H, T, N), in place. sizes: B, H, T, N. strides: mask's b, t. */
+int softmax(float *scores, const uint8_t *mask, const int64_t *sizes, const int64_t *strides, float scale) {
+    const int64_t B = sizes[0], H = sizes[1], T = sizes[2], N = sizes[3];
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t h = 0; h < H; h++)
+            for (int64_t t = 0; t < T; t++) {
+                float *line = scores + ((b * H + h) * T + t) * N;
+                const uint8_t *seen = mask ? mask + b * strides[0] + t * strides[1] : NULL;
+                int64_t first, end;
+                visible(seen, N - T + t, N, &first, &end);
+                if (end > first) {
+                    hide(seen, line, first, end);
+                    softmax_(line + first, end - first, scale);
+                }
+                memset(line, 0, sizeof(float) * first);
+                memset(line + end, 0, sizeof(float) * (N - end));
+            }
+    return 0;
+}
+
+/* out = gate * sigmoid(gate) * up */
+int swiglu(const float *restrict gate, const float *restrict up, float *restrict out, int64_t size) {
+    for (int64_t i = 0; i < size; i++) out[i] = gate[i] / (1.0f + exp_(-gate[i])) * up[i];
+    return 0;
+}
+
+/* Rotates the first `dims` of x (B, H, T, D) -> out (B, H, T, D); row b begins at position offsets[b].
+ * sizes: B, H, T, D, dims. strides: x's b, h, t. waves: (positions, 2, dims / 2), cosines before sines. */
+int rope(const float *x, float *out, const int64_t *offsets, const float *waves, const int64_t *sizes,
+         const int64_t *strides) {
+    const int64_t B = sizes[0], H = sizes[1], T = sizes[2], D = sizes[3], dims = sizes[4], half = dims / 2;
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t h = 0; h < H; h++)
+            for (int64_t t = 0; t < T; t++) {
+                const float *from = x + b * strides[0] + h * strides[1] + t * strides[2];
+                const float *cosine = waves + (offsets[b] + t) * dims, *sine = cosine + half;
+                float *restrict to = out + ((b * H + h) * T + t) * D;
+                for (int64_t i = 0; i < half; i++) to[i] = from[i] * cosine[i] - from[half + i] * sine[i];
+                for (int64_t i = 0; i < half; i++) to[half + i] = from[i] * sine[i] + from[half + i] * cosine[i];
+                memcpy(to + dims, from + dims, sizeof(float) * (D - dims));
+            }
+    return 0;
+}
+
+/* out = x / sqrt(mean(x²) + eps) * weight, for each of `rows` rows. */
+int rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t dims, float eps) {
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * dims;
+        float *restrict to = out + row * dims;
+        const float share = 1.0f / sqrtf(dot(from, from, dims) / dims + eps);
+        for (int64_t i = 0; i < dims; i++) to[i] = from[i] * share * weight[i];
+    }
+    return 0;
+}

@@ -1,0 +1,194 @@
+"""Puts the C kernels into a model: its layers get subclasses that call them. Called by `models.loader` on the CPU.
+
+mlx-lm's attention and MLP classes call `scaled_dot_product_attention` and `swiglu`; a subclass gets the same code
+with those two names bound to the functions here. Only the given model's layers change: mlx-lm's classes stay as they
+are, and so does a training tree built from them, for these kernels have no gradients. Anything that is not plain
+float32 goes the way it went before.
+"""
+
+import ctypes
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.activations import swiglu as mlx_swiglu
+from mlx_lm.models.base import scaled_dot_product_attention as mlx_attention
+
+from mlx_parallm.models.native import kernels
+
+FEW_QUERIES = 4  # above, matrix products are faster
+FIRST_WAVES = 4096  # positions whose cosines and sines are computed at once
+
+Array = np.ndarray[Any, Any]
+Sizes = ctypes.c_int64 * 12
+
+
+def speed_up(module: nn.Module) -> None:
+    library = kernels()
+    if library is None:
+        return
+    classes = {original: _fast_class(original, library) for original in {type(layer) for layer in module.modules()}}
+    for layer in module.modules():
+        fast = classes[type(layer)]
+        if fast is not None:
+            layer.__class__ = fast
+            if isinstance(layer, Rope):
+                layer.prepare()
+
+
+def _fast_class(original: type, library: Any) -> type | None:
+    if original is nn.RoPE:
+        return type("Rope", (Rope,), {"kernels": library})
+    if original is nn.RMSNorm:
+        return type("RMSNorm", (RMSNorm,), {"kernels": library})
+    call = vars(original).get("__call__")
+    if not isinstance(call, types.FunctionType):
+        return None
+    fast = {
+        "scaled_dot_product_attention": (mlx_attention, functools.partial(_attention, library)),
+        "swiglu": (mlx_swiglu, functools.partial(_swiglu, library)),
+    }
+    bound = {name: new for name, (old, new) in fast.items() if _uses(call, name, old)}
+    if not bound:
+        return None
+    again = types.FunctionType(
+        call.__code__, {**call.__globals__, **bound}, call.__name__, call.__defaults__, call.__closure__
+    )
+    again.__kwdefaults__ = call.__kwdefaults__
+    return type(original.__name__, (original,), {"__call__": again})
+
+
+def _uses(call: types.FunctionType, name: str, function: Callable[..., Any]) -> bool:
+    return name in call.__code__.co_names and call.__globals__.get(name) is function
+
+
+class Rope(nn.RoPE):
+    kernels: Any
+
+    def prepare(self) -> None:
+        object.__setattr__(self, "_waves", np.zeros((0, self.dims), np.float32))
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        if x.dtype != mx.float32 or x.ndim != 4 or self.traditional or self.scale != 1.0:
+            result: mx.array = super().__call__(x, offset)
+            return result
+        mx.eval(x)
+        view = np.asarray(x)  # (B, H, T, D)
+        offsets = np.ascontiguousarray(np.broadcast_to(np.asarray(offset, np.int64), view.shape[:1]))
+        waves = self._waves_for(int(offsets.max()) + view.shape[2])
+        out = np.empty(view.shape, np.float32)
+        sizes = Sizes(*view.shape, self.dims)
+        self.kernels.rope(_at(view), _at(out), _at(offsets), _at(waves), sizes, Sizes(*_strides(view)[:3]))
+        return mx.array(out)
+
+    def _waves_for(self, positions: int) -> Array:
+        """(positions, dims): cosines, then sines, of each position's angles; grows by doubling."""
+        waves: Array = self._waves
+        if len(waves) < positions:
+            count = max(FIRST_WAVES, 1 << (positions - 1).bit_length())
+            half = self.dims // 2
+            base = np.float32(np.log(self.base))
+            speeds = np.exp(-np.arange(half, dtype=np.float32) * (base / np.float32(half)))
+            angles = np.arange(count, dtype=np.float32)[:, None] * speeds
+            waves = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+            object.__setattr__(self, "_waves", waves)
+        return waves
+
+
+class RMSNorm(nn.RMSNorm):
+    kernels: Any
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight = self.weight
+        if x.dtype != mx.float32 or weight.dtype != mx.float32:
+            result: mx.array = super().__call__(x)
+            return result
+        mx.eval(x)
+        view = np.ascontiguousarray(np.asarray(x))
+        out = np.empty(view.shape, np.float32)
+        dims = view.shape[-1]
+        self.kernels.rms_norm(_at(view), _at(np.asarray(weight)), _at(out), view.size // dims, dims, self.eps)
+        return mx.array(out)
+
+
+def _swiglu(library: Any, gate: mx.array, up: mx.array) -> mx.array:
+    if gate.dtype != mx.float32 or up.dtype != mx.float32 or gate.shape != up.shape:
+        result: mx.array = mlx_swiglu(gate, up)
+        return result
+    mx.eval(gate, up)
+    first, second = np.ascontiguousarray(np.asarray(gate)), np.ascontiguousarray(np.asarray(up))
+    out = np.empty(first.shape, np.float32)
+    library.swiglu(_at(first), _at(second), _at(out), first.size)
+    return mx.array(out)
+
+
+def _attention(
+    library: Any,
+    queries: mx.array,  # (B, H, T, D)
+    keys: mx.array,  # (B, K, N, D)
+    values: mx.array,  # (B, K, N, V)
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    plain = sinks is None and not hasattr(cache, "bits") and _plain_mask(mask, queries, keys)
+    if not plain or any(array.dtype != mx.float32 for array in (queries, keys, values)):
+        return mlx_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if queries.shape[2] <= FEW_QUERIES:
+        return _few(library, queries, keys, values, scale, mask)
+    return _many(library, queries, keys, values, scale, mask)
+
+
+def _plain_mask(mask: Any, queries: mx.array, keys: mx.array) -> bool:
+    if mask is None:
+        return queries.shape[2] == 1
+    if isinstance(mask, str):
+        return mask == "causal"
+    return mask.dtype == mx.bool_ and mask.shape[-1] == keys.shape[2] and (mask.ndim == 2 or mask.shape[-3] == 1)
+
+
+def _few(library: Any, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
+    seen, lines = _mask_lines(mask, queries)
+    mx.eval(queries, keys, values)
+    q, k, v = np.asarray(queries), np.asarray(keys), np.asarray(values)
+    (b, h, t, d), (_, groups, n, width) = q.shape, v.shape
+    out = np.empty((b, t, h, width), np.float32)
+    strides = Sizes(*_strides(q)[:3], *_strides(k)[:3], *_strides(v)[:3], *lines)
+    sizes = Sizes(b, h, groups, t, n, d, width)
+    if library.attend(_at(q), _at(k), _at(v), _at(seen), _at(out), sizes, strides, scale):
+        raise MemoryError
+    return mx.array(out).transpose(0, 2, 1, 3)
+
+
+def _many(library: Any, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
+    seen, lines = _mask_lines(mask, queries)
+    b, h, t, d = queries.shape
+    groups, n = keys.shape[1:3]
+    grouped = queries.reshape(b, groups, -1, d)
+    scores = grouped @ keys.swapaxes(-1, -2)  # (B, K, H / K * T, N)
+    mx.eval(scores)
+    library.softmax(_at(np.asarray(scores)), _at(seen), Sizes(b, h, t, n), Sizes(*lines), scale)
+    return (scores @ values).reshape(b, h, t, -1)
+
+
+def _mask_lines(mask: Any, queries: mx.array) -> tuple[Array | None, tuple[int, int]]:
+    """A mask's bytes, and how far apart two rows' and two queries' lines are; no bytes for a causal one."""
+    if mask is None or isinstance(mask, str):
+        return None, (0, 0)
+    rows, width = queries.shape[0], mask.shape[-1]
+    seen = np.ascontiguousarray(np.asarray(mask)).reshape(-1, mask.shape[-2], width)
+    by_row = seen.shape[1] * width if seen.shape[0] == rows and rows > 1 else 0
+    return seen, (by_row, width if seen.shape[1] > 1 else 0)
+
+
+def _strides(view: Array) -> tuple[int, ...]:
+    return tuple(stride // 4 for stride in view.strides)
+
+
+def _at(view: Array | None) -> int | None:
+    return None if view is None else view.__array_interface__["data"][0]

@@ -1,0 +1,103 @@
+"""The CPU's C kernels give what MLX's operations give, and leave alone what they don't know."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import llama
+from mlx_lm.models.base import create_causal_mask
+
+from mlx_parallm.models.native import kernels
+from mlx_parallm.models.native.layers import speed_up
+from tests.tiny import tiny
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")
+
+
+def fast_llama() -> tuple[nn.Module, nn.Module]:
+    """The same random model twice: as mlx-lm has it, and sped up."""
+    plain, fast = tiny("llama").module, tiny("llama").module
+    speed_up(fast)
+    return plain, fast
+
+
+def close(one: mx.array, other: mx.array, within: float = 2e-5) -> bool:
+    return one.shape == other.shape and mx.abs(one - other).max().item() <= within
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_swiglu(size: int) -> None:
+    _, fast = fast_llama()
+    mlp = fast.layers[0].mlp
+    swiglu = type(mlp).__call__.__globals__["swiglu"]
+    gate, up = 6 * mx.random.normal((3, size)), mx.random.normal((3, size))
+    assert close(swiglu(gate, up), nn.silu(gate) * up)
+    extremes = mx.array([[-1e4, -100.0, -0.0, 0.0, 100.0, 1e4]])
+    assert close(swiglu(extremes, mx.ones((1, 6))), nn.silu(extremes))
+
+
+def attention_of(module: nn.Module) -> Any:
+    return type(module.layers[0].self_attn).__call__.__globals__["scaled_dot_product_attention"]
+
+
+@pytest.mark.parametrize("queries", [1, 3, 4, 5, 40])
+@pytest.mark.parametrize(("heads", "groups", "dims"), [(9, 3, 64), (4, 4, 20), (6, 1, 33)])
+def test_attention_with_every_mask(queries: int, heads: int, groups: int, dims: int) -> None:
+    _, fast = fast_llama()
+    attention = attention_of(fast)
+    rows, length = 3, 50
+    q = mx.random.normal((rows, queries, heads, dims)).transpose(0, 2, 1, 3)
+    k = mx.random.normal((rows, groups, 64, dims))[:, :, :length]
+    v = mx.random.normal((rows, groups, 64, dims))[:, :, :length]
+    window = create_causal_mask(queries, length - queries, window_size=7)
+    ragged = mx.arange(length) <= mx.array([49, 5, 0])[:, None]
+    holes = (mx.arange(length) % 3 == 0)[None, None, None]
+    masks: list[Any] = ["causal", window, window[None, None], ragged[:, None, None], holes]
+    masks += [None] if queries == 1 else []
+    for mask in masks:
+        if not isinstance(mask, str) and mask is not None and mask.ndim == 4:
+            mask = mx.broadcast_to(mask, (*mask.shape[:2], queries, length))
+        expected = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.2, mask=mask)
+        assert close(attention(q, k, v, cache=None, scale=0.2, mask=mask), expected)
+
+
+def test_attention_leaves_other_arguments_to_mlx() -> None:
+    _, fast = fast_llama()
+    attention = attention_of(fast)
+    q, k, v = (mx.random.normal((2, 4, 6, 16)) for _ in range(3))
+    added = mx.random.normal((2, 1, 6, 6))
+    expected = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.2, mask=added)
+    assert close(attention(q, k, v, cache=None, scale=0.2, mask=added), expected)
+    assert close(attention(q, k, v, None, 0.2, None), mx.fast.scaled_dot_product_attention(q, k, v, scale=0.2))
+    half = [x.astype(mx.float16) for x in (q, k, v)]
+    expected = mx.fast.scaled_dot_product_attention(*half, scale=0.2, mask="causal")
+    assert attention(*half, None, 0.2, "causal").dtype == mx.float16
+    assert mx.array_equal(attention(*half, None, 0.2, "causal"), expected)
+
+
+@pytest.mark.parametrize("offset", [0, 17, 5000])
+@pytest.mark.parametrize("dims", [64, 24])
+def test_rope_and_norm(offset: int, dims: int) -> None:
+    holder = nn.Sequential(nn.RoPE(dims, base=100000.0), nn.RMSNorm(40, eps=1e-5))
+    plain_rope, plain_norm = nn.RoPE(dims, base=100000.0), nn.RMSNorm(40, eps=1e-5)
+    speed_up(holder)
+    rope, norm = holder.layers
+    norm.weight = plain_norm.weight = mx.random.normal((40,))
+    x = mx.random.normal((3, 5, 4, 64)).transpose(0, 2, 1, 3)
+    assert close(rope(x, offset=offset), plain_rope(x, offset=offset), 1e-3 if offset > 1000 else 1e-5)
+    offsets = mx.array([offset, 0, 3])
+    assert close(rope(x, offset=offsets), plain_rope(x, offset=offsets), 1e-3 if offset > 1000 else 1e-5)
+    y = mx.random.normal((40, 7)).T
+    assert close(norm(y), plain_norm(y))
+
+
+def test_a_model_gives_the_same_logits_and_mlx_lm_stays_as_it_was() -> None:
+    before = (llama.Attention.__call__, llama.scaled_dot_product_attention, llama.swiglu)
+    plain, fast = fast_llama()
+    tokens = mx.random.randint(0, 100, (2, 30))
+    assert close(plain(tokens), fast(tokens), 1e-4)
+    assert before == (llama.Attention.__call__, llama.scaled_dot_product_attention, llama.swiglu)
+    assert type(plain.layers[0].self_attn) is llama.Attention
+    assert isinstance(fast.layers[0].self_attn, llama.Attention)
+    assert dict(plain.parameters()).keys() == dict(fast.parameters()).keys()

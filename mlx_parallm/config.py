@@ -111,6 +111,13 @@ class ServeConfig:
     kv_cache_memory: int | None = _option(
         None, "most bytes of live keys and values, as 8GiB (default: by memory)", section="cache", parse=parse_bytes
     )
+    block_size: int = _option(16, "tokens in a block of the prefix cache", section="cache", parse=int)
+    num_blocks: int | None = _option(
+        None, "blocks of the prefix cache; 0 turns it off (default: half of the memory for keys and values)",
+        section="cache", parse=int,
+    )  # fmt: skip
+    kv_bits: int | None = _option(None, "keep cached blocks quantised to 8 or 4 bits", section="cache", parse=int)
+    kv_group_size: int = _option(64, "elements that share a scale in quantised blocks", section="cache", parse=int)
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "prefill_step_size", "max_queue_size", "max_body_size"):
@@ -126,6 +133,14 @@ class ServeConfig:
         for name in ("max_tokens", "max_model_len", "kv_cache_memory"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, not {self.block_size}")
+        if self.num_blocks is not None and self.num_blocks < 0:
+            raise ConfigError(f"num_blocks must not be negative, and is {self.num_blocks}")
+        if self.kv_bits not in (None, 4, 8):
+            raise ConfigError(f"kv_bits must be 8 or 4, not {self.kv_bits}")
+        if self.kv_group_size not in (32, 64, 128):
+            raise ConfigError(f"kv_group_size must be 32, 64 or 128, not {self.kv_group_size}")
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise ConfigError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level}")
 

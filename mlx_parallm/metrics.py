@@ -26,6 +26,20 @@ class Rate:
         return self.amount / self.seconds if self.seconds else 0.0
 
 
+@dataclass(slots=True)
+class PrefixMetrics:
+    """The prefix cache."""
+
+    lookups: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    evictions: int = 0
+    blocks_total: int = 0
+    blocks_cached: int = 0
+    blocks_referenced: int = 0
+    bytes: int = 0
+
+
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -69,6 +83,7 @@ class EngineMetrics:
     deduplicated: int = 0
     batch_fill_hist: list[int] = field(default_factory=lambda: [0] * 10)
     batch_fill_sum: float = 0.0
+    prefix: PrefixMetrics = field(default_factory=PrefixMetrics)
     prompt_rate: Rate = field(default_factory=Rate)
     decode_rate: Rate = field(default_factory=Rate)
     time_to_first_token: Histogram = field(default_factory=Histogram)

@@ -13,10 +13,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv.merged import MergedCache, SerialCache
+from mlx_parallm.kv.prefix import BlockPrefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
+from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
 
@@ -37,6 +40,20 @@ def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes
             return cache
         log.debug("%s gives wrong logits in a %s", model.name, name)
     raise ModelLoadError(f"{model.name} gives other logits with its cache than without: it can't be served")
+
+
+def block_prefix(model: LanguageModel, cache: BatchCache, config: ServeConfig, limit: int) -> BlockPrefix | None:
+    """The prefix cache for a model in slots, once its batch cache is proven."""
+    if not isinstance(cache, SlotCache) or config.num_blocks == 0:
+        return None
+    packing = Packing(config.kv_bits, config.kv_group_size)
+    widths = {side.width for side in cache.sides}
+    if config.kv_bits is not None and any(width % config.kv_group_size for width in widths):
+        raise ModelLoadError(f"--kv-group-size {config.kv_group_size} does not divide this model's heads of {widths}")
+    store = BlockStore(config.block_size, cache.sides, packing)
+    total = config.num_blocks or max(1, limit // 2 // store.block_bytes)
+    identity = repr((model.name, model.source, model.precision, model.weight_bytes, config.block_size, packing))
+    return BlockPrefix(store, total, config.block_size, identity)
 
 
 def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tuning) -> Iterator[BatchCache]:

@@ -15,14 +15,16 @@ import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import Admission
-from mlx_parallm.engine.batching import batch_cache
+from mlx_parallm.engine.batching import batch_cache, block_prefix
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.rows import Job, Reader, Row
 from mlx_parallm.engine.runner import Runner, Step
-from mlx_parallm.engine.scheduler import Limits, Scheduler
+from mlx_parallm.engine.scheduler import Limits, Scheduler, wants_prompt_logprobs
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError, ParallmError, QueueFullError, RequestTimeoutError, UnavailableError
+from mlx_parallm.kv.blocks import Chain
+from mlx_parallm.kv.prefix import BlockPrefix
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, device_name, memory_for_cache
 from mlx_parallm.models.forward import Forward
@@ -71,6 +73,7 @@ class Engine:
         self.model: LanguageModel
         self.grammars: GrammarCompiler
         self._admission: Admission
+        self._prefix: BlockPrefix | None
         self._runner: Runner
         self._scheduler: Scheduler
         self._overlap: bool
@@ -119,6 +122,12 @@ class Engine:
         self._inbox.put(lambda: None)
         if self._thread.is_alive():
             self._thread.join()
+
+    def flush_cache(self) -> int:
+        """Forgets every cached block that is not in use, and says how many."""
+        answer: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._inbox.put(lambda: answer.put(self._flush()))
+        return answer.get(timeout=60)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance; the engine thread looks, between two steps."""
@@ -183,7 +192,10 @@ class Engine:
         mx.set_cache_limit(min(limit // 4, MAX_SPARE_BYTES))
         forward = Forward(self.model.module)
         cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
-        self._runner = Runner(forward, cache, self.model.vocab_size, self._hand_over, tuning.round_prompts)
+        self._prefix = block_prefix(self.model, cache, config, limit)
+        self._runner = Runner(
+            forward, cache, self.model.vocab_size, self._hand_over, tuning.round_prompts, self._prefix
+        )
         self._admission = Admission(self.model, self.grammars, cache.max_length, config.max_batch_size)
         limits = Limits(
             max_rows=config.max_batch_size,
@@ -192,7 +204,7 @@ class Engine:
             gather_seconds=config.batch_timeout if config.scheduler == "default" else 0.0,
             max_padding=tuning.max_padding if cache.stages_many else None,
         )
-        self._scheduler = Scheduler(limits, cache.fits)
+        self._scheduler = Scheduler(limits, cache.fits, look_up=self._look_up, let_go=self._let_go)
         self.metrics.slots_total = config.max_batch_size
         self.metrics.kv_bytes_limit = limit
         self._rest()
@@ -242,11 +254,32 @@ class Engine:
         self._idle.clear()
         needed = self._book.enter(request, rows, arrival)
         if needed:
-            self._scheduler.add(Job(list(rows), request.prompt, request.priority, arrival))
+            job = Job(list(rows), request.prompt, request.priority, arrival)
+            self._identify(job, request.cache_salt)
+            self._scheduler.add(job)
         else:
             self.metrics.deduplicated += 1
         with self._pending_lock:
             self._pending -= 1
+
+    def _identify(self, job: Job, salt: str) -> None:
+        """Names the blocks of a prompt, so that the prefix cache can find and keep them."""
+        if self._prefix is None:
+            return
+        job.chain = self._prefix.chain(job.tokens, salt)
+        for row in job.rows:
+            row.chain = Chain(job.chain.root, job.chain.size, list(job.chain.hashes))
+
+    def _look_up(self, job: Job) -> None:
+        # A prompt whose own log-probabilities are asked for must be computed in whole.
+        if self._prefix is not None and job.chain is not None and job.match is None and not wants_prompt_logprobs(job):
+            job.match = self._prefix.match(job.chain, job.tokens)
+            job.computed = job.match.length
+
+    def _let_go(self, job: Job) -> None:
+        if self._prefix is not None and job.match is not None:
+            self._prefix.release(job.match)
+            job.match, job.computed = None, 0
 
     def _drop(self, request_id: str, index: int | None, error: ParallmError | None = None) -> None:
         """Ends choices from outside: a client left, a stop string was found, time ran out."""
@@ -272,7 +305,10 @@ class Engine:
             running.remove(row)
             self._runner.leave(row)
             row.launched = len(row.tokens)
-            self._scheduler.put_back(Job([row], row.prompt + row.tokens, row.priority, row.readers[0].arrival), row)
+            job = Job([row], row.prompt + row.tokens, row.priority, row.readers[0].arrival)
+            if row.chain is not None:
+                job.chain = Chain(row.chain.root, row.chain.size, list(row.chain.hashes)).extend(job.tokens)
+            self._scheduler.put_back(job, row)
             self.metrics.preemptions += 1
 
     def _advance(self, step: Step) -> None:
@@ -343,12 +379,23 @@ class Engine:
                 self._scheduler.note_rate(step.count / max(seconds, 1e-6))
         self._gauge()
 
+    def _flush(self) -> int:
+        if self._prefix is None:
+            return 0
+        before = self._prefix.metrics.blocks_cached
+        self._prefix.flush()
+        mx.clear_cache()
+        self._gauge()
+        return before - self._prefix.metrics.blocks_cached
+
     def _gauge(self) -> None:
         metrics = self.metrics
         metrics.queue_depth = self._scheduler.queued
         metrics.running = len(self._scheduler.running)
         metrics.slots_free = self._runner.cache.free
         metrics.kv_bytes = self._runner.cache.nbytes
+        if self._prefix is not None:
+            metrics.prefix = self._prefix.metrics
         metrics.active_memory = mx.get_active_memory()
         metrics.peak_memory = mx.get_peak_memory()
 
@@ -368,6 +415,10 @@ class Engine:
         scheduler, cache = self._scheduler, self._runner.cache
         try:
             self._runner.check_integrity()
+            if self._prefix is not None:
+                self._prefix.check_integrity()
+                held = self._prefix.metrics.blocks_referenced
+                assert not scheduler.idle or not held, f"{held} blocks are held by nobody"
             assert len(scheduler.running) == self.metrics.slots_total - cache.free, "a place is lost or taken twice"
             known = {*scheduler.running, *(row for job in scheduler.jobs() for row in job.rows)}
             assert known == self._book.rows(), "a row is lost, or runs for nobody"

@@ -9,6 +9,7 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlx_parallm.kv.blocks import Chain, Match
 from mlx_parallm.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 
 
@@ -49,6 +50,8 @@ class Row:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+    chain: Chain | None = None  # the prefix cache's hashes of its blocks
+    cached: int | None = None  # prompt tokens that were not computed; None before it began
 
     @property
     def length(self) -> int:
@@ -86,6 +89,7 @@ class Row:
             self.finish_reason,
             self.stop_token,
             prompt_logprobs=None if reader.told else self.prompt_logprobs,
+            cached_tokens=0 if reader.told else self.cached or 0,
         )
         reader.sent, reader.told = len(self.tokens), True
         return delta
@@ -102,6 +106,8 @@ class Job:
     number: int = 0  # order of submission; a job put back keeps its number
     computed: int = 0
     staged: list[Any] | None = None  # the caches that its prompt is computed into
+    chain: Chain | None = None
+    match: Match | None = None  # what the prefix cache has of it, held from planning until it is read
 
     @property
     def remaining(self) -> int:

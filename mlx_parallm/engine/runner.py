@@ -18,7 +18,8 @@ from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
 from mlx_parallm.kv.merged import state_arrays
-from mlx_parallm.kv.slots import BatchCache
+from mlx_parallm.kv.prefix import BlockPrefix, Text
+from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.types import TokenLogprob
 
@@ -56,12 +57,14 @@ class Runner:
         vocab_size: int,
         before_wait: Callable[[], None],
         round_prompts: bool = False,
+        prefix: BlockPrefix | None = None,
     ) -> None:
         self._forward = forward
         self.cache = cache
         self._vocab = vocab_size
         self._before_wait = before_wait
         self._round_prompts = round_prompts and cache.stages_many
+        self._prefix = prefix
         self._rows: list[Row | None] = []  # by position
         self._last = mx.zeros((0,), mx.int32)  # (S,): each row's newest token
         self._sampler: Sampler | None = None  # of the current rows; None when they changed
@@ -72,10 +75,7 @@ class Runner:
         """Computes prompts, or a piece of one; rows whose prompt is complete get their first token and join."""
         step = Step("prefill", sum(min(work.count, job.remaining) for job in work.jobs))
         if work.jobs[0].staged is None:
-            capacity = max(self._rounded(len(job.tokens)) for job in work.jobs)
-            staged = self.cache.stage(len(work.jobs), capacity)
-            for job in work.jobs:
-                job.staged = staged
+            self._stage(work.jobs)
         logits = self._prompt_logits(work, step)  # (B, V)
         done = all(job.remaining == 0 for job in work.jobs)
         if not done:
@@ -85,15 +85,32 @@ class Runner:
         self._first_tokens(work, logits, step)
         return step
 
+    def _stage(self, jobs: list[Job]) -> None:
+        """Caches to compute prompts into, with what is known of the prompts already in them."""
+        staged = self.cache.stage(len(jobs), max(self._rounded(len(job.tokens)) for job in jobs))
+        matches = [job.match for job in jobs if job.match is not None]
+        if self._prefix is not None and matches:
+            if matches[0].length:
+                self._prefix.fill(staged, matches + matches[:1] * (self._height(len(jobs)) - len(jobs)))
+            for job, match in zip(jobs, matches, strict=True):
+                self._prefix.admitted(match)
+                for row in job.rows:
+                    row.cached = match.length if row.cached is None else row.cached
+                self._prefix.release(match)
+                job.match = None
+        for job in jobs:
+            job.staged = staged
+
     def decode(self, rows: Sequence[Row]) -> Step:
         """One more token for `rows`, all of which have a place in the batch."""
-        self._compact(max(row.length for row in rows) + 1)
+        self._compact(max(row.length for row in self._rows if row) + 1)
         if self._sampler is None:
             self._renew_sampler()
         assert self._sampler is not None
         active = {row.position for row in rows}
         held = [row if row and row.position in active else None for row in self._rows]
-        lengths = [row.length if row else 0 for row in held]
+        # A row that waits for its last token to be read is computed too: what it writes must go behind what it has.
+        lengths = [row.length if row else 0 for row in self._rows]
         numbers = [row.launched if row else 0 for row in held]
         logits = self.cache.decode(self._forward, self._last, lengths)
         sampled = self._sampler(logits, numbers, self._history, self._grammar_masks(self._sampler))
@@ -127,6 +144,7 @@ class Runner:
         """Frees a row's place; results still under way for it are ignored."""
         row.epoch += 1
         if row.position is not None:
+            self._keep(row)
             self.cache.leave(row.position)
             self._rows[row.position] = None
             row.position = None
@@ -213,9 +231,18 @@ class Runner:
             step.rows.append((number, row, row.epoch))
             self._join(row, work.jobs[source], source)
         self._last[mx.array([row.position for row in rows])] = step.sampled.tokens
+        if self._prefix is not None:
+            texts = [Text(i, job.chain, job.tokens) for i, job in enumerate(work.jobs) if job.chain is not None]
+            self._prefix.commit(work.jobs[0].staged or [], texts)
         for job in work.jobs:
             job.staged = None
         self._sampler = None
+
+    def _keep(self, row: Row) -> None:
+        """Hands a row's blocks to the prefix cache. Its last token may not have gone through the model yet."""
+        if self._prefix is not None and row.chain is not None and isinstance(self.cache, SlotCache):
+            assert row.position is not None
+            self._prefix.commit(self.cache.layers, [Text(row.position, row.chain, (row.prompt + row.tokens)[:-1])])
 
     def _join(self, row: Row, job: Job, source: int) -> None:
         assert job.staged is not None

@@ -15,6 +15,7 @@ from mlx_parallm.engine.rows import Job, Plan, Prefill, Row
 
 BEGUN = 1 << 62  # rows put back are numbered below every new job
 MIN_PIECE = 128  # no smaller piece of a prompt is started at the end of a budget
+WORTH_WAITING = 64  # tokens that a prompt shares with one being computed, to wait a turn and find them in the cache
 
 
 @dataclass(slots=True)
@@ -32,6 +33,8 @@ class Scheduler:
     limits: Limits
     fits: Callable[[int, int], bool]  # (rows, longest) within the memory limit?
     clock: Callable[[], float] = time.monotonic
+    look_up: Callable[[Job], None] = lambda job: None  # finds what is known of a prompt's beginning, and holds it
+    let_go: Callable[[Job], None] = lambda job: None
     waiting: list[Job] = field(default_factory=list)  # in order of (priority, number)
     partial: Job | None = None  # a long prompt under way
     running: list[Row] = field(default_factory=list)
@@ -109,7 +112,10 @@ class Scheduler:
             started = [*(piece.jobs[0] for piece in pieces), *whole]
             if not self._admissible(job, started):
                 break
-            if started and job.remaining > budget and (budget < MIN_PIECE or self.running):
+            self.look_up(job)
+            too_long = started and job.remaining > budget and (budget < MIN_PIECE or self.running)
+            if too_long or any(_worth_waiting(job, other) for other in started):
+                self.let_go(job)
                 break
             del self.waiting[0]
             if job.remaining <= budget:
@@ -152,7 +158,7 @@ class Scheduler:
         """Prompts of similar length together, as long as the padding stays small."""
         groups: list[Prefill] = []
         real = 0
-        for job in sorted(jobs, key=lambda job: -job.remaining):
+        for job in sorted(jobs, key=lambda job: (job.computed, -job.remaining)):
             group = groups[-1] if groups else None
             if group and self._together(group, job, real + job.remaining):
                 group.jobs.append(job)
@@ -163,9 +169,19 @@ class Scheduler:
         return groups
 
     def _together(self, group: Prefill, job: Job, real: int) -> bool:
-        if self.limits.max_padding is None or any(wants_prompt_logprobs(other) for other in (job, group.jobs[0])):
+        first = group.jobs[0]
+        if self.limits.max_padding is None or any(wants_prompt_logprobs(other) for other in (job, first)):
+            return False
+        if job.computed != first.computed:
             return False
         return (group.padded + group.count) <= real * (1 + self.limits.max_padding)
+
+
+def _worth_waiting(job: Job, other: Job) -> bool:
+    """Whether much of `job` is being computed for `other`, and will be in the cache at the next turn."""
+    if job.chain is None or other.chain is None:
+        return False
+    return job.chain.common(other.chain) * job.chain.size - job.computed >= WORTH_WAITING
 
 
 def wants_prompt_logprobs(job: Job) -> bool:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from mlx_parallm.kv.store import Side
+
 Forward = Callable[[mx.array, list[Any]], mx.array]  # (tokens (B, T), caches) -> logits (B, T, V)
 
 SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -95,6 +97,10 @@ class PromptLayer:
             return create_causal_mask(tokens, self.offset, window_size=window_size)
         return "causal"
 
+    def restore(self, keys: mx.array, values: mx.array, length: int) -> None:
+        """Begins with what is known already: arrays of this layer's capacity, of which `length` tokens count."""
+        self.keys, self.values, self.offset = keys, values, length
+
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None]:
         return self.keys, self.values
@@ -175,6 +181,7 @@ class SlotCache:
         self._view_step = view_step  # attention reads whole multiples of this
         self._idle_steps = 0
         self.bytes_per_token = 0  # of one row, all layers; known once a row has joined
+        self.sides: list[Side] = []  # each layer's keys and values; known from then on too
 
     @property
     def positions(self) -> int:
@@ -290,8 +297,9 @@ class SlotCache:
             layer.values = _grown(layer.values, like.values, slots, capacity)
         self._used += [False] * (slots - len(self._used))
         self._capacity = capacity
-        rows = (array for layer in self.layers for array in (layer.keys, layer.values))
-        self.bytes_per_token = sum(a.shape[1] * a.shape[3] * a.dtype.size for a in rows)
+        arrays = [array for layer in self.layers for array in (layer.keys, layer.values)]
+        self.sides = [Side(array.shape[1], array.shape[3], array.dtype) for array in arrays]
+        self.bytes_per_token = sum(side.heads * side.width * side.dtype.size for side in self.sides)
 
     def _clear(self) -> list[int]:
         """Nothing runs: give the memory back."""

@@ -99,7 +99,7 @@ def test_n_choices_prefill_once() -> None:
 
 
 def test_equal_requests_share_one_computation_when_asked_to() -> None:
-    with driver("llama", max_batch_size=4, dedupe=True) as running:
+    with driver("llama", max_batch_size=4, dedupe=True, num_blocks=0) as running:
         first_id, first = running.submit(PROMPT, max_tokens=40, ignore_eos=True, stream=True)
         first.wait_for_tokens(5)
         twin = running.submit(PROMPT, max_tokens=40, ignore_eos=True, stream=True)[1]

@@ -6,6 +6,7 @@ are, and so does a training tree built from them, for these kernels have no grad
 float32 goes the way it went before.
 """
 
+import copy
 import ctypes
 import functools
 import types
@@ -29,18 +30,31 @@ Sizes = ctypes.c_int64 * 12
 
 def speed_up(module: nn.Module) -> None:
     library = kernels()
-    if library is None:
-        return
-    classes = {original: _fast_class(original, library) for original in {type(layer) for layer in module.modules()}}
-    for layer in module.modules():
-        fast = classes[type(layer)]
-        if fast is not None:
-            layer.__class__ = fast
-            if isinstance(layer, Rope):
-                layer.prepare()
+    if library is not None:
+        for name, child in module.items():
+            module[name] = _sped_up(child, library)
 
 
-def _fast_class(original: type, library: Any) -> type | None:
+def _sped_up(value: Any, library: Any) -> Any:
+    """The same tree with faster layers. They are copies: some of mlx-lm's are shared between models."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_sped_up(item, library) for item in value)
+    if not isinstance(value, nn.Module):
+        return value
+    for name, child in value.items():
+        value[name] = _sped_up(child, library)
+    fast = _fast_class(type(value), library)
+    if fast is None:
+        return value
+    layer = copy.copy(value)
+    layer.__class__ = fast
+    if isinstance(layer, Rope):
+        layer.prepare()
+    return layer
+
+
+@functools.cache
+def _fast_class(original: Any, library: Any) -> type | None:
     if original is nn.RoPE:
         return type("Rope", (Rope,), {"kernels": library})
     if original is nn.RMSNorm:

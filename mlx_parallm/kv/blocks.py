@@ -1,0 +1,194 @@
+"""The prefix cache's book: which block of tokens is where, who uses it, which goes first. No MLX.
+
+A block is `size` tokens of some text with all that came before it: its hash covers its tokens and the hash of the
+block before, back to a root that names the model, the adapter and its version, and the tenant's salt. So equal hashes
+mean equal keys and values. A block that nobody uses stays cached until its place is needed; the least recently used
+goes first, a text's end before its beginning. `PrefixCache` owns one; the engine thread alone calls it.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+NEAREST = 16  # siblings looked at for the longest common beginning
+DIGEST = 16
+
+
+def root_of(*seeds: str | int) -> bytes:
+    """The hash that a chain starts from: whatever, beside the tokens, decides the keys and values."""
+    return blake2b(repr(seeds).encode(), digest_size=DIGEST).digest()
+
+
+@dataclass(slots=True)
+class Chain:
+    """The hashes of a text's full blocks, in order."""
+
+    root: bytes
+    size: int
+    hashes: list[bytes] = field(default_factory=list)
+
+    def extend(self, tokens: Sequence[int]) -> "Chain":
+        """Goes on to the last full block of `tokens`, whose beginning the chain has covered already."""
+        for start in range(len(self.hashes) * self.size, len(tokens) - self.size + 1, self.size):
+            block = array("i", tokens[start : start + self.size]).tobytes()
+            self.hashes.append(blake2b(self.before(len(self.hashes)) + block, digest_size=DIGEST).digest())
+        return self
+
+    def before(self, number: int) -> bytes:
+        return self.hashes[number - 1] if number else self.root
+
+    def common(self, other: "Chain") -> int:
+        """How many blocks the two have in common."""
+        pairs = zip(self.hashes, other.hashes, strict=False)
+        return next((i for i, (one, two) in enumerate(pairs) if one != two), min(len(self.hashes), len(other.hashes)))
+
+
+@dataclass(slots=True)
+class Block:
+    id: int
+    hash: bytes
+    parent: bytes
+    tokens: tuple[int, ...]
+    refs: int = 0
+    hits: int = 0
+
+
+@dataclass(slots=True)
+class Match:
+    """Blocks found for the beginning of a prompt, held until they are released."""
+
+    ids: list[int] = field(default_factory=list)
+    length: int = 0  # tokens, at most what the blocks hold
+
+
+class BlockPool:
+    def __init__(self, total: int, size: int) -> None:
+        self.total = total
+        self.size = size
+        self.evictions = 0
+        self._free = list(range(total - 1, -1, -1))
+        self._blocks: dict[int, Block] = {}  # those with content
+        self._unused: OrderedDict[int, None] = OrderedDict()  # with content and without users, oldest first
+        self._by_hash: dict[bytes, int] = {}
+        self._children: dict[bytes, list[int]] = {}  # by the hash before them
+
+    @property
+    def cached(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def referenced(self) -> int:
+        return len(self._blocks) - len(self._unused)
+
+    def __contains__(self, hash_: bytes) -> bool:
+        return hash_ in self._by_hash
+
+    def __getitem__(self, block_id: int) -> Block:
+        return self._blocks[block_id]
+
+    def match(self, chain: Chain, tokens: Sequence[int], limit: int) -> Match:
+        """Takes hold of the longest known beginning of `tokens`, of at most `limit` tokens."""
+        ids = []
+        for hash_ in chain.hashes[: -(-limit // self.size)]:
+            if hash_ not in self._by_hash:
+                break
+            ids.append(self._by_hash[hash_])
+        length = min(len(ids) * self.size, limit)
+        if length < limit:
+            rest = tokens[length : min(limit, length + self.size)]
+            nearest, shared = self._nearest(chain.before(len(ids)), rest)
+            if shared:
+                ids.append(nearest)
+                length += shared
+        for id_ in ids:
+            self._hold(id_)
+        return Match(ids, length)
+
+    def longest(self, chain: Chain, limit: int) -> int:
+        """How many blocks of a chain are here, without taking hold of them."""
+        known = (hash_ in self._by_hash for hash_ in chain.hashes[:limit])
+        return next((i for i, here in enumerate(known) if not here), min(limit, len(chain.hashes)))
+
+    def release(self, match: Match) -> None:
+        for id_ in reversed(match.ids):  # the end of a text becomes the older
+            block = self._blocks[id_]
+            block.refs -= 1
+            assert block.refs >= 0, f"block {id_} is released twice"
+            if not block.refs:
+                self._unused[id_] = None
+        match.ids, match.length = [], 0
+
+    def commit(self, chain: Chain, tokens: Sequence[int]) -> tuple[list[tuple[int, int]], list[Block]]:
+        """Gives places to a chain's blocks that have none, and holds them: write them, then release them.
+
+        Returns (block number, id) of each, and the blocks that went to make room: their content is there until the
+        new is written.
+        """
+        placed: list[tuple[int, int]] = []
+        gone: list[Block] = []
+        kept = set(chain.hashes)
+        for number, hash_ in enumerate(chain.hashes):
+            if hash_ in self._by_hash:
+                continue
+            id_ = self._place(gone, kept)
+            if id_ is None:
+                break
+            start = number * self.size
+            block = Block(id_, hash_, chain.before(number), tuple(tokens[start : start + self.size]), refs=1)
+            self._blocks[id_] = block
+            self._by_hash[hash_] = id_
+            self._children.setdefault(block.parent, []).append(id_)
+            placed.append((number, id_))
+        return placed, gone
+
+    def flush(self) -> None:
+        """Forgets all blocks that nobody uses."""
+        for id_ in list(self._unused):
+            self._forget(id_)
+            self._free.append(id_)
+
+    def check_integrity(self) -> None:
+        assert len(self._free) + len(self._blocks) == self.total, "a block is lost"
+        assert not set(self._free) & set(self._blocks), "a block is both free and cached"
+        for id_, block in self._blocks.items():
+            assert self._by_hash.get(block.hash) == id_, "a block can't be found by its hash"
+            assert (block.refs == 0) == (id_ in self._unused), "a block's users are miscounted"
+        assert len(self._by_hash) == len(self._blocks) == sum(map(len, self._children.values()))
+
+    def _hold(self, id_: int) -> None:
+        block = self._blocks[id_]
+        block.refs += 1
+        block.hits += 1
+        self._unused.pop(id_, None)
+
+    def _nearest(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """The block after `parent` that begins most like `tokens`, and how many they share."""
+        best = (-1, 0)
+        for id_ in self._children.get(parent, [])[-NEAREST:]:
+            pairs = zip(self._blocks[id_].tokens, tokens, strict=False)
+            shared = next((i for i, (one, two) in enumerate(pairs) if one != two), min(self.size, len(tokens)))
+            if shared > best[1]:
+                best = (id_, shared)
+        return best
+
+    def _place(self, gone: list[Block], kept: set[bytes]) -> int | None:
+        if self._free:
+            return self._free.pop()
+        for id_ in self._unused:
+            if self._blocks[id_].hash not in kept:  # a text does not push out its own beginning
+                gone.append(self._forget(id_))
+                self.evictions += 1
+                return id_
+        return None
+
+    def _forget(self, id_: int) -> Block:
+        del self._unused[id_]
+        block = self._blocks.pop(id_)
+        del self._by_hash[block.hash]
+        siblings = self._children[block.parent]
+        siblings.remove(id_)
+        if not siblings:
+            del self._children[block.parent]
+        return block

@@ -1,0 +1,89 @@
+"""The prefix cache as the engine sees it: what is known of a prompt's beginning, put into place and taken over.
+
+`BlockPrefix` is for models in slots: blocks in slabs. The engine asks `match` before it plans a prompt, the runner
+asks `fill` when it starts one and `commit` when its keys and values are there. Engine thread only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.kv.blocks import BlockPool, Chain, Match, root_of
+from mlx_parallm.kv.slots import PromptLayer
+from mlx_parallm.kv.store import BlockStore
+from mlx_parallm.metrics import PrefixMetrics
+
+
+@dataclass(slots=True)
+class Text:
+    """A row whose keys and values are there for all of `tokens`."""
+
+    row: int
+    chain: Chain
+    tokens: Sequence[int]
+
+
+class BlockPrefix:
+    def __init__(self, store: BlockStore, total: int, size: int, identity: str) -> None:
+        self._store = store
+        self._pool = BlockPool(total, size)
+        self._size = size
+        self._identity = identity  # of the model, and of how its keys and values are kept
+        self.metrics = PrefixMetrics(blocks_total=total)
+
+    def chain(self, tokens: Sequence[int], salt: str) -> Chain:
+        return Chain(root_of(self._identity, salt), self._size).extend(tokens)
+
+    def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
+        """Takes hold of the longest known beginning. The last token is always computed: its logits are needed."""
+        return self._pool.match(chain, tokens, len(tokens) - 1)
+
+    def release(self, match: Match) -> None:
+        self._pool.release(match)
+
+    def admitted(self, match: Match) -> None:
+        """Counts a prompt that begins now, with what was found of it."""
+        self.metrics.lookups += 1
+        self.metrics.hits += match.length > 0
+        self.metrics.hit_tokens += match.length
+
+    def fill(self, staged: list[PromptLayer], matches: Sequence[Match]) -> None:
+        """Puts equally long beginnings into fresh prompt caches, and lets go of the blocks."""
+        length = matches[0].length
+        ids = [id_ for match in matches for id_ in match.ids]
+        sides = self._store.read(ids, len(matches), length, staged[0].capacity)
+        mx.async_eval(sides)  # before anything is written over the blocks
+        for layer, keys, values in zip(staged, sides[::2], sides[1::2], strict=True):
+            layer.restore(keys, values, length)
+
+    def commit(self, layers: Sequence[Any], texts: Sequence[Text]) -> None:
+        """Keeps the full blocks of rows of `layers` that are not kept yet."""
+        picks: list[tuple[int, int]] = []
+        held = Match()
+        for text in texts:
+            placed, _ = self._pool.commit(text.chain.extend(text.tokens), text.tokens)
+            picks += [(text.row, number) for number, _ in placed]
+            held.ids += [id_ for _, id_ in placed]
+        if picks:
+            rows = range(min(text.row for text in texts), max(text.row for text in texts) + 1)
+            sides = [side for layer in layers for side in (layer.keys, layer.values)]
+            self._store.write(sides, rows, picks, held.ids)
+        self._pool.release(held)
+        self.gauge()
+
+    def flush(self) -> None:
+        self._pool.flush()
+        if not self._pool.cached:
+            self._store.clear()
+        self.gauge()
+
+    def gauge(self) -> None:
+        self.metrics.evictions = self._pool.evictions
+        self.metrics.blocks_cached = self._pool.cached
+        self.metrics.blocks_referenced = self._pool.referenced
+        self.metrics.bytes = self._store.nbytes
+
+    def check_integrity(self) -> None:
+        self._pool.check_integrity()

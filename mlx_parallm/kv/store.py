@@ -1,0 +1,152 @@
+"""Where cached blocks' keys and values lie: slabs, a few large arrays for all layers. Engine thread only.
+
+A slab holds blocks of every layer whose keys and values have one shape, so that writing and reading take a handful of
+operations however many blocks and layers there are. Slabs come in segments: memory grows with use and nothing is
+copied when it does. With `bits`, blocks are kept quantised. `BlockPrefix` owns one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+SEGMENT_BYTES = 256 << 20
+
+Planes = list[mx.array]  # (blocks, sides, H, size, D); quantised: values, scales and biases
+Host = list[Any]  # one block's planes as NumPy arrays of plain integers
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How blocks are kept."""
+
+    bits: int | None = None
+    group_size: int = 64
+
+    def pack(self, x: mx.array) -> Planes:
+        if self.bits is None:
+            return [x]
+        return list(mx.quantize(x, group_size=self.group_size, bits=self.bits))
+
+    def unpack(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+        if self.bits is None:
+            return planes[0]
+        return mx.dequantize(*planes, group_size=self.group_size, bits=self.bits).astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The shape of one layer's keys, or of its values."""
+
+    heads: int
+    width: int
+    dtype: mx.Dtype
+
+
+class BlockStore:
+    def __init__(self, size: int, sides: Sequence[Side], packing: Packing) -> None:
+        """`sides`: each layer's keys, then its values."""
+        self._size = size
+        self._packing = packing
+        self._groups = {side: [i for i, other in enumerate(sides) if other == side] for side in dict.fromkeys(sides)}
+        self._like = [
+            packing.pack(mx.zeros((1, len(members), side.heads, size, side.width), side.dtype))
+            for side, members in self._groups.items()
+        ]
+        self.block_bytes = sum(plane.nbytes for planes in self._like for plane in planes)
+        self._per_segment = max(1, SEGMENT_BYTES // self.block_bytes)
+        self._segments: dict[int, list[Planes]] = {}  # by group
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._segments) * self._per_segment * self.block_bytes
+
+    def clear(self) -> None:
+        self._segments.clear()
+
+    def write(
+        self, sides: Sequence[mx.array], rows: range, picks: Sequence[tuple[int, int]], ids: Sequence[int]
+    ) -> None:
+        """Copies blocks of some rows of `sides` (B, H, T, D); `picks` are (row, block number)."""
+        first, end = min(number for _, number in picks), max(number for _, number in picks) + 1
+        count, size = end - first, self._size
+        flat = [(row - rows.start) * count + number - first for row, number in picks]
+        blocks = []
+        for side, members in self._groups.items():
+            cut = [sides[i][rows.start : rows.stop, :, first * size : end * size] for i in members]
+            x = mx.stack(cut).reshape(len(members), len(rows), side.heads, count, size, side.width)
+            x = x.transpose(1, 3, 0, 2, 4, 5).reshape(len(rows) * count, len(members), side.heads, size, side.width)
+            blocks.append(self._packing.pack(x if flat == list(range(x.shape[0])) else x[mx.array(flat)]))
+        self._put(blocks, ids)
+
+    def read(self, ids: Sequence[int], rows: int, length: int, capacity: int) -> list[mx.array]:
+        """The first `length` tokens of `rows` texts, equally many blocks of each: (rows, H, capacity, D) per side."""
+        sides: dict[int, mx.array] = {}
+        for group, (side, members) in enumerate(self._groups.items()):
+            x = self._packing.unpack(self._get(group, ids), side.dtype)  # (rows * n, sides, H, size, D)
+            x = x.reshape(rows, -1, len(members), side.heads, self._size, side.width).transpose(2, 0, 3, 1, 4, 5)
+            x = x.reshape(len(members), rows, side.heads, -1, side.width)[:, :, :, :length]
+            x = mx.pad(x, [(0, 0)] * 3 + [(0, capacity - length), (0, 0)])
+            sides |= {member: x[i] for i, member in enumerate(members)}
+        return [sides[i] for i in range(len(sides))]
+
+    def write_host(self, blocks: Sequence[Host], ids: Sequence[int]) -> None:
+        """Puts back what `read_host` gave."""
+        planes = iter([np.stack(plane) for plane in zip(*blocks, strict=True)])
+        self._put([[mx.array(next(planes)).view(plane.dtype) for plane in like] for like in self._like], ids)
+
+    def read_host(self, ids: Sequence[int]) -> list[Host]:
+        """For each block its planes."""
+        planes = [plane for group in range(len(self._like)) for plane in self._get(group, ids)]
+        mx.eval(planes)
+        host = [np.array(plane.view(_integer(plane))) for plane in planes]
+        return [[np.ascontiguousarray(plane[number]) for plane in host] for number in range(len(ids))]
+
+    def host_shapes(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and type of a block's planes, as `read_host` gives them."""
+        planes = [plane for like in self._like for plane in like]
+        return [(plane.shape[1:], f"uint{8 * plane.dtype.size}") for plane in planes]
+
+    def _put(self, blocks: list[Planes], ids: Sequence[int]) -> None:
+        for number, chosen in self._by_segment(ids).items():
+            segment = self._segment(number)
+            index = mx.array([ids[i] % self._per_segment for i in chosen])
+            part = None if len(chosen) == len(ids) else mx.array(chosen)
+            for slabs, planes in zip(segment, blocks, strict=True):
+                for slab, plane in zip(slabs, planes, strict=True):
+                    slab[index] = plane if part is None else plane[part]
+            # At once: what waits to be written would keep the rows' buffers from being reused.
+            mx.async_eval(segment)
+
+    def _get(self, group: int, ids: Sequence[int]) -> Planes:
+        chosen = self._by_segment(ids)
+        parts = [
+            [slab[mx.array([ids[i] % self._per_segment for i in members])] for slab in self._segments[number][group]]
+            for number, members in chosen.items()
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        order = mx.array(np.argsort([i for members in chosen.values() for i in members]))
+        return [mx.concatenate(list(planes))[order] for planes in zip(*parts, strict=True)]
+
+    def _by_segment(self, ids: Sequence[int]) -> dict[int, list[int]]:
+        """Places in `ids`, by the segment that holds the block."""
+        groups: dict[int, list[int]] = {}
+        for i, id_ in enumerate(ids):
+            groups.setdefault(id_ // self._per_segment, []).append(i)
+        return groups
+
+    def _segment(self, number: int) -> list[Planes]:
+        if number not in self._segments:
+            self._segments[number] = [
+                [mx.zeros((self._per_segment, *plane.shape[1:]), plane.dtype) for plane in planes]
+                for planes in self._like
+            ]
+        return self._segments[number]
+
+
+def _integer(x: mx.array) -> mx.Dtype:
+    """NumPy has no bfloat16: bytes travel as integers of the same size."""
+    return {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[x.dtype.size]

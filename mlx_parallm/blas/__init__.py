@@ -30,6 +30,8 @@ def preload() -> str | None:
     """Loads the first library that works and returns its path; None where MLX keeps its own BLAS."""
     if sys.platform != "linux" or "mlx.core" in sys.modules or os.environ.get("PARALLM_BLAS") == "none":
         return None
+    # OpenBLAS's threads wait for work by spinning, on cores that our own kernels need in between.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     for path in _candidates():
         try:
             library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)

@@ -103,6 +103,7 @@ class Runner:
 
     def decode(self, rows: Sequence[Row]) -> Step:
         """One more token for `rows`, all of which have a place in the batch."""
+        begun = time.perf_counter()
         self._compact(max(row.length for row in self._rows if row) + 1)
         if self._sampler is None:
             self._renew_sampler()
@@ -117,7 +118,7 @@ class Runner:
         self._last = sampled.tokens
         if self._history is not None:
             self._history.append(sampled.tokens)
-        step = Step("decode", len(rows), sampler=self._sampler, sampled=sampled)
+        step = Step("decode", len(rows), sampler=self._sampler, sampled=sampled, launched_at=begun)
         for position, row in enumerate(held):
             if row:
                 step.rows.append((position, row, row.epoch))

@@ -51,26 +51,26 @@ class BlockPrefix:
 
     def fill(self, staged: list[PromptLayer], matches: Sequence[Match]) -> None:
         """Puts equally long beginnings into fresh prompt caches, and lets go of the blocks."""
-        length = matches[0].length
-        ids = [id_ for match in matches for id_ in match.ids]
-        sides = self._store.read(ids, len(matches), length, staged[0].capacity)
-        mx.async_eval(sides)  # before anything is written over the blocks
+        length, rows = matches[0].length, len(matches)
+        if all(match.ids == matches[0].ids for match in matches):
+            sides = self._store.read(matches[0].ids, 1, length)
+            mx.async_eval(sides)  # before anything is written over the blocks
+            sides = [mx.broadcast_to(side, (rows, *side.shape[1:])) for side in sides] if rows > 1 else sides
+        else:
+            sides = self._store.read([id_ for match in matches for id_ in match.ids], rows, length)
+            mx.async_eval(sides)
         for layer, keys, values in zip(staged, sides[::2], sides[1::2], strict=True):
             layer.restore(keys, values, length)
 
     def commit(self, layers: Sequence[Any], texts: Sequence[Text]) -> None:
         """Keeps the full blocks of rows of `layers` that are not kept yet."""
-        picks: list[tuple[int, int]] = []
-        held = Match()
+        sides = [side for layer in layers for side in (layer.keys, layer.values)]
         for text in texts:
             placed, _ = self._pool.commit(text.chain.extend(text.tokens), text.tokens)
-            picks += [(text.row, number) for number, _ in placed]
-            held.ids += [id_ for _, id_ in placed]
-        if picks:
-            rows = range(min(text.row for text in texts), max(text.row for text in texts) + 1)
-            sides = [side for layer in layers for side in (layer.keys, layer.values)]
-            self._store.write(sides, rows, picks, held.ids)
-        self._pool.release(held)
+            if placed:
+                numbers, ids = [number for number, _ in placed], [id_ for _, id_ in placed]
+                self._store.write(sides, text.row, numbers, ids)
+                self._pool.release(Match(ids))
         self.gauge()
 
     def flush(self) -> None:

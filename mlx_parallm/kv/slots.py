@@ -80,15 +80,22 @@ class PromptLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         start, self.offset = self.offset, self.offset + keys.shape[2]
-        if start == 0 and self.offset >= self.capacity:
-            self.keys, self.values = keys, values
-            return keys, values
-        if self.keys is None or self.values is None:
-            self.keys = mx.zeros((*keys.shape[:2], self.capacity, keys.shape[3]), keys.dtype)
-            self.values = mx.zeros((*values.shape[:2], self.capacity, values.shape[3]), values.dtype)
-        self.keys[:, :, start : self.offset] = keys
-        self.values[:, :, start : self.offset] = values
+        self.keys = self._added(self.keys, keys, start)
+        self.values = self._added(self.values, values, start)
+        if self.offset == self.keys.shape[2]:
+            return self.keys, self.values
         return self.keys[:, :, : self.offset], self.values[:, :, : self.offset]
+
+    def _added(self, old: mx.array | None, new: mx.array, start: int) -> mx.array:
+        if self.offset >= self.capacity and (old is None or old.shape[2] == start):
+            return new if old is None else mx.concatenate([old, new], axis=2)
+        if old is None or old.shape[2] < self.capacity:
+            buffer = mx.zeros((*new.shape[:2], self.capacity, new.shape[3]), new.dtype)
+            if old is not None:
+                buffer[:, :, :start] = old
+            old = buffer
+        old[:, :, start : self.offset] = new
+        return old
 
     def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if tokens == 1 and not window_size:
@@ -98,7 +105,7 @@ class PromptLayer:
         return "causal"
 
     def restore(self, keys: mx.array, values: mx.array, length: int) -> None:
-        """Begins with what is known already: arrays of this layer's capacity, of which `length` tokens count."""
+        """Begins with what is known already: the first `length` tokens."""
         self.keys, self.values, self.offset = keys, values, length
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-SEGMENT_BYTES = 256 << 20
+SEGMENT_BYTES = 64 << 20
 
 Planes = list[mx.array]  # (blocks, sides, H, size, D); quantised: values, scales and biases
 Host = list[Any]  # one block's planes as NumPy arrays of plain integers
@@ -66,29 +66,26 @@ class BlockStore:
     def clear(self) -> None:
         self._segments.clear()
 
-    def write(
-        self, sides: Sequence[mx.array], rows: range, picks: Sequence[tuple[int, int]], ids: Sequence[int]
-    ) -> None:
-        """Copies blocks of some rows of `sides` (B, H, T, D); `picks` are (row, block number)."""
-        first, end = min(number for _, number in picks), max(number for _, number in picks) + 1
-        count, size = end - first, self._size
-        flat = [(row - rows.start) * count + number - first for row, number in picks]
+    def write(self, sides: Sequence[mx.array], row: int, numbers: Sequence[int], ids: Sequence[int]) -> None:
+        """Copies blocks of one row of `sides` (B, H, T, D), given by their numbers in it, in ascending order."""
+        first, end, size = numbers[0], numbers[-1] + 1, self._size
         blocks = []
         for side, members in self._groups.items():
-            cut = [sides[i][rows.start : rows.stop, :, first * size : end * size] for i in members]
-            x = mx.stack(cut).reshape(len(members), len(rows), side.heads, count, size, side.width)
-            x = x.transpose(1, 3, 0, 2, 4, 5).reshape(len(rows) * count, len(members), side.heads, size, side.width)
-            blocks.append(self._packing.pack(x if flat == list(range(x.shape[0])) else x[mx.array(flat)]))
+            cut = [sides[i][row, :, first * size : end * size] for i in members]
+            x = mx.stack(cut).reshape(len(members), side.heads, end - first, size, side.width)
+            x = x.transpose(2, 0, 1, 3, 4)  # (blocks, sides, H, size, D)
+            if len(numbers) < end - first:
+                x = x[mx.array([number - first for number in numbers])]
+            blocks.append(self._packing.pack(x))
         self._put(blocks, ids)
 
-    def read(self, ids: Sequence[int], rows: int, length: int, capacity: int) -> list[mx.array]:
-        """The first `length` tokens of `rows` texts, equally many blocks of each: (rows, H, capacity, D) per side."""
+    def read(self, ids: Sequence[int], rows: int, length: int) -> list[mx.array]:
+        """The first `length` tokens of `rows` texts, equally many blocks of each: (rows, H, length, D) per side."""
         sides: dict[int, mx.array] = {}
         for group, (side, members) in enumerate(self._groups.items()):
             x = self._packing.unpack(self._get(group, ids), side.dtype)  # (rows * n, sides, H, size, D)
             x = x.reshape(rows, -1, len(members), side.heads, self._size, side.width).transpose(2, 0, 3, 1, 4, 5)
             x = x.reshape(len(members), rows, side.heads, -1, side.width)[:, :, :, :length]
-            x = mx.pad(x, [(0, 0)] * 3 + [(0, capacity - length), (0, 0)])
             sides |= {member: x[i] for i, member in enumerate(members)}
         return [sides[i] for i in range(len(sides))]
 
@@ -112,11 +109,11 @@ class BlockStore:
     def _put(self, blocks: list[Planes], ids: Sequence[int]) -> None:
         for number, chosen in self._by_segment(ids).items():
             segment = self._segment(number)
-            index = mx.array([ids[i] % self._per_segment for i in chosen])
-            part = None if len(chosen) == len(ids) else mx.array(chosen)
             for slabs, planes in zip(segment, blocks, strict=True):
                 for slab, plane in zip(slabs, planes, strict=True):
-                    slab[index] = plane if part is None else plane[part]
+                    for i, length in _runs(ids, chosen):  # slices are copied several times faster than scattered
+                        place = ids[i] % self._per_segment
+                        slab[place : place + length] = plane[i : i + length]
             # At once: what waits to be written would keep the rows' buffers from being reused.
             mx.async_eval(segment)
 
@@ -145,6 +142,17 @@ class BlockStore:
                 for planes in self._like
             ]
         return self._segments[number]
+
+
+def _runs(ids: Sequence[int], chosen: Sequence[int]) -> list[tuple[int, int]]:
+    """Where in `ids` each run of neighbours begins, and its length."""
+    runs: list[tuple[int, int]] = []
+    for i in chosen:
+        if runs and sum(runs[-1]) == i and ids[i] == ids[i - 1] + 1:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((i, 1))
+    return runs
 
 
 def _integer(x: mx.array) -> mx.Dtype:

@@ -21,9 +21,19 @@ from mlx_parallm.paths import user_cache
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only", "-fno-signed-zeros")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffinite-math-only",
+    "-fno-signed-zeros",
+    "-pthread",
+)
 POINTER, SIZE, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+MAX_HELPERS = 7
 FUNCTIONS = {
+    "hire": (ctypes.c_int,),
     "attend": (POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER),
     "softmax": (POINTER, POINTER, POINTER, POINTER, NUMBER),
     "swiglu": (POINTER, POINTER, POINTER, SIZE),
@@ -49,7 +59,12 @@ def kernels() -> ctypes.CDLL | None:
     for name, types in FUNCTIONS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, ctypes.c_int
+    library.hire(min(_cores() - 1, MAX_HELPERS))
     return library
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _built(compiler: str) -> Path:

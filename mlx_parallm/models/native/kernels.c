@@ -5,7 +5,10 @@
  * of lanes, which GCC and Clang turn into vector instructions on any machine.
  */
 
+#define _GNU_SOURCE
 #include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,6 +16,81 @@
 #define LANES 16
 #define NEVER -1e30f
 #define SPAN 32 /* keys whose values are read at a time */
+
+/* Helpers share the work of one call at a time; they sleep in between. A call that finds them busy does without. */
+typedef int (*work_fn)(const void *context, int64_t first, int64_t end);
+
+static struct {
+    pthread_mutex_t busy, lock;
+    pthread_cond_t wake, done;
+    work_fn work;
+    const void *context;
+    int64_t count, piece;
+    atomic_long next;
+    atomic_int failed;
+    int helpers, left;
+    unsigned round;
+} crew = {.busy = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER,
+          .done = PTHREAD_COND_INITIALIZER};
+
+static void take_pieces(void) {
+    for (;;) {
+        const int64_t first = atomic_fetch_add(&crew.next, crew.piece);
+        if (first >= crew.count) return;
+        const int64_t end = first + crew.piece < crew.count ? first + crew.piece : crew.count;
+        if (crew.work(crew.context, first, end)) atomic_store(&crew.failed, 1);
+    }
+}
+
+static void *help(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&crew.lock);
+    for (unsigned seen = 0;;) {
+        while (crew.round == seen) pthread_cond_wait(&crew.wake, &crew.lock);
+        seen = crew.round;
+        pthread_mutex_unlock(&crew.lock);
+        take_pieces();
+        pthread_mutex_lock(&crew.lock);
+        if (--crew.left == 0) pthread_cond_signal(&crew.done);
+    }
+    return NULL;
+}
+
+/* Starts helpers; called once, when the library is loaded. */
+int hire(int helpers) {
+    for (int i = 0; i < helpers; i++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, help, NULL)) break;
+        pthread_detach(thread);
+        crew.helpers++;
+    }
+    return crew.helpers;
+}
+
+/* work(context, first, end) over 0..count, shared when `worth` says that it takes longer than to wake somebody. */
+static int share(work_fn work, const void *context, int64_t count, int worth) {
+    if (!worth || !crew.helpers || count < 2 || pthread_mutex_trylock(&crew.busy)) return work(context, 0, count);
+    pthread_mutex_lock(&crew.lock);
+    crew.work = work;
+    crew.context = context;
+    crew.count = count;
+    crew.piece = (count + 4 * crew.helpers + 3) / (4 * (crew.helpers + 1));
+    atomic_store(&crew.next, 0);
+    atomic_store(&crew.failed, 0);
+    crew.left = crew.helpers;
+    crew.round++;
+    pthread_cond_broadcast(&crew.wake);
+    pthread_mutex_unlock(&crew.lock);
+    take_pieces();
+    pthread_mutex_lock(&crew.lock);
+    while (crew.left) pthread_cond_wait(&crew.done, &crew.lock);
+    pthread_mutex_unlock(&crew.lock);
+    const int failed = atomic_load(&crew.failed);
+    pthread_mutex_unlock(&crew.busy);
+    return failed;
+}
+
+#define WORTH_SHARING 20000 /* exponentials, or as much of something else */
 
 /* Cephes' expf: within two units in the last place between its clamps. */
 static inline float exp_(float x) {
@@ -117,66 +195,108 @@ static void mix(const float *weights, const float *values, int64_t stride, int64
         for (int64_t n = 0; n < size; n++) out[d] += weights[n] * values[n * stride + d];
 }
 
+struct attention {
+    const float *q, *k, *v;
+    const uint8_t *mask;
+    float *out;
+    const int64_t *sizes, *strides;
+    float scale;
+};
+
+/* The heads `first` to `end` of B * K, each with the queries that share it. */
+static int attend_some(const void *context, int64_t first_head, int64_t end_head) {
+    const struct attention *a = context;
+    const int64_t H = a->sizes[1], K = a->sizes[2], T = a->sizes[3], N = a->sizes[4], D = a->sizes[5], V = a->sizes[6];
+    const int64_t R = H / K, *strides = a->strides;
+    float *scores = malloc(sizeof(float) * R * N);
+    if (!scores) return 1;
+    for (int64_t head = first_head; head < end_head; head++)
+        for (int64_t t = 0; t < T; t++) {
+            const int64_t b = head / K, g = head % K;
+            const uint8_t *line = a->mask ? a->mask + b * strides[9] + t * strides[10] : NULL;
+            const float *query = a->q + b * strides[0] + g * R * strides[1] + t * strides[2];
+            const float *keys = a->k + b * strides[3] + g * strides[4];
+            const float *values = a->v + b * strides[6] + g * strides[7];
+            float *answer = a->out + ((b * T + t) * H + g * R) * V;
+            int64_t first, end;
+            visible(line, N - T + t, N, &first, &end);
+            memset(answer, 0, sizeof(float) * R * V);
+            for (int64_t n = first; n < end; n++)
+                for (int64_t r = 0; r < R; r++)
+                    scores[r * N + n] = dot(query + r * strides[1], keys + n * strides[5], D);
+            for (int64_t r = 0; r < R && first < end; r++) {
+                hide(line, scores + r * N, first, end);
+                softmax_(scores + r * N + first, end - first, a->scale);
+            }
+            for (int64_t n = first; n < end; n += SPAN)
+                for (int64_t r = 0; r < R; r++)
+                    mix(scores + r * N + n, values + n * strides[8], strides[8], n + SPAN < end ? SPAN : end - n, V,
+                        answer + r * V);
+        }
+    free(scores);
+    return 0;
+}
+
 /* Attention of few queries over many keys: q (B, H, T, D), k and v (B, K, N, *) -> out (B, T, H, V).
  * sizes: B, H, K, T, N, D, V. strides: q's b, h, t; k's b, h, n; v's b, h, n; mask's b, t. Without a mask, query t
  * sees keys up to N - T + t. */
 int attend(const float *q, const float *k, const float *v, const uint8_t *mask, float *out, const int64_t *sizes,
            const int64_t *strides, float scale) {
-    const int64_t B = sizes[0], H = sizes[1], K = sizes[2], T = sizes[3], N = sizes[4], D = sizes[5], V = sizes[6];
-    const int64_t R = H / K; /* heads that share their keys and values, which are read once for all of them */
-    float *scores = malloc(sizeof(float) * R * N);
-    if (!scores) return 1;
-    memset(out, 0, sizeof(float) * B * T * H * V);
-    for (int64_t b = 0; b < B; b++)
-        for (int64_t g = 0; g < K; g++)
-            for (int64_t t = 0; t < T; t++) {
-                const uint8_t *line = mask ? mask + b * strides[9] + t * strides[10] : NULL;
-                const float *query = q + b * strides[0] + g * R * strides[1] + t * strides[2];
-                const float *keys = k + b * strides[3] + g * strides[4];
-                const float *values = v + b * strides[6] + g * strides[7];
-                float *answer = out + ((b * T + t) * H + g * R) * V;
-                int64_t first, end;
-                visible(line, N - T + t, N, &first, &end);
-                for (int64_t n = first; n < end; n++)
-                    for (int64_t r = 0; r < R; r++)
-                        scores[r * N + n] = dot(query + r * strides[1], keys + n * strides[5], D);
-                for (int64_t r = 0; r < R && first < end; r++) {
-                    hide(line, scores + r * N, first, end);
-                    softmax_(scores + r * N + first, end - first, scale);
-                }
-                for (int64_t n = first; n < end; n += SPAN)
-                    for (int64_t r = 0; r < R; r++)
-                        mix(scores + r * N + n, values + n * strides[8], strides[8], n + SPAN < end ? SPAN : end - n, V,
-                            answer + r * V);
-            }
-    free(scores);
+    const struct attention a = {q, k, v, mask, out, sizes, strides, scale};
+    const int64_t heads = sizes[0] * sizes[2], work = sizes[0] * sizes[1] * sizes[3] * sizes[4];
+    return share(attend_some, &a, heads, work > WORTH_SHARING / 4);
+}
+
+struct scores {
+    float *scores;
+    const uint8_t *mask;
+    const int64_t *sizes, *strides;
+    float scale;
+};
+
+static int softmax_some(const void *context, int64_t first_line, int64_t end_line) {
+    const struct scores *s = context;
+    const int64_t H = s->sizes[1], T = s->sizes[2], N = s->sizes[3];
+    for (int64_t i = first_line; i < end_line; i++) {
+        const int64_t b = i / (H * T), t = i % T;
+        float *line = s->scores + i * N;
+        const uint8_t *seen = s->mask ? s->mask + b * s->strides[0] + t * s->strides[1] : NULL;
+        int64_t first, end;
+        visible(seen, N - T + t, N, &first, &end);
+        if (end > first) {
+            hide(seen, line, first, end);
+            softmax_(line + first, end - first, s->scale);
+        }
+        memset(line, 0, sizeof(float) * first);
+        memset(line + end, 0, sizeof(float) * (N - end));
+    }
     return 0;
 }
 
 /* Masked softmax of scores (B, H, T, N), in place. sizes: B, H, T, N. strides: mask's b, t. */
 int softmax(float *scores, const uint8_t *mask, const int64_t *sizes, const int64_t *strides, float scale) {
-    const int64_t B = sizes[0], H = sizes[1], T = sizes[2], N = sizes[3];
-    for (int64_t b = 0; b < B; b++)
-        for (int64_t h = 0; h < H; h++)
-            for (int64_t t = 0; t < T; t++) {
-                float *line = scores + ((b * H + h) * T + t) * N;
-                const uint8_t *seen = mask ? mask + b * strides[0] + t * strides[1] : NULL;
-                int64_t first, end;
-                visible(seen, N - T + t, N, &first, &end);
-                if (end > first) {
-                    hide(seen, line, first, end);
-                    softmax_(line + first, end - first, scale);
-                }
-                memset(line, 0, sizeof(float) * first);
-                memset(line + end, 0, sizeof(float) * (N - end));
-            }
+    const struct scores s = {scores, mask, sizes, strides, scale};
+    const int64_t lines = sizes[0] * sizes[1] * sizes[2];
+    return share(softmax_some, &s, lines, lines * sizes[3] > WORTH_SHARING);
+}
+
+struct gated {
+    const float *gate, *up;
+    float *out;
+};
+
+static int swiglu_some(const void *context, int64_t first, int64_t end) {
+    const struct gated *g = context;
+    const float *restrict gate = g->gate, *restrict up = g->up;
+    float *restrict out = g->out;
+    for (int64_t i = first; i < end; i++) out[i] = gate[i] / (1.0f + exp_(-gate[i])) * up[i];
     return 0;
 }
 
 /* out = gate * sigmoid(gate) * up */
-int swiglu(const float *restrict gate, const float *restrict up, float *restrict out, int64_t size) {
-    for (int64_t i = 0; i < size; i++) out[i] = gate[i] / (1.0f + exp_(-gate[i])) * up[i];
-    return 0;
+int swiglu(const float *gate, const float *up, float *out, int64_t size) {
+    const struct gated g = {gate, up, out};
+    return share(swiglu_some, &g, size, size > WORTH_SHARING);
 }
 
 /* Rotates the first `dims` of x (B, H, T, D) -> out (B, H, T, D); row b begins at position offsets[b].

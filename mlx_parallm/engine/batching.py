@@ -42,7 +42,9 @@ def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes
     raise ModelLoadError(f"{model.name} gives other logits with its cache than without: it can't be served")
 
 
-def block_prefix(model: LanguageModel, cache: BatchCache, config: ServeConfig, limit: int) -> BlockPrefix | None:
+def block_prefix(
+    model: LanguageModel, cache: BatchCache, config: ServeConfig, limit: int, tuning: Tuning
+) -> BlockPrefix | None:
     """The prefix cache for a model in slots, once its batch cache is proven."""
     if not isinstance(cache, SlotCache) or config.num_blocks == 0:
         return None
@@ -53,7 +55,7 @@ def block_prefix(model: LanguageModel, cache: BatchCache, config: ServeConfig, l
     store = BlockStore(config.block_size, cache.sides, packing)
     total = config.num_blocks or max(1, limit // 2 // store.block_bytes)
     identity = repr((model.name, model.source, model.precision, model.weight_bytes, config.block_size, packing))
-    return BlockPrefix(store, total, config.block_size, identity)
+    return BlockPrefix(store, total, config.block_size, identity, tuning.min_match)
 
 
 def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tuning) -> Iterator[BatchCache]:

@@ -192,7 +192,7 @@ class Engine:
         mx.set_cache_limit(min(limit // 4, MAX_SPARE_BYTES))
         forward = Forward(self.model.module)
         cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
-        self._prefix = block_prefix(self.model, cache, config, limit)
+        self._prefix = block_prefix(self.model, cache, config, limit, tuning)
         self._runner = Runner(
             forward, cache, self.model.vocab_size, self._hand_over, tuning.round_prompts, self._prefix
         )
@@ -273,6 +273,7 @@ class Engine:
     def _look_up(self, job: Job) -> None:
         # A prompt whose own log-probabilities are asked for must be computed in whole.
         if self._prefix is not None and job.chain is not None and job.match is None and not wants_prompt_logprobs(job):
+            self._runner.share(job.chain)
             job.match = self._prefix.match(job.chain, job.tokens)
             job.computed = job.match.length
 

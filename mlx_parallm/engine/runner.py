@@ -18,7 +18,8 @@ from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
 from mlx_parallm.kv.merged import state_arrays
-from mlx_parallm.kv.prefix import BlockPrefix, Text
+from mlx_parallm.kv.blocks import Chain
+from mlx_parallm.kv.prefix import BlockPrefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.types import TokenLogprob
@@ -66,6 +67,7 @@ class Runner:
         self._round_prompts = round_prompts and cache.stages_many
         self._prefix = prefix
         self._rows: list[Row | None] = []  # by position
+        self._texts: dict[bytes, Row] = {}  # running rows by the hashes of their prompts' blocks
         self._last = mx.zeros((0,), mx.int32)  # (S,): each row's newest token
         self._sampler: Sampler | None = None  # of the current rows; None when they changed
         self._history: History | None = None
@@ -146,6 +148,9 @@ class Runner:
         row.epoch += 1
         if row.position is not None:
             self._keep(row)
+            for hash_ in row.chain.hashes if row.chain is not None else ():
+                if self._texts.get(hash_) is row:
+                    del self._texts[hash_]
             self.cache.leave(row.position)
             self._rows[row.position] = None
             row.position = None
@@ -232,18 +237,23 @@ class Runner:
             step.rows.append((number, row, row.epoch))
             self._join(row, work.jobs[source], source)
         self._last[mx.array([row.position for row in rows])] = step.sampled.tokens
-        if self._prefix is not None:
-            texts = [Text(i, job.chain, job.tokens) for i, job in enumerate(work.jobs) if job.chain is not None]
-            self._prefix.commit(work.jobs[0].staged or [], texts)
         for job in work.jobs:
             job.staged = None
         self._sampler = None
+
+    def share(self, chain: Chain) -> None:
+        """Hands what a running row has in common with a text to the prefix cache, where that is more than it has."""
+        assert self._prefix is not None
+        known = self._prefix.known(chain)
+        row = self._texts.get(chain.hashes[known]) if known < len(chain.hashes) else None
+        if row is not None:
+            self._keep(row)
 
     def _keep(self, row: Row) -> None:
         """Hands a row's blocks to the prefix cache. Its last token may not have gone through the model yet."""
         if self._prefix is not None and row.chain is not None and isinstance(self.cache, SlotCache):
             assert row.position is not None
-            self._prefix.commit(self.cache.layers, [Text(row.position, row.chain, (row.prompt + row.tokens)[:-1])])
+            self._prefix.commit(self.cache.layers, row.position, row.chain, (row.prompt + row.tokens)[:-1])
 
     def _join(self, row: Row, job: Job, source: int) -> None:
         assert job.staged is not None
@@ -253,6 +263,8 @@ class Runner:
             self._rows += [None] * missing
             self._last = mx.concatenate([self._last, mx.zeros((missing,), mx.int32)])
         self._rows[row.position] = row
+        for hash_ in row.chain.hashes if row.chain is not None else ():
+            self._texts.setdefault(hash_, row)
 
     def _compact(self, longest: int) -> None:
         keep = self.cache.compact(longest)

@@ -12,13 +12,14 @@ class Tuning:
     view_step: int  # attention reads whole multiples of so many tokens
     max_padding: float  # prompts are computed together while padding adds at most this share
     round_prompts: bool  # pad prompts to round shapes
+    min_match: int = 1  # a cached beginning of a prompt is used from so many tokens on
 
     @classmethod
     def of(cls, kind: DeviceKind) -> "Tuning":
         if kind == "cpu":
-            # A step runs while it is being started, so there is nothing to overlap. A pass costs as much as some 24 tokens.
+            # A step runs while it is being started: there is nothing to overlap. A pass costs as much as some 24 tokens.
             return cls(overlap=False, compiled=False, view_step=32, max_padding=0.15, round_prompts=False)
         if kind == "metal":
-            return cls(overlap=True, compiled=True, view_step=128, max_padding=0.2, round_prompts=False)
+            return cls(overlap=True, compiled=True, view_step=128, max_padding=0.2, round_prompts=False, min_match=32)
         # CUDA plans attention anew for every shape, which takes longer than to compute some padding.
-        return cls(overlap=True, compiled=True, view_step=128, max_padding=0.5, round_prompts=True)
+        return cls(overlap=True, compiled=True, view_step=128, max_padding=0.5, round_prompts=True, min_match=128)

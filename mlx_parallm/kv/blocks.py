@@ -106,10 +106,9 @@ class BlockPool:
             self._hold(id_)
         return Match(ids, length)
 
-    def longest(self, chain: Chain, limit: int) -> int:
+    def longest(self, chain: Chain) -> int:
         """How many blocks of a chain are here, without taking hold of them."""
-        known = (hash_ in self._by_hash for hash_ in chain.hashes[:limit])
-        return next((i for i, here in enumerate(known) if not here), min(limit, len(chain.hashes)))
+        return next((i for i, hash_ in enumerate(chain.hashes) if hash_ not in self._by_hash), len(chain.hashes))
 
     def release(self, match: Match) -> None:
         for id_ in reversed(match.ids):  # the end of a text becomes the older

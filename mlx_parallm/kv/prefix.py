@@ -5,7 +5,6 @@ asks `fill` when it starts one and `commit` when its keys and values are there. 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -16,29 +15,28 @@ from mlx_parallm.kv.store import BlockStore
 from mlx_parallm.metrics import PrefixMetrics
 
 
-@dataclass(slots=True)
-class Text:
-    """A row whose keys and values are there for all of `tokens`."""
-
-    row: int
-    chain: Chain
-    tokens: Sequence[int]
-
-
 class BlockPrefix:
-    def __init__(self, store: BlockStore, total: int, size: int, identity: str) -> None:
+    def __init__(self, store: BlockStore, total: int, size: int, identity: str, min_match: int) -> None:
         self._store = store
         self._pool = BlockPool(total, size)
         self._size = size
+        self._min_match = min_match  # fewer tokens are computed sooner than fetched
         self._identity = identity  # of the model, and of how its keys and values are kept
         self.metrics = PrefixMetrics(blocks_total=total)
 
     def chain(self, tokens: Sequence[int], salt: str) -> Chain:
         return Chain(root_of(self._identity, salt), self._size).extend(tokens)
 
+    def known(self, chain: Chain) -> int:
+        """How many of a text's blocks are here."""
+        return self._pool.longest(chain)
+
     def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
         """Takes hold of the longest known beginning. The last token is always computed: its logits are needed."""
-        return self._pool.match(chain, tokens, len(tokens) - 1)
+        match = self._pool.match(chain, tokens, len(tokens) - 1)
+        if match.length < self._min_match:
+            self._pool.release(match)
+        return match
 
     def release(self, match: Match) -> None:
         self._pool.release(match)
@@ -62,16 +60,15 @@ class BlockPrefix:
         for layer, keys, values in zip(staged, sides[::2], sides[1::2], strict=True):
             layer.restore(keys, values, length)
 
-    def commit(self, layers: Sequence[Any], texts: Sequence[Text]) -> None:
-        """Keeps the full blocks of rows of `layers` that are not kept yet."""
-        sides = [side for layer in layers for side in (layer.keys, layer.values)]
-        for text in texts:
-            placed, _ = self._pool.commit(text.chain.extend(text.tokens), text.tokens)
-            if placed:
-                numbers, ids = [number for number, _ in placed], [id_ for _, id_ in placed]
-                self._store.write(sides, text.row, numbers, ids)
-                self._pool.release(Match(ids))
-        self.gauge()
+    def commit(self, layers: Sequence[Any], row: int, chain: Chain, tokens: Sequence[int]) -> None:
+        """Keeps the full blocks of `tokens`, whose keys and values a row of `layers` holds, that are not kept yet."""
+        placed, _ = self._pool.commit(chain.extend(tokens), tokens)
+        if placed:
+            numbers, ids = [number for number, _ in placed], [id_ for _, id_ in placed]
+            sides = [side for layer in layers for side in (layer.keys, layer.values)]
+            self._store.write(sides, row, numbers, ids)
+            self._pool.release(Match(ids))
+            self.gauge()
 
     def flush(self) -> None:
         self._pool.flush()

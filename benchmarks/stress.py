@@ -193,12 +193,15 @@ async def gauges(endpoint: Endpoint) -> dict[str, float]:
 
 
 async def settled(endpoint: Endpoint, patience: float = 30.0) -> dict[str, float]:
-    """The gauges once nothing runs."""
+    """The gauges once nothing runs and nothing is cached; the engine's books must balance then."""
     deadline = time.monotonic() + patience
     while True:
         now = await gauges(endpoint)
         if not now["running"] and not now["queue_depth"]:
-            return now
+            answer = await send(endpoint, "/flush_cache", b"")
+            if b'"success":true' not in answer.body:
+                raise UnavailableError(f"the engine's books do not balance: {answer.body.decode()}")
+            return await gauges(endpoint)
         if time.monotonic() > deadline:
             raise UnavailableError(f"still busy after {patience:g} s: {now}")
         await asyncio.sleep(0.05)

@@ -1,7 +1,7 @@
 """The engine: one thread that owns the model and everything MLX. The server and `LLM` talk to it through an inbox.
 
 A turn of the loop is: take the inbox, plan, start what was planned, read what is done, hand all news over at once.
-On a GPU a step is started before the one before it is read; the CPU backend runs a step while it is being started,
+On a GPU steps are started before those before them are read; the CPU backend runs a step while it is being started,
 so there each is read at once.
 """
 
@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -64,7 +65,7 @@ class Engine:
         self._news: News = []
         self._deadline_check = 0.0
         self._admissions = 0
-        self._under_way: Step | None = None
+        self._under_way: deque[Step] = deque()  # started and not read, the oldest first
         self._read_at = 0.0
         self._tuning = tuning
         self.metrics = EngineMetrics()
@@ -76,7 +77,7 @@ class Engine:
         self._prefix: BlockPrefix | None
         self._runner: Runner
         self._scheduler: Scheduler
-        self._overlap: bool
+        self._ahead: int
 
     # From any thread.
 
@@ -187,7 +188,7 @@ class Engine:
         self.model = self._load()
         self.grammars = GrammarCompiler(self.model.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
         tuning = self._tuning or Tuning.of(device_kind())
-        self._overlap = tuning.overlap
+        self._ahead = tuning.ahead
         limit = config.kv_cache_memory or memory_for_cache()
         mx.set_cache_limit(min(limit // 4, MAX_SPARE_BYTES))
         forward = Forward(self.model.module)
@@ -221,21 +222,20 @@ class Engine:
         for work in plan.prefills:
             self._runner.cache.expect(len(self._book.rows()))
             self._advance(self._runner.prefill(work))
-        if not plan and self._under_way is not None:
-            self._settle(self._under_way)
-            self._under_way = None
+        if not plan and self._under_way:
+            self._settle(self._under_way.popleft())
         # While a step is under way, news waits until the next is being started: the interpreter is free then.
-        if self._under_way is None:
+        if not self._under_way:
             self._hand_over()
 
     def _read_inbox(self) -> None:
         """Does what was handed in; sleeps while there is nothing else to do."""
         scheduler = self._scheduler
-        if self._under_way is None and scheduler.idle:
+        if not self._under_way and scheduler.idle:
             if self._inbox.empty():
                 self._rest()
             self._inbox.get()()
-        elif self._under_way is None and scheduler.only_waiting:
+        elif not self._under_way and scheduler.only_waiting:
             try:
                 self._inbox.get(timeout=scheduler.seconds_until_admission() + 0.001)()
             except queue.Empty:
@@ -313,19 +313,17 @@ class Engine:
             self.metrics.preemptions += 1
 
     def _advance(self, step: Step) -> None:
-        """Takes note of a step just started, and reads the one before it."""
+        """Takes note of a step just started, and reads those that are far enough behind it."""
         if step.kind == "prefill":
             for _, row, _ in step.rows:
                 self._admissions += 1
                 row.order = self._admissions
                 self._scheduler.running.append(row)
-        before, self._under_way = self._under_way, step
-        if before is not None:
-            self._settle(before)
+        self._under_way.append(step)
         # A grammar must see each token before it can allow the next.
-        if not self._overlap or any(row.matcher is not None for row in self._scheduler.running):
-            self._settle(step)
-            self._under_way = None
+        ahead = 0 if any(row.matcher is not None for row in self._scheduler.running) else self._ahead
+        while len(self._under_way) > ahead:
+            self._settle(self._under_way.popleft())
 
     def _settle(self, step: Step) -> None:
         tokens = self._runner.read(step)
@@ -397,6 +395,7 @@ class Engine:
         metrics.kv_bytes = self._runner.cache.nbytes
         if self._prefix is not None:
             metrics.prefix = self._prefix.metrics
+            metrics.cached_tokens = self._prefix.metrics.hit_tokens
         metrics.active_memory = mx.get_active_memory()
         metrics.peak_memory = mx.get_peak_memory()
 

@@ -17,8 +17,8 @@ from llguidance.numpy import fill_next_token_bitmask
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
-from mlx_parallm.kv.merged import state_arrays
 from mlx_parallm.kv.blocks import Chain
+from mlx_parallm.kv.merged import state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.models.forward import Forward

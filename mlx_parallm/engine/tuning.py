@@ -7,7 +7,7 @@ from mlx_parallm.models.device import DeviceKind
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    overlap: bool  # start a step before the last one is read
+    ahead: int  # steps that are started before the first of them is read
     compiled: bool  # trace a decode step once per shape, instead of building its graph each time
     view_step: int  # attention reads whole multiples of so many tokens
     max_padding: float  # prompts are computed together while padding adds at most this share
@@ -17,9 +17,9 @@ class Tuning:
     @classmethod
     def of(cls, kind: DeviceKind) -> "Tuning":
         if kind == "cpu":
-            # A step runs while it is being started: there is nothing to overlap. A pass costs as much as some 24 tokens.
-            return cls(overlap=False, compiled=False, view_step=32, max_padding=0.15, round_prompts=False)
+            # A step runs while it is being started: there is nothing to gain ahead. A pass costs some 24 tokens' time.
+            return cls(ahead=0, compiled=False, view_step=32, max_padding=0.15, round_prompts=False, min_match=8)
         if kind == "metal":
-            return cls(overlap=True, compiled=True, view_step=128, max_padding=0.2, round_prompts=False, min_match=32)
+            return cls(ahead=1, compiled=True, view_step=128, max_padding=0.2, round_prompts=False, min_match=32)
         # CUDA plans attention anew for every shape, which takes longer than to compute some padding.
-        return cls(overlap=True, compiled=True, view_step=128, max_padding=0.5, round_prompts=True, min_match=128)
+        return cls(ahead=2, compiled=True, view_step=128, max_padding=0.5, round_prompts=True, min_match=128)

@@ -33,7 +33,8 @@ class Packing:
     def unpack(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
         if self.bits is None:
             return planes[0]
-        return mx.dequantize(*planes, group_size=self.group_size, bits=self.bits).astype(dtype)
+        values, scales, biases = planes
+        return mx.dequantize(values, scales, biases, group_size=self.group_size, bits=self.bits).astype(dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,7 +251,13 @@ class DebugMetrics(Answer):
     requests_rejected: int
     preemptions: int
     deduplicated: int
+    prefix: dict[str, int] = Field(description="The prefix cache: lookups, hits, hit_tokens, evictions, blocks, bytes")
     models: dict[str, "DebugMetrics"] | None = Field(None, description="Each model's own, when several are served")
+
+
+class Flushed(Answer):
+    success: bool = Field(description="Whether the engine's books balance")
+    flushed_blocks: int
 
 
 ERRORS = {

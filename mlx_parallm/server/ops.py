@@ -1,5 +1,7 @@
-"""Operations: `/health`, `/metrics` and `/debug/metrics`, read from the engines' counters."""
+"""Operations: `/health`, `/metrics` and `/debug/metrics`, read from the engines' counters; `/flush_cache`."""
 
+import asyncio
+import logging
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -26,6 +28,8 @@ from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.state import ServerState
 
+log = logging.getLogger(__name__)
+
 PREFIX = "mlx_parallm_"
 GAUGES = {
     "queue_depth": "Requests that wait to begin",
@@ -49,6 +53,16 @@ COUNTERS = {
     "preemptions": "Rows that lost their place for lack of memory",
     "deduplicated": "Requests that shared another's computation",
 }
+PREFIX_CACHE = {
+    "lookups": "Prompts looked up in the prefix cache",
+    "hits": "Prompts whose beginning was found",
+    "hit_tokens": "Prompt tokens found",
+    "evictions": "Blocks that made room for others",
+    "blocks_total": "Blocks that the prefix cache can hold",
+    "blocks_cached": "Blocks that it holds",
+    "blocks_referenced": "Blocks in use right now",
+    "bytes": "Bytes of its slabs",
+}
 HISTOGRAMS = {
     "time_to_first_token": "Seconds from arrival to the first token",
     "step_seconds": "Seconds per step",
@@ -68,6 +82,8 @@ class EngineCollector(Collector):
             yield self._family(GaugeMetricFamily(PREFIX + name, text, labels=["model"]), name)
         for name, text in COUNTERS.items():
             yield self._family(CounterMetricFamily(PREFIX + name, text, labels=["model"]), name)
+        for name, text in PREFIX_CACHE.items():
+            yield self._prefix_cache(name, text)
         yield self._finished()
         for name, text in HISTOGRAMS.items():
             yield self._histogram(f"{PREFIX}{name.removesuffix('_seconds')}_seconds", name, text)
@@ -75,6 +91,14 @@ class EngineCollector(Collector):
     def _family(self, family: Any, name: str) -> Metric:
         for served in self._table:
             family.add_metric([served.name], getattr(served.engine.metrics, name))
+        metric: Metric = family
+        return metric
+
+    def _prefix_cache(self, name: str, text: str) -> Metric:
+        kind = GaugeMetricFamily if name.startswith(("blocks", "bytes")) else CounterMetricFamily
+        family = kind(f"{PREFIX}prefix_cache_{name}", text, labels=["model"])
+        for served in self._table:
+            family.add_metric([served.name], getattr(served.engine.metrics.prefix, name))
         metric: Metric = family
         return metric
 
@@ -125,6 +149,15 @@ class Operations:
             router.add_api_route(
                 path, endpoint, methods=["GET"], summary=summary, response_model=None, responses=responses
             )
+        for path in ("/flush_cache", "/reset_prefix_cache"):
+            router.add_api_route(
+                path,
+                self.flush_cache,
+                methods=["POST"],
+                summary="Forget cached prompts",
+                response_model=None,
+                responses=answers.responses(answers.Flushed),
+            )
         return router
 
     async def health(self) -> Response:
@@ -148,6 +181,18 @@ class Operations:
             "flush_interval_ms": 1000 * self._config.batch_timeout,
         }
         return JSONResponse(summary)
+
+    async def flush_cache(self) -> Response:
+        """Forgets every cached block that no running request is using, and checks that the books balance."""
+        flushed, balanced = 0, True
+        for served in self._table:
+            flushed += await asyncio.to_thread(served.engine.flush_cache)
+            try:
+                await asyncio.to_thread(served.engine.check_integrity)
+            except AssertionError as error:
+                log.error("the books of %s do not balance: %s", served.name, error)
+                balanced = False
+        return JSONResponse({"success": balanced, "flushed_blocks": flushed})
 
     async def debug_metrics(self) -> Response:
         """Counters since the start; those of the first model, and of each when there are several."""

@@ -43,17 +43,20 @@ def api(tiny_server: ServerProcess) -> Iterator[Api]:
 
 
 def test_answer(api: Api) -> None:
-    answer = api.chat(max_tokens=5, ignore_eos=True)
+    answer = api.chat(max_tokens=5, ignore_eos=True, cache_salt="nobody else's")
     assert answer["id"].startswith("chatcmpl-")
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 5
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    again = api.chat(max_tokens=5, ignore_eos=True, cache_salt="nobody else's")
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert again["choices"] == answer["choices"]
 
 
 def test_stream(api: Api) -> None:
     body: dict[str, Any] = dict(max_tokens=9, ignore_eos=True, n=2, temperature=1.2, seed=3)
-    whole = api.chat(**body)
-    chunks = api.stream_chat(**body, stream_options={"include_usage": True})
+    whole = api.chat(**body, cache_salt="whole")
+    chunks = api.stream_chat(**body, cache_salt="streamed", stream_options={"include_usage": True})
     for index in range(2):
         parts = choices(chunks, index)
         assert parts[0]["delta"] == {"role": "assistant", "content": ""}

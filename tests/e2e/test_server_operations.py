@@ -289,3 +289,21 @@ def test_a_second_signal_ends_at_once(tiny_folder: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) == 128 + signal.SIGTERM
         thread.join()
+
+
+def test_flushing_the_prefix_cache(tiny_server: ServerProcess) -> None:
+    with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
+        body = {"prompt": list(range(20, 80)), "max_tokens": 2}
+        client.post("/v1/completions", json=body)
+        details = client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] > 16
+        before = client.get("/debug/metrics").json()["prefix"]
+        assert before["hits"] > 0
+        assert before["blocks_cached"] > 0
+        for path in ("/flush_cache", "/reset_prefix_cache"):
+            answer = client.post(path)
+            assert (answer.status_code, answer.json()["success"]) == (200, True)
+        assert client.get("/debug/metrics").json()["prefix"]["blocks_cached"] == 0
+        assert "mlx_parallm_prefix_cache_hit_tokens_total" in client.get("/metrics").text
+        details = client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] == 0

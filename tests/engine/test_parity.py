@@ -14,7 +14,7 @@ from tests.tiny import tiny
 
 KINDS = ["llama", "qwen3", "gemma3", "hybrid", "qwen3_next", "mamba"]
 # As on a GPU: steps overlap, are traced, and prompts are padded to round shapes.
-GPU = Tuning(overlap=True, compiled=True, view_step=64, max_padding=0.5, round_prompts=True)
+GPU = Tuning(ahead=2, compiled=True, view_step=64, max_padding=0.5, round_prompts=True)
 MODES = [(kind, None) for kind in KINDS] + [(kind, GPU) for kind in ("llama", "gemma3", "hybrid")]
 
 

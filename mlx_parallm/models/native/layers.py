@@ -43,7 +43,8 @@ def _sped_up(value: Any, library: Any) -> Any:
         return value
     for name, child in value.items():
         value[name] = _sped_up(child, library)
-    fast = _fast_class(type(value), library)
+    original: Any = type(value)
+    fast = _fast_class(original, library)
     if fast is None:
         return value
     layer = copy.copy(value)

@@ -27,7 +27,7 @@ from mlx_parallm.errors import ModelLoadError, ParallmError, QueueFullError, Req
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.prefix import BlockPrefix
 from mlx_parallm.metrics import EngineMetrics
-from mlx_parallm.models.device import device_kind, device_name, memory_for_cache
+from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_for_cache
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.types import Delta, Request
@@ -383,7 +383,7 @@ class Engine:
             return 0
         before = self._prefix.metrics.blocks_cached
         self._prefix.flush()
-        mx.clear_cache()
+        give_memory_back()
         self._gauge()
         return before - self._prefix.metrics.blocks_cached
 

@@ -1,5 +1,6 @@
 """What MLX runs on here, and how much memory there is for keys and values. Read by the engine at start."""
 
+import ctypes
 import os
 import sys
 from typing import Literal
@@ -31,6 +32,15 @@ def memory_for_cache() -> int:
         total = int(info.get("total_memory", info.get("memory_size", 16 << 30)))
         return max(total * 8 // 10 - mx.get_active_memory(), total // 20)
     return _available_memory() // 2
+
+
+def give_memory_back() -> None:
+    """Hands freed memory to the system: what MLX keeps for later, and what glibc's allocator keeps of that."""
+    mx.clear_cache()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _available_memory() -> int:

@@ -417,6 +417,7 @@ class Engine:
             self._runner.check_integrity()
             if self._prefix is not None:
                 self._prefix.check_integrity()
+                self._prefix.gauge()
                 held = self._prefix.metrics.blocks_referenced
                 assert not scheduler.idle or not held, f"{held} blocks are held by nobody"
             assert len(scheduler.running) == self.metrics.slots_total - cache.free, "a place is lost or taken twice"

@@ -65,7 +65,8 @@ def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tun
     caches = fresh()
     if all(type(cache) is KVCache for cache in caches):
         for mask_rank in (4, 5):  # a few models compute attention by hand, with grouped heads on an axis of their own
-            yield SlotCache(len(caches), max_rows, max_bytes, tuning.view_step, tuning.compiled, mask_rank)
+            step, compiled, fused = tuning.view_step, tuning.compiled, tuning.fused
+            yield SlotCache(len(caches), max_rows, max_bytes, step, compiled, mask_rank, fused)
     elif all(hasattr(cache, "merge") for cache in caches):
         yield MergedCache(fresh, max_rows, max_bytes)
     yield SerialCache(fresh, max_rows, max_bytes)

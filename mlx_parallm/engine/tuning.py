@@ -12,6 +12,7 @@ class Tuning:
     view_step: int  # attention reads whole multiples of so many tokens
     max_padding: float  # prompts are computed together while padding adds at most this share
     round_prompts: bool  # pad prompts to round shapes
+    fused: bool = False  # decode with our own attention kernel
     min_match: int = 1  # a cached beginning of a prompt is used from so many tokens on
 
     @classmethod
@@ -22,4 +23,6 @@ class Tuning:
         if kind == "metal":
             return cls(ahead=1, compiled=True, view_step=128, max_padding=0.2, round_prompts=False, min_match=32)
         # CUDA plans attention anew for every shape, which takes longer than to compute some padding.
-        return cls(ahead=2, compiled=True, view_step=128, max_padding=0.5, round_prompts=True, min_match=128)
+        return cls(
+            ahead=2, compiled=True, view_step=128, max_padding=0.5, round_prompts=True, fused=True, min_match=128
+        )

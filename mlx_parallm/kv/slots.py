@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from mlx_parallm.kv.attention import attend
 from mlx_parallm.kv.store import Side
 
 Forward = Callable[[mx.array, list[Any]], mx.array]  # (tokens (B, T), caches) -> logits (B, T, V)
@@ -116,9 +117,10 @@ class PromptLayer:
 class _Step:
     """What all layers share in one decode step: where each row writes, and how far is read."""
 
-    __slots__ = ("_mask_shape", "index", "length", "mask", "offset")
+    __slots__ = ("_mask_shape", "fused", "index", "length", "mask", "offset")
 
-    def __init__(self, mask_rank: int) -> None:
+    def __init__(self, mask_rank: int, fused: bool) -> None:
+        self.fused = fused  # attention is one kernel of ours, where shapes allow
         self._mask_shape = (-1, *[1] * (mask_rank - 2))
         self.offset = self.index = self.mask = mx.zeros((0,), mx.int32)
         self.length = 0
@@ -153,6 +155,12 @@ class SlotLayer:
         self.values = mx.put_along_axis(self.values, step.index, values, axis=2)
         return self.keys[:, :, : step.length], self.values[:, :, : step.length]
 
+    def attend(self, queries: mx.array, scale: float, mask: Any) -> mx.array | None:
+        """Attention over this layer in one kernel; None where it must go through the mask."""
+        if not self._step.fused or mask is not self._step.mask:
+            return None
+        return attend(queries, self.keys, self.values, self._step.offset, scale)
+
     def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         assert tokens == 1, "slots decode one token a row"
         if not window_size:
@@ -174,10 +182,11 @@ class SlotCache:
         view_step: int,
         compiled: bool = False,
         mask_rank: int = 4,
+        fused: bool = False,
     ) -> None:
         self._compiled = compiled  # trace a decode step once per shape, instead of building its graph every time
         self._traces: dict[int, Any] = {}  # by how far attention reads
-        self._step = _Step(mask_rank)
+        self._step = _Step(mask_rank, fused)
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
         self._capacity = 0

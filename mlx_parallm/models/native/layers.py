@@ -1,16 +1,12 @@
 """Puts the C kernels into a model: its layers get subclasses that call them. Called by `models.loader` on the CPU.
 
-mlx-lm's attention and MLP classes call `scaled_dot_product_attention` and `swiglu`; a subclass gets the same code
-with those two names bound to the functions here. Only the given model's layers change: mlx-lm's classes stay as they
-are, and so does a training tree built from them, for these kernels have no gradients. Anything that is not plain
+mlx-lm's attention and MLP classes call `scaled_dot_product_attention` and `swiglu`; here those names are bound to C.
+These kernels have no gradients, so a training tree is built from mlx-lm's own classes. Anything that is not plain
 float32 goes the way it went before.
 """
 
-import copy
 import ctypes
 import functools
-import types
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +15,7 @@ import numpy as np
 from mlx_lm.models.activations import swiglu as mlx_swiglu
 from mlx_lm.models.base import scaled_dot_product_attention as mlx_attention
 
+from mlx_parallm.models.layers import rebound, replace_layers
 from mlx_parallm.models.native import kernels
 
 FEW_QUERIES = 4  # above, matrix products are faster
@@ -31,61 +28,26 @@ Sizes = ctypes.c_int64 * 12
 def speed_up(module: nn.Module) -> None:
     library = kernels()
     if library is not None:
-        for name, child in module.items():
-            module[name] = _sped_up(child, library)
-
-
-def _sped_up(value: Any, library: Any) -> Any:
-    """The same tree with faster layers. They are copies: some of mlx-lm's are shared between models."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_sped_up(item, library) for item in value)
-    if not isinstance(value, nn.Module):
-        return value
-    for name, child in value.items():
-        value[name] = _sped_up(child, library)
-    original: Any = type(value)
-    fast = _fast_class(original, library)
-    if fast is None:
-        return value
-    layer = copy.copy(value)
-    layer.__class__ = fast
-    if isinstance(layer, Rope):
-        layer.prepare()
-    return layer
+        replace_layers(module, functools.partial(_fast_class, library))
 
 
 @functools.cache
-def _fast_class(original: Any, library: Any) -> type | None:
+def _fast_class(library: Any, original: type) -> type | None:
     if original is nn.RoPE:
         return type("Rope", (Rope,), {"kernels": library})
     if original is nn.RMSNorm:
         return type("RMSNorm", (RMSNorm,), {"kernels": library})
-    call = vars(original).get("__call__")
-    if not isinstance(call, types.FunctionType):
-        return None
-    fast = {
-        "scaled_dot_product_attention": (mlx_attention, functools.partial(_attention, library)),
-        "swiglu": (mlx_swiglu, functools.partial(_swiglu, library)),
-    }
-    bound = {name: new for name, (old, new) in fast.items() if _uses(call, name, old)}
-    if not bound:
-        return None
-    again = types.FunctionType(
-        call.__code__, {**call.__globals__, **bound}, call.__name__, call.__defaults__, call.__closure__
+    return rebound(
+        original,
+        {
+            "scaled_dot_product_attention": (mlx_attention, functools.partial(_attention, library)),
+            "swiglu": (mlx_swiglu, functools.partial(_swiglu, library)),
+        },
     )
-    again.__kwdefaults__ = call.__kwdefaults__
-    return type(original.__name__, (original,), {"__call__": again})
-
-
-def _uses(call: types.FunctionType, name: str, function: Callable[..., Any]) -> bool:
-    return name in call.__code__.co_names and call.__globals__.get(name) is function
 
 
 class Rope(nn.RoPE):
     kernels: Any
-
-    def prepare(self) -> None:
-        object.__setattr__(self, "_waves", np.zeros((0, self.dims), np.float32))
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         if x.dtype != mx.float32 or x.ndim != 4 or self.traditional or self.scale != 1.0:
@@ -102,8 +64,8 @@ class Rope(nn.RoPE):
 
     def _waves_for(self, positions: int) -> Array:
         """(positions, dims): cosines, then sines, of each position's angles; grows by doubling."""
-        waves: Array = self._waves
-        if len(waves) < positions:
+        waves: Array | None = getattr(self, "_waves", None)
+        if waves is None or len(waves) < positions:
             count = max(FIRST_WAVES, 1 << (positions - 1).bit_length())
             half = self.dims // 2
             base = np.float32(np.log(self.base))

@@ -7,6 +7,7 @@ notes go to stderr. Ctrl-C stops an answer, not the program.
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -251,13 +252,18 @@ class Chat:
         watch = Stopwatch()
         text = ""
         try:
-            with contextlib.closing(self.backend.answer(self.messages(), self.sampling)) as pieces:  # type: ignore[type-var]
+            with (
+                watch.stopped_by_ctrl_c(),
+                contextlib.closing(self.backend.answer(self.messages(), self.sampling)) as pieces,  # type: ignore[type-var]
+            ):
                 for piece in pieces:
+                    if watch.interrupted:
+                        break
                     watch.mark()
                     text += piece
                     self.terminal.write(piece)
         except KeyboardInterrupt:
-            watch.interrupted = True
+            pass  # the watch knows
         except ParallmError as error:
             self.terminal.error(error.message)
             self.turns.pop()
@@ -309,6 +315,20 @@ class Stopwatch:
         self.last = self.started
         self.pieces = 0
         self.interrupted = False
+
+    @contextlib.contextmanager
+    def stopped_by_ctrl_c(self) -> Iterator[None]:
+        """Takes note of Ctrl-C: the exception alone may be lost in a library's clean-up."""
+
+        def note(number: int, frame: Any) -> None:
+            self.interrupted = True
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def mark(self) -> None:
         self.last = time.perf_counter()

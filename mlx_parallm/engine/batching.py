@@ -37,13 +37,15 @@ def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes
             log.debug("%s can't be used with %s: %s", name, model.name, error)
             continue
         if exact:
+            if isinstance(cache, SerialCache):
+                log.warning("%s can't be batched: its rows are computed one by one", model.name)
             return cache
         log.debug("%s gives wrong logits in a %s", model.name, name)
     raise ModelLoadError(f"{model.name} gives other logits with its cache than without: it can't be served")
 
 
 def block_prefix(
-    model: LanguageModel, cache: BatchCache, config: ServeConfig, limit: int, tuning: Tuning
+    model: LanguageModel, cache: BatchCache, config: ServeConfig, max_bytes: int, tuning: Tuning
 ) -> BlockPrefix | None:
     """The prefix cache for a model in slots, once its batch cache is proven."""
     if not isinstance(cache, SlotCache) or config.num_blocks == 0:
@@ -52,10 +54,9 @@ def block_prefix(
     widths = {side.width for side in cache.sides}
     if config.kv_bits is not None and any(width % config.kv_group_size for width in widths):
         raise ModelLoadError(f"--kv-group-size {config.kv_group_size} does not divide this model's heads of {widths}")
-    store = BlockStore(config.block_size, cache.sides, packing)
-    total = config.num_blocks or max(1, limit // 2 // store.block_bytes)
+    store = BlockStore(config.block_size, cache.sides, packing, max_bytes=max_bytes, blocks=config.num_blocks)
     identity = repr((model.name, model.source, model.precision, model.weight_bytes, config.block_size, packing))
-    return BlockPrefix(store, total, config.block_size, identity, tuning.min_match)
+    return BlockPrefix(store, config.block_size, identity, tuning.min_match)
 
 
 def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tuning) -> Iterator[BatchCache]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -34,6 +35,7 @@ from mlx_parallm.types import Delta, Request
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 News = list[tuple[Request, Delta]]
 DEADLINE_CHECK_SECONDS = 0.1
 MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shapes change too often to keep all
@@ -126,17 +128,24 @@ class Engine:
 
     def flush_cache(self) -> int:
         """Forgets every cached block that is not in use, and says how many."""
-        answer: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._inbox.put(lambda: answer.put(self._flush()))
-        return answer.get(timeout=60)
+        return self._ask(self._flush)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance; the engine thread looks, between two steps."""
-        answer: queue.SimpleQueue[AssertionError | None] = queue.SimpleQueue()
-        self._inbox.put(lambda: answer.put(self._imbalance()))
-        error = answer.get(timeout=60)
+        error = self._ask(self._imbalance)
         if error is not None:
             raise error
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Has the engine thread answer between two steps."""
+        answer: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._inbox.put(lambda: answer.put(question()))
+        while True:
+            try:
+                return answer.get(timeout=0.5)
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    raise UnavailableError(self._closed or "the engine has stopped") from None
 
     def describe(self) -> list[tuple[str, str]]:
         """What start-up tells people: label and value."""
@@ -147,8 +156,12 @@ class Engine:
             ("device", device_name()),
             ("context", f"{model.context_length} tokens"),
             ("batch", f"{self._config.max_batch_size} rows in {ways[type(self._runner.cache).__name__]}"),
-            ("memory", f"{_size(model.weight_bytes)} now, and up to {_size(self.metrics.kv_bytes_limit)} of KV"),
+            ("memory", f"{_size(model.weight_bytes)} now, and up to {self._memory_plan()}"),
         ]
+
+    def _memory_plan(self) -> str:
+        live = f"{_size(self.metrics.kv_bytes_limit)} of KV"
+        return live if self._prefix is None else f"{live} and {_size(self._prefix.max_bytes)} of cached blocks"
 
     # The engine thread from here on.
 
@@ -189,11 +202,12 @@ class Engine:
         self.grammars = GrammarCompiler(self.model.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
         tuning = self._tuning or Tuning.of(device_kind())
         self._ahead = tuning.ahead
-        limit = config.kv_cache_memory or memory_for_cache()
+        # Of the memory at hand two thirds are for rows that run, one third for cached blocks.
+        limit = config.kv_cache_memory or memory_for_cache() * 2 // 3
         mx.set_cache_limit(min(limit // 4, MAX_SPARE_BYTES))
         forward = Forward(self.model.module)
         cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
-        self._prefix = block_prefix(self.model, cache, config, limit, tuning)
+        self._prefix = block_prefix(self.model, cache, config, limit // 2, tuning)
         self._runner = Runner(
             forward, cache, self.model.vocab_size, self._hand_over, tuning.round_prompts, self._prefix
         )
@@ -204,6 +218,7 @@ class Engine:
             step_tokens=config.prefill_step_size,
             gather_seconds=config.batch_timeout if config.scheduler == "default" else 0.0,
             max_padding=tuning.max_padding if cache.stages_many else None,
+            worth_waiting=max(64, tuning.min_match),
         )
         self._scheduler = Scheduler(limits, cache.fits, look_up=self._look_up, let_go=self._let_go)
         self.metrics.slots_total = config.max_batch_size

@@ -107,6 +107,7 @@ class Job:
     computed: int = 0
     staged: list[Any] | None = None  # the caches that its prompt is computed into
     chain: Chain | None = None
+    waited: bool = False  # for a prompt much like it, once
     match: Match | None = None  # what the prefix cache has of it, held from planning until it is read
 
     @property

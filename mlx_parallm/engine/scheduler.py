@@ -15,7 +15,6 @@ from mlx_parallm.engine.rows import Job, Plan, Prefill, Row
 
 BEGUN = 1 << 62  # rows put back are numbered below every new job
 MIN_PIECE = 128  # no smaller piece of a prompt is started at the end of a budget
-WORTH_WAITING = 64  # tokens that a prompt shares with one being computed, to wait a turn and find them in the cache
 
 
 @dataclass(slots=True)
@@ -26,6 +25,7 @@ class Limits:
     gather_seconds: float  # 0: admit at every step
     max_padding: float | None  # share that padding may add to prompts computed together; None: one by one
     chunk_seconds: float = 2.5  # prompts aim to take no longer between two decode steps; only slow devices notice
+    worth_waiting: int = 64  # tokens that a prompt shares with one being computed, to wait a turn and find them cached
 
 
 @dataclass(slots=True)
@@ -114,7 +114,9 @@ class Scheduler:
                 break
             self.look_up(job)
             too_long = started and job.remaining > budget and (budget < MIN_PIECE or self.running)
-            if too_long or any(_worth_waiting(job, other) for other in started):
+            shares = not too_long and not job.waited and any(self._worth_waiting(job, other) for other in started)
+            if too_long or shares:
+                job.waited |= shares
                 self.let_go(job)
                 break
             del self.waiting[0]
@@ -154,6 +156,12 @@ class Scheduler:
         lengths = [row.length for row in self.running] + [len(other.tokens) for other in (*admitted, job)]
         return self.fits(rows, max(lengths) + 1) or not beside
 
+    def _worth_waiting(self, job: Job, other: Job) -> bool:
+        """Whether much of `job` is being computed for `other`, and will be in the cache at the next turn."""
+        if job.match is None or job.chain is None or other.chain is None:
+            return False
+        return job.chain.common(other.chain) * job.chain.size - job.computed >= self.limits.worth_waiting
+
     def _group(self, jobs: list[Job]) -> list[Prefill]:
         """Prompts of similar length together, as long as the padding stays small."""
         groups: list[Prefill] = []
@@ -175,13 +183,6 @@ class Scheduler:
         if job.computed != first.computed:
             return False
         return (group.padded + group.count) <= real * (1 + self.limits.max_padding)
-
-
-def _worth_waiting(job: Job, other: Job) -> bool:
-    """Whether much of `job` is being computed for `other`, and will be in the cache at the next turn."""
-    if job.chain is None or other.chain is None:
-        return False
-    return job.chain.common(other.chain) * job.chain.size - job.computed >= WORTH_WAITING
 
 
 def wants_prompt_logprobs(job: Job) -> bool:

@@ -16,13 +16,14 @@ from mlx_parallm.metrics import PrefixMetrics
 
 
 class BlockPrefix:
-    def __init__(self, store: BlockStore, total: int, size: int, identity: str, min_match: int) -> None:
+    def __init__(self, store: BlockStore, size: int, identity: str, min_match: int) -> None:
         self._store = store
-        self._pool = BlockPool(total, size)
+        self._pool = BlockPool(store.total, size)
         self._size = size
         self._min_match = min_match  # fewer tokens are computed sooner than fetched
         self._identity = identity  # of the model, and of how its keys and values are kept
-        self.metrics = PrefixMetrics(blocks_total=total)
+        self.metrics = PrefixMetrics(blocks_total=store.total)
+        self.max_bytes = store.total * store.block_bytes
 
     def chain(self, tokens: Sequence[int], salt: str) -> Chain:
         return Chain(root_of(self._identity, salt), self._size).extend(tokens)
@@ -48,7 +49,7 @@ class BlockPrefix:
         self.metrics.hit_tokens += match.length
 
     def fill(self, staged: list[PromptLayer], matches: Sequence[Match]) -> None:
-        """Puts equally long beginnings into fresh prompt caches, and lets go of the blocks."""
+        """Puts equally long beginnings into fresh prompt caches."""
         length, rows = matches[0].length, len(matches)
         if all(match.ids == matches[0].ids for match in matches):
             sides = self._store.read(matches[0].ids, 1, length)

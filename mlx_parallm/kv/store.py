@@ -47,8 +47,10 @@ class Side:
 
 
 class BlockStore:
-    def __init__(self, size: int, sides: Sequence[Side], packing: Packing) -> None:
-        """`sides`: each layer's keys, then its values."""
+    def __init__(
+        self, size: int, sides: Sequence[Side], packing: Packing, *, max_bytes: int, blocks: int | None = None
+    ) -> None:
+        """`sides`: each layer's keys, then its values. `blocks` or else `max_bytes` says how many blocks there are."""
         self._size = size
         self._packing = packing
         self._groups = {side: [i for i, other in enumerate(sides) if other == side] for side in dict.fromkeys(sides)}
@@ -57,7 +59,8 @@ class BlockStore:
             for side, members in self._groups.items()
         ]
         self.block_bytes = sum(plane.nbytes for planes in self._like for plane in planes)
-        self._per_segment = max(1, SEGMENT_BYTES // self.block_bytes)
+        self.total = blocks or max(1, max_bytes // self.block_bytes)
+        self._per_segment = min(self.total, max(1, SEGMENT_BYTES // self.block_bytes))
         self._segments: dict[int, list[Planes]] = {}  # by group
 
     @property

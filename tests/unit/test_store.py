@@ -23,7 +23,7 @@ def same(read: list[mx.array], sides: list[mx.array], row: int, length: int, wit
 @pytest.mark.parametrize("segment_bytes", [1, 64 << 10, 64 << 20])
 def test_what_is_written_is_read(segment_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", segment_bytes)
-    store = BlockStore(SIZE, SIDES, Packing())
+    store = BlockStore(SIZE, SIDES, Packing(), max_bytes=1 << 30)
     sides = rows(3, 6 * SIZE + 2)
     places = {0: [7, 8, 9, 2, 1, 40], 2: [3, 100, 4, 5, 11, 10]}
     for row, ids in places.items():
@@ -42,7 +42,7 @@ def test_what_is_written_is_read(segment_bytes: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("bits", "within"), [(None, 0.0), (8, 0.02), (4, 0.4)])
 def test_by_way_of_the_host_and_quantised(bits: int | None, within: float) -> None:
-    store = BlockStore(SIZE, SIDES, Packing(bits, 32))
+    store = BlockStore(SIZE, SIDES, Packing(bits, 32), max_bytes=1 << 30)
     sides = rows(1, 3 * SIZE)
     store.write(sides, 0, range(3), [5, 6, 7])
     same(store.read([5, 6, 7], 1, 3 * SIZE), sides, 0, 3 * SIZE, within)
@@ -51,7 +51,7 @@ def test_by_way_of_the_host_and_quantised(bits: int | None, within: float) -> No
     store.write_host(host, [20, 21, 22])
     for one, other in zip(store.read([20, 21, 22], 1, 12), store.read([5, 6, 7], 1, 12), strict=True):
         assert mx.array_equal(one, other)
-    plain = BlockStore(SIZE, SIDES, Packing()).block_bytes
+    plain = BlockStore(SIZE, SIDES, Packing(), max_bytes=1 << 30).block_bytes
     assert store.block_bytes <= (plain if bits is None else plain * (bits / 32 + 0.1))
     store.clear()
     assert store.nbytes == 0

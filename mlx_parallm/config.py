@@ -117,13 +117,25 @@ class ServeConfig:
         section="cache", parse=int,
     )  # fmt: skip
     kv_bits: int | None = _option(None, "keep cached blocks quantised to 8 or 4 bits", section="cache", parse=int)
+    ssd: bool = _option(True, "keep cached prompts on SSD too, over restarts", section="cache", parse=_parse_bool)
+    ssd_cache_dir: str | None = _option(
+        None, "folder for that, private to the user (default: kv in the user's cache folder)", section="cache"
+    )
+    ssd_max_bytes: int = _option(20_000_000_000, "most bytes in it, as 20GB", section="cache", parse=parse_bytes)
+    ssd_ttl_days: float = _option(7.0, "days after which an unused file goes", section="cache", parse=float)
     kv_group_size: int = _option(64, "elements that share a scale in quantised blocks", section="cache", parse=int)
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "prefill_step_size", "max_queue_size", "max_body_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("batch_timeout", "request_timeout_seconds", "drain_timeout_seconds"):
+        for name in (
+            "batch_timeout",
+            "request_timeout_seconds",
+            "drain_timeout_seconds",
+            "ssd_max_bytes",
+            "ssd_ttl_days",
+        ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
         if not 0 <= self.port <= 65535:

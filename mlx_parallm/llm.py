@@ -75,6 +75,7 @@ class LLM:
     ) -> None:
         # Work is fed to the engine as it finishes, never more than its queue holds.
         config.setdefault("max_queue_size", 2 * max_batch_size)
+        config.setdefault("ssd", False)  # a script leaves no files behind unless it asks to
         paths = (path,) if path else ()
         self.config = ServeConfig(model_path=paths, max_batch_size=max_batch_size, dtype=dtype, **config)
         self._engine = Engine(_loader(self.config), self.config, _dispatch)

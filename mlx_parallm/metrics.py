@@ -27,6 +27,23 @@ class Rate:
 
 
 @dataclass(slots=True)
+class DiskMetrics:
+    """The prefix cache's tier on SSD. Its own thread writes most of these."""
+
+    files: int = 0
+    bytes: int = 0  # of all models in the folder
+    reads: int = 0
+    read_bytes: int = 0
+    misses: int = 0  # files that were known, and gone when they were wanted
+    writes: int = 0
+    written_bytes: int = 0
+    dropped: int = 0  # not written: too much waited, or the disk gave errors
+    damaged: int = 0
+    pruned: int = 0
+    errors: int = 0
+
+
+@dataclass(slots=True)
 class PrefixMetrics:
     """The prefix cache."""
 
@@ -38,6 +55,7 @@ class PrefixMetrics:
     blocks_cached: int = 0
     blocks_referenced: int = 0
     bytes: int = 0
+    snapshots: int = 0
 
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -84,6 +102,7 @@ class EngineMetrics:
     batch_fill_hist: list[int] = field(default_factory=lambda: [0] * 10)
     batch_fill_sum: float = 0.0
     prefix: PrefixMetrics = field(default_factory=PrefixMetrics)
+    disk: DiskMetrics = field(default_factory=DiskMetrics)
     prompt_rate: Rate = field(default_factory=Rate)
     decode_rate: Rate = field(default_factory=Rate)
     time_to_first_token: Histogram = field(default_factory=Histogram)

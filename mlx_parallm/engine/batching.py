@@ -8,6 +8,7 @@ costs speed, never wrong tokens. This also warms the kernels up.
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,12 +17,15 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import MergedCache, SerialCache
-from mlx_parallm.kv.prefix import BlockPrefix
+from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
+from mlx_parallm.kv.snapshots import SnapshotPrefix
 from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.models.forward import Forward
-from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.language import LanguageModel, fingerprint
+from mlx_parallm.paths import user_cache
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +48,39 @@ def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes
     raise ModelLoadError(f"{model.name} gives other logits with its cache than without: it can't be served")
 
 
-def block_prefix(
+def prefix_cache(
     model: LanguageModel, cache: BatchCache, config: ServeConfig, max_bytes: int, tuning: Tuning
-) -> BlockPrefix | None:
-    """The prefix cache for a model in slots, once its batch cache is proven."""
-    if not isinstance(cache, SlotCache) or config.num_blocks == 0:
+) -> Prefix | None:
+    """The prefix cache for a model, once its batch cache is proven: blocks where it runs in slots, else snapshots."""
+    if config.num_blocks == 0:
         return None
+    if isinstance(cache, (MergedCache, SerialCache)):
+        identity = _identity(model, config, "snapshots")
+        disk = _disk(config, identity)
+        return SnapshotPrefix(cache.make_cache, config.block_size, identity, max_bytes, tuning.min_match, disk)
+    assert isinstance(cache, SlotCache)
     packing = Packing(config.kv_bits, config.kv_group_size)
     widths = {side.width for side in cache.sides}
     if config.kv_bits is not None and any(width % config.kv_group_size for width in widths):
         raise ModelLoadError(f"--kv-group-size {config.kv_group_size} does not divide this model's heads of {widths}")
     store = BlockStore(config.block_size, cache.sides, packing, max_bytes=max_bytes, blocks=config.num_blocks)
-    identity = repr((model.name, model.source, model.precision, model.weight_bytes, config.block_size, packing))
-    return BlockPrefix(store, config.block_size, identity, tuning.min_match)
+    identity = _identity(model, config, f"{packing} {store.host_shapes()}")
+    return BlockPrefix(store, config.block_size, identity, tuning.min_match, _disk(config, identity))
+
+
+def _identity(model: LanguageModel, config: ServeConfig, form: str) -> str:
+    """Whatever, beside the text, decides what is kept: files of another identity never match."""
+    weights = fingerprint(model.module) if config.ssd else model.source
+    return repr((model.config.get("model_type"), model.precision, weights, config.block_size, form))
+
+
+def _disk(config: ServeConfig, identity: str) -> DiskTier | None:
+    if not config.ssd or config.ssd_max_bytes == 0:
+        return None
+    folder = Path(config.ssd_cache_dir).expanduser() if config.ssd_cache_dir else user_cache() / "kv"
+    disk = DiskTier(folder, identity, config.ssd_max_bytes, config.ssd_ttl_days * 86400)
+    disk.start()
+    return disk
 
 
 def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tuning) -> Iterator[BatchCache]:

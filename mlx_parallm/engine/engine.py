@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import Admission
-from mlx_parallm.engine.batching import batch_cache, block_prefix
+from mlx_parallm.engine.batching import batch_cache, prefix_cache
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.rows import Job, Reader, Row
@@ -26,7 +26,8 @@ from mlx_parallm.engine.scheduler import Limits, Scheduler, wants_prompt_logprob
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError, ParallmError, QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.kv.blocks import Chain
-from mlx_parallm.kv.prefix import BlockPrefix
+from mlx_parallm.kv.disk import Payload
+from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_for_cache
 from mlx_parallm.models.forward import Forward
@@ -39,6 +40,8 @@ T = TypeVar("T")
 News = list[tuple[Request, Delta]]
 DEADLINE_CHECK_SECONDS = 0.1
 MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shapes change too often to keep all
+WRITE_DOWN_SECONDS = 0.1  # between two hand-overs to the SSD, while rows run
+SAVE_SECONDS = 10.0  # for the SSD, before the end
 RATE_SAMPLE_TOKENS = 64  # shorter pieces of prompt say little of how fast prompts are computed
 
 
@@ -76,7 +79,8 @@ class Engine:
         self.model: LanguageModel
         self.grammars: GrammarCompiler
         self._admission: Admission
-        self._prefix: BlockPrefix | None
+        self._prefix: Prefix | None
+        self._written_down = 0.0
         self._runner: Runner
         self._scheduler: Scheduler
         self._ahead: int
@@ -185,6 +189,7 @@ class Engine:
             while not self._stopping:
                 self._turn()
             self._end_all(UnavailableError("the server is shutting down"))
+            self._save_cache()
         except BaseException as error:
             log.exception("the engine has died")
             self.failure = f"{type(error).__name__}: {error}"
@@ -207,7 +212,7 @@ class Engine:
         mx.set_cache_limit(min(limit // 4, MAX_SPARE_BYTES))
         forward = Forward(self.model.module)
         cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
-        self._prefix = block_prefix(self.model, cache, config, limit // 2, tuning)
+        self._prefix = prefix_cache(self.model, cache, config, limit // 2, tuning)
         self._runner = Runner(
             forward, cache, self.model.vocab_size, self._hand_over, tuning.round_prompts, self._prefix
         )
@@ -249,14 +254,42 @@ class Engine:
         if not self._under_way and scheduler.idle:
             if self._inbox.empty():
                 self._rest()
-            self._inbox.get()()
+            self._await_work()
         elif not self._under_way and scheduler.only_waiting:
             try:
                 self._inbox.get(timeout=scheduler.seconds_until_admission() + 0.001)()
             except queue.Empty:
                 return
+        elif time.monotonic() - self._written_down > WRITE_DOWN_SECONDS:
+            self._write_down()
         while not self._inbox.empty():
             self._inbox.get()()
+
+    def _await_work(self) -> None:
+        """Sleeps until something is handed in, and meanwhile brings what is worth keeping to the SSD."""
+        while self._prefix is not None and self._prefix.disk is not None and self._inbox.empty():
+            if not self._write_down():
+                if not self._prefix.waiting_to_write:
+                    break
+                time.sleep(0.01)  # the disk is behind
+        self._inbox.get()()
+
+    def _write_down(self) -> bool:
+        self._written_down = time.monotonic()
+        if self._prefix is None or not self._prefix.to_write:
+            return False
+        self._prefix.write_down()
+        return True
+
+    def _save_cache(self) -> None:
+        """Before the end: the SSD gets what still waits, within reason."""
+        if self._prefix is None or self._prefix.disk is None:
+            return
+        deadline = time.monotonic() + SAVE_SECONDS
+        while self._prefix.waiting_to_write and time.monotonic() < deadline:
+            if not self._write_down():
+                time.sleep(0.01)
+        self._prefix.disk.close(max(0.1, deadline - time.monotonic()))
 
     def _rest(self) -> None:
         """Nothing runs: memory goes back, and whoever waits for that is told."""
@@ -272,6 +305,7 @@ class Engine:
             job = Job(list(rows), request.prompt, request.priority, arrival)
             self._identify(job, request.cache_salt)
             self._scheduler.add(job)
+            self._fetch(job)
         else:
             self.metrics.deduplicated += 1
         with self._pending_lock:
@@ -291,6 +325,23 @@ class Engine:
             self._runner.share(job.chain)
             job.match = self._prefix.match(job.chain, job.tokens)
             job.computed = job.match.length
+
+    def _fetch(self, job: Job) -> None:
+        """While a prompt waits, what the SSD has of it is read."""
+        if self._prefix is None or self._prefix.disk is None or job.chain is None or wants_prompt_logprobs(job):
+            return
+        wanted = self._prefix.on_disk(job.chain, job.tokens)
+        job.fetching = bool(wanted)
+        if wanted:
+            self._prefix.disk.read(wanted, lambda found: self._inbox.put(lambda: self._fetched(job, wanted, found)))
+
+    def _fetched(self, job: Job, wanted: list[bytes], found: list[Payload]) -> None:
+        assert self._prefix is not None
+        assert job.chain is not None
+        job.fetching = False
+        more = self._prefix.adopt(job.chain, job.tokens, wanted, found)
+        if more and len(found) == len(wanted) and job in self._scheduler.waiting:
+            self._fetch(job)
 
     def _let_go(self, job: Job) -> None:
         if self._prefix is not None and job.match is not None:
@@ -396,11 +447,12 @@ class Engine:
     def _flush(self) -> int:
         if self._prefix is None:
             return 0
-        before = self._prefix.metrics.blocks_cached
+        metrics = self._prefix.metrics
+        before = metrics.blocks_cached + metrics.snapshots
         self._prefix.flush()
         give_memory_back()
         self._gauge()
-        return before - self._prefix.metrics.blocks_cached
+        return before - metrics.blocks_cached - metrics.snapshots
 
     def _gauge(self) -> None:
         metrics = self.metrics
@@ -411,6 +463,8 @@ class Engine:
         if self._prefix is not None:
             metrics.prefix = self._prefix.metrics
             metrics.cached_tokens = self._prefix.metrics.hit_tokens
+            if self._prefix.disk is not None:
+                metrics.disk = self._prefix.disk.metrics
         metrics.active_memory = mx.get_active_memory()
         metrics.peak_memory = mx.get_peak_memory()
 

@@ -19,8 +19,9 @@ from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, score
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.merged import state_arrays
-from mlx_parallm.kv.prefix import BlockPrefix
+from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
+from mlx_parallm.kv.snapshots import SnapshotPrefix
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.types import TokenLogprob
 
@@ -58,7 +59,7 @@ class Runner:
         vocab_size: int,
         before_wait: Callable[[], None],
         round_prompts: bool = False,
-        prefix: BlockPrefix | None = None,
+        prefix: Prefix | None = None,
     ) -> None:
         self._forward = forward
         self.cache = cache
@@ -78,9 +79,9 @@ class Runner:
         step = Step("prefill", sum(min(work.count, job.remaining) for job in work.jobs))
         if work.jobs[0].staged is None:
             self._stage(work.jobs)
-        logits = self._prompt_logits(work, step)  # (B, V)
-        done = all(job.remaining == 0 for job in work.jobs)
-        if not done:
+        self._take_snapshots(work)
+        logits = self._prompt_logits(work, step) if work.count else None  # (B, V)
+        if logits is None or any(job.remaining for job in work.jobs):
             step.fence = state_arrays(work.jobs[0].staged or [])
             self._start(step.fence)
             return step
@@ -93,15 +94,33 @@ class Runner:
         matches = [job.match for job in jobs if job.match is not None]
         if self._prefix is not None and matches:
             if matches[0].length:
-                self._prefix.fill(staged, matches + matches[:1] * (self._height(len(jobs)) - len(jobs)))
+                staged = self._prefix.fill(staged, matches + matches[:1] * (self._height(len(jobs)) - len(jobs)))
             for job, match in zip(jobs, matches, strict=True):
-                self._prefix.admitted(match)
+                assert job.chain is not None
+                self._prefix.admitted(job.chain, match)
                 for row in job.rows:
                     row.cached = match.length if row.cached is None else row.cached
                 self._prefix.release(match)
                 job.match = None
         for job in jobs:
             job.staged = staged
+
+    def _take_snapshots(self, work: Prefill) -> None:
+        """Computes a prompt as far as the last of its boundaries where its caches are to be kept."""
+        job = work.jobs[0]
+        if not isinstance(self._prefix, SnapshotPrefix) or job.chain is None or wants_prompt_logprobs(job):
+            return
+        assert job.staged is not None
+        if job.stops is None:
+            job.stops = self._prefix.stops(job.chain, job.tokens, job.computed)
+        end = job.computed + work.count
+        while job.stops and job.stops[0] <= end:
+            stop = job.stops.pop(0)
+            piece = mx.array([job.tokens[job.computed : stop]])
+            self._forward.at(piece, job.staged, mx.array([piece.shape[1] - 1]))  # its logits are never computed
+            self._prefix.take(job.chain, job.staged, stop, len(job.tokens))
+            job.computed = stop
+        work.count = end - job.computed
 
     def decode(self, rows: Sequence[Row]) -> Step:
         """One more token for `rows`, all of which have a place in the batch."""
@@ -243,7 +262,8 @@ class Runner:
 
     def share(self, chain: Chain) -> None:
         """Hands what a running row has in common with a text to the prefix cache, where that is more than it has."""
-        assert self._prefix is not None
+        if not isinstance(self._prefix, BlockPrefix):
+            return
         known = self._prefix.known(chain)
         row = self._texts.get(chain.hashes[known]) if known < len(chain.hashes) else None
         if row is not None:
@@ -251,7 +271,7 @@ class Runner:
 
     def _keep(self, row: Row) -> None:
         """Hands a row's blocks to the prefix cache. Its last token may not have gone through the model yet."""
-        if self._prefix is not None and row.chain is not None and isinstance(self.cache, SlotCache):
+        if isinstance(self._prefix, BlockPrefix) and row.chain is not None and isinstance(self.cache, SlotCache):
             assert row.position is not None
             self._prefix.commit(self.cache.layers, row.position, row.chain, (row.prompt + row.tokens)[:-1])
 

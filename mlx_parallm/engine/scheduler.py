@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from mlx_parallm.engine.rows import Job, Plan, Prefill, Row
 
 BEGUN = 1 << 62  # rows put back are numbered below every new job
+FETCH_SECONDS = 0.1  # between two looks at the clock, while nothing but the SSD is at work
 MIN_PIECE = 128  # no smaller piece of a prompt is started at the end of a budget
 
 
@@ -80,7 +81,7 @@ class Scheduler:
 
     @property
     def only_waiting(self) -> bool:
-        """Whether all there is to do is to wait for the gather window."""
+        """Whether all there is to do is to wait, for the gather window or for the SSD."""
         return not (self.partial or self.running) and not self._may_gather()
 
     def note_rate(self, rate: float) -> None:
@@ -91,9 +92,9 @@ class Scheduler:
         return Plan(prefills, [row for row in self.running if row.wants_more])
 
     def seconds_until_admission(self) -> float:
-        """How long an otherwise idle engine may sleep: the rest of the gather window."""
-        oldest = min(job.arrival for job in self.waiting)
-        return max(0.0, oldest + self.limits.gather_seconds - self.clock())
+        """How long an otherwise idle engine may sleep: the rest of the gather window, or while the SSD is read."""
+        arrivals = [job.arrival for job in self.waiting if not job.fetching]
+        return max(0.0, min(arrivals) + self.limits.gather_seconds - self.clock()) if arrivals else FETCH_SECONDS
 
     def victim(self) -> Row:
         """Who gives up its place when memory runs out: the lowest priority, and the newest within it."""
@@ -107,8 +108,10 @@ class Scheduler:
             pieces.append(self._piece(self.partial, budget))
             budget -= pieces[0].count
         gathered = self._may_gather()  # once the first has waited long enough, all go
-        while gathered and budget > 0 and self.waiting and not self.partial:
-            job = self.waiting[0]
+        while gathered and budget > 0 and not self.partial:
+            job = next((job for job in self.waiting if not job.fetching), None)
+            if job is None:
+                break
             started = [*(piece.jobs[0] for piece in pieces), *whole]
             if not self._admissible(job, started):
                 break
@@ -119,7 +122,7 @@ class Scheduler:
                 job.waited |= shares
                 self.let_go(job)
                 break
-            del self.waiting[0]
+            self.waiting.remove(job)
             if job.remaining <= budget:
                 whole.append(job)
                 budget -= job.remaining
@@ -139,7 +142,7 @@ class Scheduler:
         return Prefill([job], count)
 
     def _may_gather(self) -> bool:
-        if not self.waiting:
+        if all(job.fetching for job in self.waiting):
             return False
         if not self.limits.gather_seconds or len(self.waiting) >= self.limits.max_rows:
             return True

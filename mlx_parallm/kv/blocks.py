@@ -8,9 +8,10 @@ goes first, a text's end before its beginning. `PrefixCache` owns one; the engin
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 NEAREST = 16  # siblings looked at for the longest common beginning
 DIGEST = 16
@@ -52,7 +53,6 @@ class Block:
     parent: bytes
     tokens: tuple[int, ...]
     refs: int = 0
-    hits: int = 0
 
 
 @dataclass(slots=True)
@@ -61,6 +61,7 @@ class Match:
 
     ids: list[int] = field(default_factory=list)
     length: int = 0  # tokens, at most what the blocks hold
+    state: Any = None  # in place of blocks, a snapshot of a model's caches
 
 
 class BlockPool:
@@ -87,6 +88,9 @@ class BlockPool:
 
     def __getitem__(self, block_id: int) -> Block:
         return self._blocks[block_id]
+
+    def by_hash(self, hash_: bytes) -> Block:
+        return self._blocks[self._by_hash[hash_]]
 
     def match(self, chain: Chain, tokens: Sequence[int], limit: int) -> Match:
         """Takes hold of the longest known beginning of `tokens`, of at most `limit` tokens."""
@@ -119,8 +123,10 @@ class BlockPool:
                 self._unused[id_] = None
         match.ids, match.length = [], 0
 
-    def commit(self, chain: Chain, tokens: Sequence[int]) -> tuple[list[tuple[int, int]], list[Block]]:
-        """Gives places to a chain's blocks that have none, and holds them: write them, then release them.
+    def commit(
+        self, chain: Chain, tokens: Sequence[int], numbers: Iterable[int]
+    ) -> tuple[list[tuple[int, int]], list[Block]]:
+        """Gives places to those of a chain's blocks that have none, and holds them: write them, then release them.
 
         Returns (block number, id) of each, and the blocks that went to make room: their content is there until the
         new is written.
@@ -128,7 +134,8 @@ class BlockPool:
         placed: list[tuple[int, int]] = []
         gone: list[Block] = []
         kept = set(chain.hashes)
-        for number, hash_ in enumerate(chain.hashes):
+        for number in numbers:
+            hash_ = chain.hashes[number]
             if hash_ in self._by_hash:
                 continue
             id_ = self._place(gone, kept)
@@ -159,7 +166,6 @@ class BlockPool:
     def _hold(self, id_: int) -> None:
         block = self._blocks[id_]
         block.refs += 1
-        block.hits += 1
         self._unused.pop(id_, None)
 
     def _nearest(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:

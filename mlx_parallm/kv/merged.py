@@ -5,6 +5,7 @@ makes for itself, then merged. `SerialCache` is for models whose caches mlx-lm c
 and a step is one forward pass per row. Both serve the runner as `slots.SlotCache` does.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ class _RowCaches:
     stages_many = False
 
     def __init__(self, make_cache: Callable[[], list[Any]], max_slots: int, max_bytes: int) -> None:
-        self._make_cache = make_cache
+        self.make_cache = make_cache
         self._max_slots = max_slots
         self._max_bytes = max_bytes
         self._used: list[bool] = []
@@ -37,7 +38,7 @@ class _RowCaches:
 
     def stage(self, rows: int, capacity: int) -> list[Any]:
         assert rows == 1, "these caches are prefilled one prompt at a time"
-        return self._make_cache()
+        return self.make_cache()
 
     def fits(self, rows: int, longest: int) -> bool:
         return rows * max(self._bytes_per_row, longest * self._bytes_per_token) <= self._max_bytes
@@ -112,7 +113,7 @@ class SerialCache(_RowCaches):
 
     def join(self, staged: list[Any], source: int, length: int) -> int:
         self._measure(staged, length)
-        self._rows.append([_copied(cache) for cache in staged])
+        self._rows.append([copied(cache) for cache in staged])
         self._used.append(True)
         return len(self._used) - 1
 
@@ -132,9 +133,9 @@ class SerialCache(_RowCaches):
         assert len(self._rows) == len(self._used)
 
 
-def _copied(cache: Any) -> Any:
-    """A cache of its own for each choice of one prompt: arrays are shared until either is written."""
-    return type(cache).from_state(cache.state)
+def copied(cache: Any) -> Any:
+    """A cache of its own for each choice of one prompt: memory is shared until either is written."""
+    return copy.deepcopy(cache)
 
 
 def state_arrays(caches: list[Any]) -> list[mx.array]:

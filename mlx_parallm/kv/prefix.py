@@ -1,29 +1,94 @@
 """The prefix cache as the engine sees it: what is known of a prompt's beginning, put into place and taken over.
 
-`BlockPrefix` is for models in slots: blocks in slabs. The engine asks `match` before it plans a prompt, the runner
-asks `fill` when it starts one and `commit` when its keys and values are there. Engine thread only.
+`BlockPrefix` is for models in slots: blocks in slabs; `snapshots.SnapshotPrefix` is for the others. The engine asks
+`match` before it plans a prompt, the runner asks `fill` when it starts one. Both may have a tier on SSD below them:
+`on_disk` says what it has of a prompt, `adopt` takes over what it has read, `write_down` hands it what is worth
+keeping. Engine thread only.
 """
 
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_parallm.kv.blocks import BlockPool, Chain, Match, root_of
+from mlx_parallm.kv.blocks import Block, BlockPool, Chain, Match, root_of
+from mlx_parallm.kv.disk import DiskTier, Payload
 from mlx_parallm.kv.slots import PromptLayer
-from mlx_parallm.kv.store import BlockStore
+from mlx_parallm.kv.store import BlockStore, Host, Planes
 from mlx_parallm.metrics import PrefixMetrics
+
+KEEP_TOKENS = 256  # texts from this length on are worth the SSD
+PIECE_BYTES = 64 << 20  # read from disk at once
+BATCH_BYTES = 8 << 20  # handed to the disk's thread at once
+MAX_RESCUED_BYTES = 64 << 20  # of evicted blocks that wait for that
+
+
+class Prefix(Protocol):
+    metrics: PrefixMetrics
+    max_bytes: int
+    disk: DiskTier | None
+
+    def chain(self, tokens: Sequence[int], salt: str) -> Chain: ...
+
+    def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
+        """Takes hold of the longest known beginning. The last token is always computed: its logits are needed."""
+        ...
+
+    def release(self, match: Match) -> None: ...
+
+    def admitted(self, chain: Chain, match: Match) -> None:
+        """Counts a prompt that begins now, with what was found of it."""
+        ...
+
+    def fill(self, staged: list[Any], matches: Sequence[Match]) -> list[Any]:
+        """Fresh prompt caches with equally long beginnings in them."""
+        ...
+
+    def on_disk(self, chain: Chain, tokens: Sequence[int]) -> list[bytes]:
+        """What the disk has of a text beyond what is here: hashes to read next."""
+        ...
+
+    def adopt(self, chain: Chain, tokens: Sequence[int], hashes: Sequence[bytes], payloads: Sequence[Payload]) -> bool:
+        """Takes over what was read; False when it did not help."""
+        ...
+
+    @property
+    def waiting_to_write(self) -> bool:
+        """Whether something waits to be handed to the disk."""
+        ...
+
+    @property
+    def to_write(self) -> bool:
+        """Whether there is room for it, too."""
+        ...
+
+    def write_down(self) -> None:
+        """Hands a little of what is worth keeping to the disk's thread."""
+        ...
+
+    def flush(self) -> None: ...
+
+    def gauge(self) -> None: ...
+
+    def check_integrity(self) -> None: ...
 
 
 class BlockPrefix:
-    def __init__(self, store: BlockStore, size: int, identity: str, min_match: int) -> None:
+    def __init__(
+        self, store: BlockStore, size: int, identity: str, min_match: int, disk: DiskTier | None = None
+    ) -> None:
         self._store = store
         self._pool = BlockPool(store.total, size)
         self._size = size
         self._min_match = min_match  # fewer tokens are computed sooner than fetched
         self._identity = identity  # of the model, and of how its keys and values are kept
-        self.metrics = PrefixMetrics(blocks_total=store.total)
+        self._down: OrderedDict[bytes, None] = OrderedDict()  # blocks here that shall be on disk
+        self._rescued: deque[tuple[list[bytes], list[Planes]]] = deque()  # copies of blocks on their way there
+        self._batch = max(1, BATCH_BYTES // store.block_bytes)
+        self.disk = disk
         self.max_bytes = store.total * store.block_bytes
+        self.metrics = PrefixMetrics(blocks_total=store.total)
 
     def chain(self, tokens: Sequence[int], salt: str) -> Chain:
         return Chain(root_of(self._identity, salt), self._size).extend(tokens)
@@ -33,7 +98,6 @@ class BlockPrefix:
         return self._pool.longest(chain)
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
-        """Takes hold of the longest known beginning. The last token is always computed: its logits are needed."""
         match = self._pool.match(chain, tokens, len(tokens) - 1)
         if match.length < self._min_match:
             self._pool.release(match)
@@ -42,14 +106,13 @@ class BlockPrefix:
     def release(self, match: Match) -> None:
         self._pool.release(match)
 
-    def admitted(self, match: Match) -> None:
-        """Counts a prompt that begins now, with what was found of it."""
+    def admitted(self, chain: Chain, match: Match) -> None:
         self.metrics.lookups += 1
         self.metrics.hits += match.length > 0
         self.metrics.hit_tokens += match.length
+        self._keep(self._pool[id_].hash for id_ in match.ids)  # used twice: worth the disk
 
-    def fill(self, staged: list[PromptLayer], matches: Sequence[Match]) -> None:
-        """Puts equally long beginnings into fresh prompt caches."""
+    def fill(self, staged: list[PromptLayer], matches: Sequence[Match]) -> list[PromptLayer]:
         length, rows = matches[0].length, len(matches)
         if all(match.ids == matches[0].ids for match in matches):
             sides = self._store.read(matches[0].ids, 1, length)
@@ -60,21 +123,77 @@ class BlockPrefix:
             mx.async_eval(sides)
         for layer, keys, values in zip(staged, sides[::2], sides[1::2], strict=True):
             layer.restore(keys, values, length)
+        return staged
 
     def commit(self, layers: Sequence[Any], row: int, chain: Chain, tokens: Sequence[int]) -> None:
         """Keeps the full blocks of `tokens`, whose keys and values a row of `layers` holds, that are not kept yet."""
-        placed, _ = self._pool.commit(chain.extend(tokens), tokens)
+        chain.extend(tokens)
+        placed, gone = self._pool.commit(chain, tokens, range(len(chain.hashes)))
+        if not placed:
+            return
+        self._rescue(gone)
+        numbers, ids = [number for number, _ in placed], [id_ for _, id_ in placed]
+        sides = [side for layer in layers for side in (layer.keys, layer.values)]
+        self._store.write(sides, row, numbers, ids)
+        self._pool.release(Match(ids))
+        if len(tokens) >= KEEP_TOKENS:
+            self._keep(chain.hashes)
+        self.gauge()
+
+    def on_disk(self, chain: Chain, tokens: Sequence[int]) -> list[bytes]:
+        if self.disk is None:
+            return []
+        first = self._pool.longest(chain)
+        last = min(len(chain.hashes), -(-(len(tokens) - 1) // self._size))
+        piece = chain.hashes[first : min(last, first + max(1, PIECE_BYTES // self._store.block_bytes))]
+        return piece[: next((i for i, hash_ in enumerate(piece) if hash_ not in self.disk), len(piece))]
+
+    def adopt(self, chain: Chain, tokens: Sequence[int], hashes: Sequence[bytes], payloads: Sequence[Payload]) -> bool:
+        first = chain.hashes.index(hashes[0])
+        shapes = self._store.host_shapes()
+        fitting = [[(a.shape, str(a.dtype)) for a in payload.arrays] == shapes for payload in payloads]
+        blocks: list[Host] = [payload.arrays for payload in payloads[: [*fitting, False].index(False)]]
+        placed, gone = self._pool.commit(chain, tokens, range(first, first + len(blocks)))
+        self._rescue(gone)
         if placed:
-            numbers, ids = [number for number, _ in placed], [id_ for _, id_ in placed]
-            sides = [side for layer in layers for side in (layer.keys, layer.values)]
-            self._store.write(sides, row, numbers, ids)
+            ids = [id_ for _, id_ in placed]
+            self._store.write_host([blocks[number - first] for number, _ in placed], ids)
             self._pool.release(Match(ids))
-            self.gauge()
+        self.gauge()
+        return bool(blocks) and self._pool.longest(chain) >= first + len(blocks)
+
+    @property
+    def waiting_to_write(self) -> bool:
+        return bool(self._rescued or self._down)
+
+    @property
+    def to_write(self) -> bool:
+        room = self.disk is not None and self.disk.room >= BATCH_BYTES + self._store.block_bytes
+        return room and self.waiting_to_write
+
+    def write_down(self) -> None:
+        assert self.disk is not None
+        if self._rescued:
+            hashes, groups = self._rescued.popleft()
+            for hash_, block in zip(hashes, self._store.to_host(groups), strict=True):
+                self.disk.write(hash_, Payload(block))
+            return
+        # Copied now and brought to the host at the next call, so that nobody waits for the device.
+        hashes = []
+        while self._down and len(hashes) < self._batch:
+            hash_, _ = self._down.popitem(last=False)
+            if hash_ in self._pool and hash_ not in self.disk:
+                hashes.append(hash_)
+        self._copy([self._pool.by_hash(hash_) for hash_ in hashes])
 
     def flush(self) -> None:
         self._pool.flush()
+        self._down.clear()
+        self._rescued.clear()
         if not self._pool.cached:
             self._store.clear()
+        if self.disk is not None:
+            self.disk.flush()
         self.gauge()
 
     def gauge(self) -> None:
@@ -85,3 +204,25 @@ class BlockPrefix:
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()
+
+    def _keep(self, hashes: Any) -> None:
+        if self.disk is not None:
+            for hash_ in hashes:
+                if hash_ not in self.disk:
+                    self._down[hash_] = None
+
+    def _rescue(self, gone: Sequence[Block]) -> None:
+        """Copies evicted blocks before their places are written over, as long as the disk keeps up."""
+        if self.disk is None or not gone:
+            return
+        waiting = sum(len(hashes) for hashes, _ in self._rescued) * self._store.block_bytes
+        room = (MAX_RESCUED_BYTES - waiting) // self._store.block_bytes
+        lost = [block for block in gone if block.hash not in self.disk]
+        self.disk.metrics.dropped += max(0, len(lost) - max(0, room))
+        self._copy(lost[: max(0, room)])
+
+    def _copy(self, blocks: Sequence[Block]) -> None:
+        for start in range(0, len(blocks), self._batch):
+            some = blocks[start : start + self._batch]
+            groups = self._store.copies([block.id for block in some])
+            self._rescued.append(([block.hash for block in some], groups))

@@ -94,19 +94,23 @@ class BlockStore:
         return [sides[i] for i in range(len(sides))]
 
     def write_host(self, blocks: Sequence[Host], ids: Sequence[int]) -> None:
-        """Puts back what `read_host` gave."""
+        """Puts back what `to_host` gave."""
         planes = iter([np.stack(plane) for plane in zip(*blocks, strict=True)])
         self._put([[mx.array(next(planes)).view(plane.dtype) for plane in like] for like in self._like], ids)
 
-    def read_host(self, ids: Sequence[int]) -> list[Host]:
-        """For each block its planes."""
-        planes = [plane for group in range(len(self._like)) for plane in self._get(group, ids)]
-        mx.eval(planes)
-        host = [np.array(plane.view(_integer(plane))) for plane in planes]
-        return [[np.ascontiguousarray(plane[number]) for plane in host] for number in range(len(ids))]
+    def copies(self, ids: Sequence[int]) -> list[Planes]:
+        """Blocks as they are now, whatever is written over them next; nothing waits for the device."""
+        groups = [self._get(group, ids) for group in range(len(self._like))]
+        mx.async_eval(groups)
+        return groups
+
+    def to_host(self, groups: Sequence[Planes]) -> list[Host]:
+        """For each block of `copies` its planes."""
+        host = [np.array(plane.view(integer_of(plane))) for planes in groups for plane in planes]
+        return [[plane[number] for plane in host] for number in range(len(host[0]))]
 
     def host_shapes(self) -> list[tuple[tuple[int, ...], str]]:
-        """Shape and type of a block's planes, as `read_host` gives them."""
+        """Shape and type of a block's planes, as `to_host` gives them."""
         planes = [plane for like in self._like for plane in like]
         return [(plane.shape[1:], f"uint{8 * plane.dtype.size}") for plane in planes]
 
@@ -159,6 +163,6 @@ def _runs(ids: Sequence[int], chosen: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _integer(x: mx.array) -> mx.Dtype:
+def integer_of(x: mx.array) -> mx.Dtype:
     """NumPy has no bfloat16: bytes travel as integers of the same size."""
-    return {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[x.dtype.size]
+    return {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[x.dtype.size]

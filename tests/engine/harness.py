@@ -103,7 +103,7 @@ def driver(kind: str, *, tuning: Tuning | None = None, **config: object) -> Abst
 
 @contextmanager
 def driver_of(load: Callable[[], LanguageModel], *, tuning: Tuning | None = None, **config: object) -> Iterator[Driver]:
-    engine = Engine(load, ServeConfig(**config), deliver, tuning=tuning)  # type: ignore[arg-type]
+    engine = Engine(load, ServeConfig(**{"ssd": False, **config}), deliver, tuning=tuning)  # type: ignore[arg-type]
     engine.start()
     try:
         yield Driver(engine)

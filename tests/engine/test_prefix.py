@@ -1,7 +1,9 @@
 """Answers with the prefix cache equal the bare model's, over conversations that grow, branch and are evicted."""
 
+import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,19 +11,30 @@ from hypothesis import strategies as st
 
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
-from tests.engine.harness import Bare, Driver, driver
+from mlx_parallm.kv import prefix, snapshots
+from tests.engine.harness import Answer, Bare, Driver, driver, driver_of
 from tests.tiny import tiny
 
 GPU = Tuning(ahead=2, compiled=True, view_step=64, max_padding=0.5, round_prompts=True, min_match=8)
 MODES = [("llama", None, None), ("llama", None, 12), ("qwen3", None, 40), ("llama", GPU, None), ("llama", GPU, 12)]
+MODES += [(kind, None, None) for kind in ("gemma3", "hybrid", "qwen3_next", "mamba")] + [("hybrid", GPU, None)]
+OPTIONS = {"max_batch_size": 5, "prefill_step_size": 96, "block_size": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_texts_are_kept() -> Iterator[None]:
+    """As if all these texts were long: they go to the SSD, and snapshots are taken often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix, "KEEP_TOKENS", 16)
+        patch.setattr(snapshots, "KEEP_TOKENS", 16)
+        patch.setattr(snapshots, "MIN_DISTANCE", 8)
+        yield
 
 
 @pytest.fixture(scope="module", params=MODES, ids=lambda m: f"{m[0]}{'-gpu' if m[1] else ''}-{m[2] or 'all'}")
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Driver, Bare]]:
     kind, tuning, blocks = request.param
-    with driver(
-        kind, tuning=tuning, max_batch_size=5, prefill_step_size=96, num_blocks=blocks, block_size=8
-    ) as running:
+    with driver(kind, tuning=tuning, num_blocks=blocks, **OPTIONS) as running:
         yield running, Bare(tiny(kind))
 
 
@@ -38,12 +51,11 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(turns=TURNS, seed=st.integers(0, 3))
-def test_conversations_that_grow_and_branch(pair: tuple[Driver, Bare], turns: list, seed: int) -> None:
-    running, bare = pair
-    draw = random.Random(seed)
-    histories: list[list[int]] = [[] for _ in range(4)]
+Asked = list[tuple[list[int], int, Answer]]
+
+
+def talk(running: Driver, turns: list, histories: list[list[int]], draw: random.Random) -> Asked:
+    """Plays turns of conversations, and returns what was asked and answered."""
     asked = []
     for which, branch, new, count, together in turns:
         history = histories[which]
@@ -55,10 +67,78 @@ def test_conversations_that_grow_and_branch(pair: tuple[Driver, Bare], turns: li
         asked += [(prompt, count, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         histories[which] = prompts[-1] + answers[-1].tokens
     running.settle()
+    return asked
+
+
+def hold(asked: Asked, bare: Bare) -> None:
+    """Against the model called by hand."""
     for prompt, count, answer in asked:
         tokens, logprobs = bare.greedy(prompt, count, ignore_eos=True)
         assert answer.tokens == tokens
         assert [scored.logprob for scored in answer.logprobs] == pytest.approx(logprobs, abs=1e-4)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=TURNS, seed=st.integers(0, 3))
+def test_conversations_that_grow_and_branch(pair: tuple[Driver, Bare], turns: list, seed: int) -> None:
+    running, bare = pair
+    hold(talk(running, turns, [[] for _ in range(4)], random.Random(seed)), bare)
+
+
+RESTARTED = [("llama", None), ("llama", 12), ("gemma3", None), ("hybrid", None), ("qwen3_next", None), ("mamba", None)]
+
+
+@pytest.mark.parametrize(("kind", "blocks"), RESTARTED)
+def test_conversations_over_restarts_and_with_an_ssd(kind: str, blocks: int | None, tmp_path: Path) -> None:
+    bare = Bare(tiny(kind))
+    folders = itertools.count()
+
+    @settings(max_examples=6, deadline=None)
+    @given(lives=st.lists(TURNS, min_size=2, max_size=3), seed=st.integers(0, 3))
+    def holds(lives: list, seed: int) -> None:
+        options = {"num_blocks": blocks, "ssd": True, "ssd_cache_dir": str(tmp_path / str(next(folders)))}
+        histories: list[list[int]] = [[] for _ in range(4)]
+        draw = random.Random(seed)
+        asked: Asked = []
+        for turns in lives:
+            with driver(kind, **OPTIONS, **options) as running:
+                asked += talk(running, turns, histories, draw)
+        hold(asked, bare)
+
+    holds()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "hybrid", "qwen3_next", "mamba"])
+def test_a_prompt_is_known_after_a_restart(kind: str, tmp_path: Path) -> None:
+    options = {"block_size": 8, "ssd": True, "ssd_cache_dir": str(tmp_path / "ssd")}
+    with driver(kind, **options) as running:
+        first = running.ask(PROMPT, max_tokens=10, ignore_eos=True)
+        assert first.deltas[0].cached_tokens == 0
+    assert (tmp_path / "ssd").stat().st_mode & 0o777 == 0o700
+    with driver(kind, **options) as running:
+        again = running.ask(PROMPT, max_tokens=10, ignore_eos=True)
+        assert again.tokens == first.tokens
+        assert again.deltas[0].cached_tokens >= 96
+        assert running.engine.metrics.disk.reads > 0
+        assert running.engine.flush_cache() > 0
+        assert not list((tmp_path / "ssd").rglob("*.safetensors"))
+        assert running.ask(PROMPT, max_tokens=10).deltas[0].cached_tokens == 0
+    with driver(kind, **options, dtype="float32", kv_bits=None) as running:
+        assert running.ask(PROMPT, max_tokens=10).deltas[0].cached_tokens >= 96
+    other = tiny(kind, seed=1)
+    with driver_of(lambda: other, **options) as running:  # the same name and shapes, other weights
+        assert running.ask(PROMPT, max_tokens=10).deltas[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "hybrid", "qwen3_next", "mamba"])
+def test_models_that_can_not_be_cut_reuse_their_beginnings(kind: str) -> None:
+    with driver(kind, max_batch_size=4, block_size=8) as running:
+        running.ask(PROMPT, max_tokens=4)
+        assert running.ask([*PROMPT[:70], 5, 5, 5], max_tokens=4).deltas[0].cached_tokens >= 48
+        assert running.ask([*PROMPT, 9], max_tokens=4).deltas[0].cached_tokens >= 96
+        assert running.ask(PROMPT, max_tokens=4, cache_salt="tenant").deltas[0].cached_tokens == 0
+        assert running.engine.metrics.prefix.snapshots > 0
+        running.settle()
 
 
 PROMPT = list(range(10, 110))

@@ -16,7 +16,7 @@ def chain(tokens: list[int], root: bytes = ROOT, size: int = 4) -> Chain:
 
 
 def put(pool: BlockPool, tokens: list[int], root: bytes = ROOT) -> list[int]:
-    placed, _ = pool.commit(chain(tokens, root), tokens)
+    placed, _ = pool.commit(chain(tokens, root), tokens, range(len(tokens) // 4))
     ids = [id_ for _, id_ in placed]
     pool.release(Match(list(ids)))
     return ids
@@ -82,7 +82,7 @@ def test_nothing_is_lost_whatever_happens(seed: int, total: int, size: int) -> N
         text = Chain(ROOT, size).extend(tokens)
         action = draw.random()
         if action < 0.4:
-            placed, gone = pool.commit(text, tokens)
+            placed, gone = pool.commit(text, tokens, range(len(text.hashes)))
             assert len({id_ for _, id_ in placed}) == len(placed)
             assert not {block.hash for block in gone} & set(text.hashes)
             pool.release(Match([id_ for _, id_ in placed]))

@@ -46,7 +46,7 @@ def test_by_way_of_the_host_and_quantised(bits: int | None, within: float) -> No
     sides = rows(1, 3 * SIZE)
     store.write(sides, 0, range(3), [5, 6, 7])
     same(store.read([5, 6, 7], 1, 3 * SIZE), sides, 0, 3 * SIZE, within)
-    host = store.read_host([5, 6, 7])
+    host = store.to_host(store.copies([5, 6, 7]))
     assert [(plane.shape, str(plane.dtype)) for plane in host[0]] == store.host_shapes()
     store.write_host(host, [20, 21, 22])
     for one, other in zip(store.read([20, 21, 22], 1, 12), store.read([5, 6, 7], 1, 12), strict=True):

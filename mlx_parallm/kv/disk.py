@@ -1,0 +1,410 @@
+"""The prefix cache's second tier: files in a folder that is private to the user. No MLX.
+
+One thread of its own reads and writes; nobody else touches the files, and nothing here raises into the engine. A file
+is named by the hash of what it holds, written aside and renamed, and carries a checksum: what can't be read, or is not
+what its name says, is a miss, is removed and is counted. Several servers may share the folder. Files that have not
+been used for long go first when there are too many bytes; `touch` on a file's time is how use is remembered.
+"""
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from mlx_parallm.metrics import DiskMetrics
+
+log = logging.getLogger(__name__)
+
+VERSION = "1"
+SUFFIX = ".safetensors"
+MAX_QUEUED_BYTES = 128 << 20  # of payloads that wait to be written; what comes then is dropped
+LOOK_AGAIN_SECONDS = 10.0  # for what another server has written
+FULL_SCAN_SECONDS = 600.0
+REST_AFTER_ERROR_SECONDS = 30.0
+STALE_SECONDS = 3600.0  # a file that was never renamed belongs to a process that died
+FLUSH_SECONDS = 30.0
+TOUCH_SECONDS = 60.0  # a file's time is renewed at most so often
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(slots=True)
+class Payload:
+    """What a file holds: arrays, and what their owner wants to know of them."""
+
+    arrays: list[Array]
+    note: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+@dataclass(slots=True)
+class _File:
+    size: int
+    used: float
+
+
+class Damaged(Exception):
+    """A file is not what its name says."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """What the thread has to do: writes wait for all else."""
+
+    calls: deque[Callable[[], None]] = field(default_factory=deque)
+    writes: OrderedDict[bytes, Payload] = field(default_factory=OrderedDict)
+    write_bytes: int = 0
+    closing: bool = False
+
+
+class DiskTier:
+    """`identity` names the model and how its state is kept: another never sees these files."""
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: str,
+        max_bytes: int,
+        ttl_seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._root = folder / f"v{VERSION}"
+        self._own = self._root / hashlib.sha256(identity.encode()).hexdigest()[:24]
+        self._max_bytes = max_bytes
+        self._ttl = ttl_seconds
+        self._clock = clock
+        self._files: OrderedDict[str, _File] = OrderedDict()  # by path below the root, the longest unused first
+        self._folder_times: dict[str, float] = {}
+        self._scanned = 0.0
+        self._looked = 0.0
+        self._rest_until = 0.0
+        self._numbers = itertools.count()
+        self._work = _Work()
+        self._wake = threading.Condition()
+        self._done = threading.Event()  # nothing is queued and nothing under way
+        self._done.set()
+        self._thread = threading.Thread(target=self._main, name="kv-disk", daemon=True)
+        self.metrics = DiskMetrics()
+
+    # From the engine thread.
+
+    def start(self) -> None:
+        """Reads the folder, so that what an earlier server left is known from the start."""
+        try:
+            self._root.mkdir(parents=True, mode=0o700, exist_ok=True)
+            for private in (self._root.parent, self._root):
+                if private.stat().st_uid == os.geteuid():
+                    private.chmod(0o700)
+        except OSError as error:
+            log.warning("the SSD cache can't use %s: %s", self._root.parent, error)
+        self._scan()
+        self._prune()
+        self._thread.start()
+
+    def __contains__(self, hash_: bytes) -> bool:
+        return self._name(hash_) in self._files or hash_ in self._work.writes
+
+    def write(self, hash_: bytes, payload: Payload) -> None:
+        """Takes what is to be written, unless too much waits already."""
+        with self._wake:
+            if hash_ in self._work.writes or self._work.closing:
+                return
+            if self._work.write_bytes + payload.nbytes > MAX_QUEUED_BYTES:
+                self.metrics.dropped += 1
+                return
+            self._work.writes[hash_] = payload
+            self._work.write_bytes += payload.nbytes
+            self._done.clear()
+            self._wake.notify()
+
+    @property
+    def room(self) -> int:
+        """Bytes that `write` would still take."""
+        return MAX_QUEUED_BYTES - self._work.write_bytes
+
+    def read(self, hashes: Sequence[bytes], then: Callable[[list[Payload]], None]) -> None:
+        """Reads up to the first that is not there, and hands over what there was, on the thread of this tier."""
+        wanted = list(hashes)
+        self._call(lambda: self._read(wanted, then))
+
+    def flush(self) -> None:
+        """Forgets all files of this model."""
+        with self._wake:
+            self._work.writes.clear()
+            self._work.write_bytes = 0
+        self._call(self._remove_own)
+        self.settle(FLUSH_SECONDS)
+
+    def settle(self, timeout: float) -> bool:
+        """Waits until all that was asked for is done."""
+        return self._done.wait(timeout)
+
+    def close(self, timeout: float) -> None:
+        """Writes what waits, as far as the time allows."""
+        self.settle(timeout)
+        with self._wake:
+            self._work.closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def _call(self, work: Callable[[], None]) -> None:
+        with self._wake:
+            self._work.calls.append(work)
+            self._done.clear()
+            self._wake.notify()
+
+    # The thread of this tier.
+
+    def _main(self) -> None:
+        while True:
+            with self._wake:
+                if not (self._work.calls or self._work.writes):
+                    self._done.set()
+                    if not self._work.closing:
+                        self._wake.wait(LOOK_AGAIN_SECONDS)
+                if self._work.closing:
+                    return
+                call = self._work.calls.popleft() if self._work.calls else None
+                write = next(iter(self._work.writes.items()), None) if call is None else None
+            try:
+                if call is not None:
+                    call()
+                elif write is not None:
+                    self._put(*write)
+                if self._clock() - self._looked > LOOK_AGAIN_SECONDS:
+                    self._look_again()
+            except Exception:  # whatever it was, the next file may be better
+                self.metrics.errors += 1
+                log.exception("the SSD cache stumbled")
+            if write is not None:
+                with self._wake:  # only now: a hash is known as long as it waits
+                    if self._work.writes.get(write[0]) is write[1]:
+                        del self._work.writes[write[0]]
+                        self._work.write_bytes -= write[1].nbytes
+
+    def _read(self, hashes: list[bytes], then: Callable[[list[Payload]], None]) -> None:
+        found: list[Payload] = []
+        try:
+            for hash_ in hashes:
+                payload = self._work.writes.get(hash_) or self._get(hash_)
+                if payload is None:
+                    break
+                found.append(payload)
+        finally:
+            then(found)  # somebody waits
+
+    def _get(self, hash_: bytes) -> Payload | None:
+        name = self._name(hash_)
+        try:
+            payload = _decode((self._root / name).read_bytes(), hash_.hex())
+        except FileNotFoundError:
+            self._forget(name)
+            self.metrics.misses += 1
+            return None
+        except OSError as error:
+            self._complain("read", error)
+            return None
+        except Damaged as error:
+            log.warning("the SSD cache had a damaged file, which is removed: %s: %s", name, error)
+            self.metrics.damaged += 1
+            self._remove(name)
+            return None
+        self.metrics.reads += 1
+        self.metrics.read_bytes += payload.nbytes
+        self._touch(name)
+        return payload
+
+    def _put(self, hash_: bytes, payload: Payload) -> None:
+        name = self._name(hash_)
+        if name in self._files:
+            return
+        if self._clock() < self._rest_until:
+            self.metrics.dropped += 1
+            return
+        data = _encode(payload, hash_.hex())
+        if len(data) > self._max_bytes:
+            self.metrics.dropped += 1
+            return
+        path = self._root / name
+        aside = path.with_name(f".{path.stem}.{os.getpid()}.{next(self._numbers)}.tmp")
+        try:
+            path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+            _write(aside, data)
+            aside.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+            self._complain("write", error)
+            self._rest_until = self._clock() + REST_AFTER_ERROR_SECONDS
+            return
+        self._remember(name, len(data), self._clock())
+        self.metrics.writes += 1
+        self.metrics.written_bytes += len(data)
+        if self.metrics.bytes > self._max_bytes:
+            self._prune()
+
+    def _remove_own(self) -> None:
+        prefix = f"{self._own.name}/"
+        for name in [name for name in self._files if name.startswith(prefix)]:
+            self._remove(name)
+
+    def _look_again(self) -> None:
+        """Takes note of what other servers have written or removed, in folders that have changed."""
+        now = self._looked = self._clock()
+        if now - self._scanned > FULL_SCAN_SECONDS:
+            self._scan()
+            self._prune()
+            return
+        for folder in _folders(self._own):
+            changed = _time_of(folder)
+            if self._folder_times.get(folder.name) != changed:
+                self._folder_times[folder.name] = changed
+                self._scan_folder(self._own, folder)
+
+    def _scan(self) -> None:
+        """Rebuilds the index from the files."""
+        self._scanned = self._looked = self._clock()
+        self._files.clear()
+        self.metrics.files = self.metrics.bytes = 0
+        for model in _folders(self._root):
+            for folder in _folders(model):
+                if model == self._own:
+                    self._folder_times[folder.name] = _time_of(folder)
+                self._scan_folder(model, folder)
+        self._files = OrderedDict(sorted(self._files.items(), key=lambda item: item[1].used))
+
+    def _scan_folder(self, model: Path, folder: Path) -> None:
+        prefix = f"{model.name}/{folder.name}/"
+        seen = set()
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if not entry.name.endswith((SUFFIX, ".tmp")) or not entry.is_file(follow_symlinks=False):
+                        continue
+                    stat = entry.stat(follow_symlinks=False)
+                    if entry.name.endswith(SUFFIX):
+                        self._remember(prefix + entry.name, stat.st_size, stat.st_mtime)
+                        seen.add(prefix + entry.name)
+                    elif self._clock() - stat.st_mtime > STALE_SECONDS:
+                        os.unlink(entry.path)
+        for name in [name for name in list(self._files) if name.startswith(prefix) and name not in seen]:
+            self._forget(name)
+
+    def _prune(self) -> None:
+        """Removes what is too old; then, while there is too much, what has not been used for longest."""
+        oldest = self._clock() - self._ttl
+        while self._files:
+            name, file = next(iter(self._files.items()))
+            if file.used >= oldest and self.metrics.bytes <= self._max_bytes:
+                return
+            self._remove(name)
+            self.metrics.pruned += 1
+
+    def _touch(self, name: str) -> None:
+        file = self._files.get(name)
+        now = self._clock()
+        if file is None:  # another server's, not yet seen
+            with contextlib.suppress(OSError):
+                self._remember(name, (self._root / name).stat().st_size, now)
+            return
+        self._files.move_to_end(name)
+        if now - file.used > TOUCH_SECONDS:
+            file.used = now
+            with contextlib.suppress(OSError):
+                os.utime(self._root / name, (now, now))
+
+    def _remember(self, name: str, size: int, used: float) -> None:
+        self._forget(name)
+        self._files[name] = _File(size, used)
+        self.metrics.files += 1
+        self.metrics.bytes += size
+
+    def _forget(self, name: str) -> None:
+        file = self._files.pop(name, None)
+        if file is not None:
+            self.metrics.files -= 1
+            self.metrics.bytes -= file.size
+
+    def _remove(self, name: str) -> None:
+        self._forget(name)
+        with contextlib.suppress(OSError):
+            (self._root / name).unlink()
+
+    def _complain(self, verb: str, error: OSError) -> None:
+        self.metrics.errors += 1
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or error
+        log.warning("the SSD cache can't %s: %s", verb, reason)
+
+    def _name(self, hash_: bytes) -> str:
+        text = hash_.hex()
+        return f"{self._own.name}/{text[:2]}/{text}{SUFFIX}"
+
+
+def _encode(payload: Payload, name: str) -> bytes:
+    arrays = {f"{number:04}": np.ascontiguousarray(array) for number, array in enumerate(payload.arrays)}
+    about = {"format": f"mlx-parallm-kv/{VERSION}", "name": name, "note": payload.note}
+    return save(arrays, {**about, "checksum": _checksum(list(arrays.values()), about)})
+
+
+def _decode(data: bytes, name: str) -> Payload:
+    try:
+        length = int.from_bytes(data[:8], "little")
+        about = json.loads(data[8 : 8 + length])["__metadata__"]
+        checksum = about.pop("checksum")
+        arrays = [array for _, array in sorted(load(data).items())]
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise Damaged(f"it can't be read ({type(error).__name__})") from None
+    if about.get("format") != f"mlx-parallm-kv/{VERSION}" or about.get("name") != name:
+        raise Damaged(f"it holds {str(about.get('format'))[:40]}, {str(about.get('name'))[:40]}")
+    if _checksum(arrays, about) != checksum:
+        raise Damaged("its checksum is wrong")
+    return Payload(arrays, str(about.get("note", "")))
+
+
+def _checksum(arrays: list[Array], about: dict[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for array in arrays:
+        digest.update(repr((array.shape, str(array.dtype))).encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb", buffering=0) as file:
+        view = memoryview(data)
+        while view:  # a write may take only part of it
+            view = view[file.write(view) :]
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _time_of(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return 0

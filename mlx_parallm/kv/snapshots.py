@@ -1,0 +1,208 @@
+"""The prefix cache of models whose state can't be cut into blocks: sliding windows, recurrent states.
+
+A snapshot is a copy of all caches of a prompt at a block's boundary, found again by the hash of the text up to there.
+While a prompt is computed, snapshots are taken at regular distances, at its last boundary, and where it parts from
+texts seen before. The least recently used go first. The engine and the runner use it as they use `BlockPrefix`.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.kv.blocks import Chain, Match, root_of
+from mlx_parallm.kv.disk import DiskTier, Payload
+from mlx_parallm.kv.merged import copied, state_arrays
+from mlx_parallm.kv.prefix import KEEP_TOKENS
+from mlx_parallm.kv.store import integer_of
+from mlx_parallm.metrics import PrefixMetrics
+
+MIN_DISTANCE = 64  # tokens between two snapshots of a prompt
+MAX_SNAPSHOTS = 8  # of one prompt, at regular distances
+MAX_SEEN = 1 << 16  # boundaries of texts seen before
+
+
+@dataclass(slots=True)
+class Snapshot:
+    caches: list[Any]
+    length: int
+    nbytes: int
+
+
+class SnapshotPrefix:
+    def __init__(
+        self,
+        make_cache: Callable[[], list[Any]],
+        size: int,
+        identity: str,
+        max_bytes: int,
+        min_match: int,
+        disk: DiskTier | None = None,
+    ) -> None:
+        self._make_cache = make_cache
+        self._size = size
+        self._identity = identity
+        self._min_match = min_match
+        self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()  # the longest unused first
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._down: OrderedDict[bytes, Snapshot] = OrderedDict()  # shall be on disk
+        self.disk = disk
+        self.max_bytes = max_bytes
+        self.metrics = PrefixMetrics()
+
+    def chain(self, tokens: Sequence[int], salt: str) -> Chain:
+        return Chain(root_of(self._identity, salt), self._size).extend(tokens)
+
+    def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
+        for number in range(self._last(tokens), 0, -1):
+            snapshot = self._snapshots.get(chain.hashes[number - 1])
+            if snapshot is not None and snapshot.length >= self._min_match:
+                self._snapshots.move_to_end(chain.hashes[number - 1])
+                return Match([], snapshot.length, snapshot)
+        return Match()
+
+    def release(self, match: Match) -> None:
+        match.length, match.state = 0, None
+
+    def admitted(self, chain: Chain, match: Match) -> None:
+        self.metrics.lookups += 1
+        self.metrics.hits += match.length > 0
+        self.metrics.hit_tokens += match.length
+        if match.state is not None:
+            self._keep(chain.hashes[match.length // self._size - 1], match.state)  # used twice: worth the disk
+
+    def fill(self, staged: list[Any], matches: Sequence[Match]) -> list[Any]:
+        return [copied(cache) for cache in matches[0].state.caches]
+
+    def stops(self, chain: Chain, tokens: Sequence[int], start: int) -> list[int]:
+        """Where to take snapshots of a prompt that is computed from `start` on."""
+        parting = next((i for i, hash_ in enumerate(chain.hashes) if hash_ not in self._seen), len(chain.hashes))
+        for hash_ in chain.hashes:
+            self._seen[hash_] = None
+            self._seen.move_to_end(hash_)
+        while len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        last = self._last(tokens) * self._size
+        distance = -(-max(MIN_DISTANCE, len(tokens) // MAX_SNAPSHOTS) // self._size) * self._size
+        regular = range(distance, last - distance // 2, distance)
+        wanted = {*regular, last, min(parting * self._size, last)}
+        return sorted(stop for stop in wanted if stop > start and chain.hashes[stop // self._size - 1] not in self)
+
+    def take(self, chain: Chain, caches: list[Any], length: int, of: int) -> None:
+        """Keeps the state of a prompt of `of` tokens after its first `length`."""
+        kept = [copied(cache) for cache in caches]
+        mx.async_eval(state_arrays(kept))
+        hash_ = chain.hashes[length // self._size - 1]
+        snapshot = Snapshot(kept, length, sum(cache.nbytes for cache in kept))
+        self._insert(hash_, snapshot)
+        if of >= KEEP_TOKENS and length + self._size >= of:
+            self._keep(hash_, snapshot)
+
+    def __contains__(self, hash_: bytes) -> bool:
+        return hash_ in self._snapshots
+
+    def on_disk(self, chain: Chain, tokens: Sequence[int]) -> list[bytes]:
+        if self.disk is None:
+            return []
+        for number in range(self._last(tokens), 0, -1):
+            if chain.hashes[number - 1] in self:
+                return []
+            if chain.hashes[number - 1] in self.disk:
+                return [chain.hashes[number - 1]]
+        return []
+
+    def adopt(self, chain: Chain, tokens: Sequence[int], hashes: Sequence[bytes], payloads: Sequence[Payload]) -> bool:
+        for hash_, payload in zip(hashes, payloads, strict=False):
+            length = (chain.hashes.index(hash_) + 1) * self._size
+            caches = restored(payload, self._make_cache())
+            self._insert(hash_, Snapshot(caches, length, sum(cache.nbytes for cache in caches)))
+        return False  # there is only ever one to read
+
+    @property
+    def waiting_to_write(self) -> bool:
+        return bool(self._down)
+
+    @property
+    def to_write(self) -> bool:
+        if self.disk is None or not self._down:
+            return False
+        return next(iter(self._down.values())).nbytes <= self.disk.room
+
+    def write_down(self) -> None:
+        assert self.disk is not None
+        hash_, snapshot = self._down.popitem(last=False)
+        if hash_ not in self.disk:
+            self.disk.write(hash_, payload_of(snapshot.caches))
+
+    def flush(self) -> None:
+        self._snapshots.clear()
+        self._seen.clear()
+        self._down.clear()
+        if self.disk is not None:
+            self.disk.flush()
+        self.gauge()
+
+    def gauge(self) -> None:
+        self.metrics.snapshots = len(self._snapshots)
+        self.metrics.bytes = sum(snapshot.nbytes for snapshot in self._snapshots.values())
+
+    def check_integrity(self) -> None:
+        assert self.metrics.bytes == sum(snapshot.nbytes for snapshot in self._snapshots.values())
+        assert self.metrics.bytes <= self.max_bytes, "snapshots hold more than they may"
+
+    def _last(self, tokens: Sequence[int]) -> int:
+        """The last boundary before the last token."""
+        return (len(tokens) - 1) // self._size
+
+    def _insert(self, hash_: bytes, snapshot: Snapshot) -> None:
+        self._snapshots[hash_] = snapshot
+        self._snapshots.move_to_end(hash_)
+        self.gauge()
+        while self.metrics.bytes > self.max_bytes:
+            gone, old = self._snapshots.popitem(last=False)
+            self.metrics.evictions += 1
+            self.metrics.bytes -= old.nbytes
+            self.metrics.snapshots -= 1
+            if old is not snapshot:
+                self._keep(gone, old)
+
+    def _keep(self, hash_: bytes, snapshot: Snapshot) -> None:
+        if self.disk is None or hash_ in self.disk or hash_ in self._down:
+            return
+        if sum(other.nbytes for other in self._down.values()) + snapshot.nbytes > self.max_bytes // 4:
+            self.disk.metrics.dropped += 1
+            return
+        self._down[hash_] = snapshot
+
+
+def payload_of(caches: list[Any]) -> Payload:
+    arrays: list[mx.array] = []
+
+    def outline(state: Any) -> Any:
+        if isinstance(state, mx.array):
+            arrays.append(state)
+            return {"array": len(arrays) - 1, "dtype": str(state.dtype).removeprefix("mlx.core.")}
+        if isinstance(state, (list, tuple)):
+            return [outline(item) for item in state]
+        assert state is None or isinstance(state, (int, float, str)), f"a cache holds a {type(state).__name__}"
+        return state
+
+    outlines = [[type(cache).__name__, outline(cache.state)] for cache in caches]
+    return Payload([np.array(array.view(integer_of(array))) for array in arrays], json.dumps(outlines))
+
+
+def restored(payload: Payload, fresh: list[Any]) -> list[Any]:
+    """The caches that `payload_of` was given; `fresh` are new ones of the same model."""
+
+    def state(outline: Any) -> Any:
+        if isinstance(outline, dict):
+            return mx.array(payload.arrays[outline["array"]]).view(getattr(mx, outline["dtype"]))
+        return [state(item) for item in outline] if isinstance(outline, list) else outline
+
+    outlines = json.loads(payload.note)
+    assert [name for name, _ in outlines] == [type(cache).__name__ for cache in fresh]
+    return [type(cache).from_state(state(outline)) for cache, (_, outline) in zip(fresh, outlines, strict=True)]

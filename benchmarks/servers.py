@@ -28,10 +28,12 @@ class ServerProcess:
     def __init__(
         self, command: Sequence[str], port: int, model: str, environment: dict[str, str] | None = None
     ) -> None:
+        self.scratch = tempfile.TemporaryDirectory(prefix="parallm-", ignore_cleanup_errors=True)
         self.url = f"http://127.0.0.1:{port}"
         self.model = model
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `running`)
-        env = os.environ | (environment or {})
+        # An SSD cache of its own: no server meets what another has left, unless a flag says so.
+        env = os.environ | {"PARALLM_SSD_CACHE_DIR": f"{self.scratch.name}/kv"} | (environment or {})
         self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, env=env)
 
     def wait_ready(self, patience: float) -> None:
@@ -93,6 +95,7 @@ def running(server: ServerProcess, patience: float = 300) -> Iterator[ServerProc
     finally:
         server.stop()
         server.output.close()
+        server.scratch.cleanup()
 
 
 def ours(model: str | None, flags: Sequence[str] = (), port: int | None = None) -> ServerProcess:

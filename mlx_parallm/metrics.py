@@ -102,7 +102,7 @@ class EngineMetrics:
     batch_fill_hist: list[int] = field(default_factory=lambda: [0] * 10)
     batch_fill_sum: float = 0.0
     prefix: PrefixMetrics = field(default_factory=PrefixMetrics)
-    disk: DiskMetrics = field(default_factory=DiskMetrics)
+    ssd: DiskMetrics = field(default_factory=DiskMetrics)
     prompt_rate: Rate = field(default_factory=Rate)
     decode_rate: Rate = field(default_factory=Rate)
     time_to_first_token: Histogram = field(default_factory=Histogram)

@@ -464,7 +464,7 @@ class Engine:
             metrics.prefix = self._prefix.metrics
             metrics.cached_tokens = self._prefix.metrics.hit_tokens
             if self._prefix.disk is not None:
-                metrics.disk = self._prefix.disk.metrics
+                metrics.ssd = self._prefix.disk.metrics
         metrics.active_memory = mx.get_active_memory()
         metrics.peak_memory = mx.get_peak_memory()
 

@@ -252,6 +252,7 @@ class DebugMetrics(Answer):
     preemptions: int
     deduplicated: int
     prefix: dict[str, int] = Field(description="The prefix cache: lookups, hits, hit_tokens, evictions, blocks, bytes")
+    ssd: dict[str, int] = Field(description="Its tier on SSD: files, bytes, reads, writes, dropped, damaged, pruned")
     models: dict[str, "DebugMetrics"] | None = Field(None, description="Each model's own, when several are served")
 
 

@@ -61,8 +61,23 @@ PREFIX_CACHE = {
     "blocks_total": "Blocks that the prefix cache can hold",
     "blocks_cached": "Blocks that it holds",
     "blocks_referenced": "Blocks in use right now",
-    "bytes": "Bytes of its slabs",
+    "bytes": "Bytes that it holds in memory",
+    "snapshots": "Snapshots that it holds, for models whose state can't be cut into blocks",
 }
+SSD_CACHE = {
+    "files": "Files in the SSD cache, of all models",
+    "bytes": "Bytes of them",
+    "reads": "Files read",
+    "read_bytes": "Bytes read",
+    "misses": "Files that were gone when they were wanted",
+    "writes": "Files written",
+    "written_bytes": "Bytes written",
+    "dropped": "Blocks not written, because too much waited or the disk gave errors",
+    "damaged": "Files found damaged, and removed",
+    "pruned": "Files removed for their age or for lack of room",
+    "errors": "Errors that the disk gave",
+}
+CACHE_GAUGES = ("blocks_total", "blocks_cached", "blocks_referenced", "bytes", "snapshots", "files")
 HISTOGRAMS = {
     "time_to_first_token": "Seconds from arrival to the first token",
     "step_seconds": "Seconds per step",
@@ -83,7 +98,9 @@ class EngineCollector(Collector):
         for name, text in COUNTERS.items():
             yield self._family(CounterMetricFamily(PREFIX + name, text, labels=["model"]), name)
         for name, text in PREFIX_CACHE.items():
-            yield self._prefix_cache(name, text)
+            yield self._cache("prefix", name, text)
+        for name, text in SSD_CACHE.items():
+            yield self._cache("ssd", name, text)
         yield self._finished()
         for name, text in HISTOGRAMS.items():
             yield self._histogram(f"{PREFIX}{name.removesuffix('_seconds')}_seconds", name, text)
@@ -94,11 +111,11 @@ class EngineCollector(Collector):
         metric: Metric = family
         return metric
 
-    def _prefix_cache(self, name: str, text: str) -> Metric:
-        kind = GaugeMetricFamily if name.startswith(("blocks", "bytes")) else CounterMetricFamily
-        family = kind(f"{PREFIX}prefix_cache_{name}", text, labels=["model"])
+    def _cache(self, tier: str, name: str, text: str) -> Metric:
+        kind = GaugeMetricFamily if name in CACHE_GAUGES else CounterMetricFamily
+        family = kind(f"{PREFIX}{tier}_cache_{name}", text, labels=["model"])
         for served in self._table:
-            family.add_metric([served.name], getattr(served.engine.metrics.prefix, name))
+            family.add_metric([served.name], getattr(getattr(served.engine.metrics, tier), name))
         metric: Metric = family
         return metric
 

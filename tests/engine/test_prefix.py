@@ -119,7 +119,7 @@ def test_a_prompt_is_known_after_a_restart(kind: str, tmp_path: Path) -> None:
         again = running.ask(PROMPT, max_tokens=10, ignore_eos=True)
         assert again.tokens == first.tokens
         assert again.deltas[0].cached_tokens >= 96
-        assert running.engine.metrics.disk.reads > 0
+        assert running.engine.metrics.ssd.reads > 0
         assert running.engine.flush_cache() > 0
         assert not list((tmp_path / "ssd").rglob("*.safetensors"))
         assert running.ask(PROMPT, max_tokens=10).deltas[0].cached_tokens == 0

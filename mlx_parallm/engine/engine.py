@@ -40,6 +40,7 @@ T = TypeVar("T")
 News = list[tuple[Request, Delta]]
 DEADLINE_CHECK_SECONDS = 0.1
 MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shapes change too often to keep all
+SPARE_SECONDS = 2.0  # for which an idle engine keeps it: fresh memory costs more than it seems
 WRITE_DOWN_SECONDS = 0.1  # between two hand-overs to the SSD, while rows run
 SAVE_SECONDS = 10.0  # for the SSD, before the end
 RATE_SAMPLE_TOKENS = 64  # shorter pieces of prompt say little of how fast prompts are computed
@@ -272,7 +273,11 @@ class Engine:
                 if not self._prefix.waiting_to_write:
                     break
                 time.sleep(0.01)  # the disk is behind
-        self._inbox.get()()
+        try:
+            self._inbox.get(timeout=SPARE_SECONDS)()
+        except queue.Empty:
+            mx.clear_cache()
+            self._inbox.get()()
 
     def _write_down(self) -> bool:
         self._written_down = time.monotonic()
@@ -294,7 +299,6 @@ class Engine:
     def _rest(self) -> None:
         """Nothing runs: memory goes back, and whoever waits for that is told."""
         self._runner.rest()
-        mx.clear_cache()
         self._gauge()
         self._idle.set()
 

@@ -270,10 +270,11 @@ class Runner:
             self._keep(row)
 
     def _keep(self, row: Row) -> None:
-        """Hands a row's blocks to the prefix cache. Its last token may not have gone through the model yet."""
+        """Hands a row's blocks to the prefix cache: of the tokens that are known, those that went through the model."""
         if isinstance(self._prefix, BlockPrefix) and row.chain is not None and isinstance(self.cache, SlotCache):
             assert row.position is not None
-            self._prefix.commit(self.cache.layers, row.position, row.chain, (row.prompt + row.tokens)[:-1])
+            text = row.prompt + row.tokens + ([row.stop_token] if row.stop_token is not None else [])
+            self._prefix.commit(self.cache.layers, row.position, row.chain, text[: row.length])
 
     def _join(self, row: Row, job: Job, source: int) -> None:
         assert job.staged is not None

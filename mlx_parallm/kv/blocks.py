@@ -33,9 +33,13 @@ class Chain:
     def extend(self, tokens: Sequence[int]) -> "Chain":
         """Goes on to the last full block of `tokens`, whose beginning the chain has covered already."""
         for start in range(len(self.hashes) * self.size, len(tokens) - self.size + 1, self.size):
-            block = array("i", tokens[start : start + self.size]).tobytes()
-            self.hashes.append(blake2b(self.before(len(self.hashes)) + block, digest_size=DIGEST).digest())
+            self.hashes.append(self.following(tokens[start : start + self.size]))
         return self
+
+    def following(self, tokens: Sequence[int]) -> bytes:
+        """The hash of a block of `tokens` after all the chain's."""
+        block = array("i", tokens).tobytes()
+        return blake2b(self.before(len(self.hashes)) + block, digest_size=DIGEST).digest()
 
     def before(self, number: int) -> bytes:
         return self.hashes[number - 1] if number else self.root
@@ -138,16 +142,27 @@ class BlockPool:
             hash_ = chain.hashes[number]
             if hash_ in self._by_hash:
                 continue
-            id_ = self._place(gone, kept)
+            start = number * self.size
+            content = tuple(tokens[start : start + self.size])
+            id_ = self._place_for(chain.before(number), content, gone, kept)
             if id_ is None:
                 break
-            start = number * self.size
-            block = Block(id_, hash_, chain.before(number), tuple(tokens[start : start + self.size]), refs=1)
-            self._blocks[id_] = block
-            self._by_hash[hash_] = id_
-            self._children.setdefault(block.parent, []).append(id_)
+            self._enter(Block(id_, hash_, chain.before(number), content, refs=1))
             placed.append((number, id_))
         return placed, gone
+
+    def commit_tail(self, chain: Chain, tokens: Sequence[int]) -> tuple[int | None, list[Block]]:
+        """The same for the tokens after a chain's last full block: a block that is not full, found by its tokens."""
+        content = tuple(tokens[len(chain.hashes) * self.size :])
+        hash_, parent = chain.following(content), chain.before(len(chain.hashes))
+        gone: list[Block] = []
+        known = self._nearest(parent, content)[1] == len(content)
+        if not content or known or (chain.hashes and parent not in self._by_hash):
+            return None, gone
+        id_ = self._place_for(parent, content, gone, set(chain.hashes))
+        if id_ is not None:
+            self._enter(Block(id_, hash_, parent, content, refs=1))
+        return id_, gone
 
     def flush(self) -> None:
         """Forgets all blocks that nobody uses."""
@@ -172,11 +187,26 @@ class BlockPool:
         """The block after `parent` that begins most like `tokens`, and how many they share."""
         best = (-1, 0)
         for id_ in self._children.get(parent, [])[-NEAREST:]:
-            pairs = zip(self._blocks[id_].tokens, tokens, strict=False)
-            shared = next((i for i, (one, two) in enumerate(pairs) if one != two), min(self.size, len(tokens)))
+            known = self._blocks[id_].tokens
+            pairs = zip(known, tokens, strict=False)
+            shared = next((i for i, (one, two) in enumerate(pairs) if one != two), min(len(known), len(tokens)))
             if shared > best[1]:
                 best = (id_, shared)
         return best
+
+    def _enter(self, block: Block) -> None:
+        self._blocks[block.id] = block
+        self._by_hash[block.hash] = block.id
+        self._children.setdefault(block.parent, []).append(block.id)
+
+    def _place_for(self, parent: bytes, tokens: tuple[int, ...], gone: list[Block], kept: set[bytes]) -> int | None:
+        """A place for a new block: that of one which was not full and which `tokens` go on from, if there is one."""
+        for id_ in self._children.get(parent, []):
+            known = self._blocks[id_].tokens
+            if len(known) < len(tokens) and id_ in self._unused and tokens[: len(known)] == known:
+                self._forget(id_)
+                return id_
+        return self._place(gone, kept)
 
     def _place(self, gone: list[Block], kept: set[bytes]) -> int | None:
         if self._free:

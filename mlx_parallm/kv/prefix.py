@@ -7,7 +7,7 @@ keeping. Engine thread only.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -110,17 +110,16 @@ class BlockPrefix:
         self.metrics.lookups += 1
         self.metrics.hits += match.length > 0
         self.metrics.hit_tokens += match.length
-        self._keep(self._pool[id_].hash for id_ in match.ids)  # used twice: worth the disk
+        self._keep(self._pool[id_] for id_ in match.ids)  # used twice: worth the disk
 
     def fill(self, staged: list[PromptLayer], matches: Sequence[Match]) -> list[PromptLayer]:
-        length, rows = matches[0].length, len(matches)
+        length, rows, capacity = matches[0].length, len(matches), staged[0].capacity
         if all(match.ids == matches[0].ids for match in matches):
-            sides = self._store.read(matches[0].ids, 1, length)
-            mx.async_eval(sides)  # before anything is written over the blocks
+            sides = self._store.read(matches[0].ids, 1, length, capacity)
             sides = [mx.broadcast_to(side, (rows, *side.shape[1:])) for side in sides] if rows > 1 else sides
         else:
-            sides = self._store.read([id_ for match in matches for id_ in match.ids], rows, length)
-            mx.async_eval(sides)
+            sides = self._store.read([id_ for match in matches for id_ in match.ids], rows, length, capacity)
+        mx.async_eval(sides)  # before anything is written over the blocks
         for layer, keys, values in zip(staged, sides[::2], sides[1::2], strict=True):
             layer.restore(keys, values, length)
         return staged
@@ -129,15 +128,19 @@ class BlockPrefix:
         """Keeps the full blocks of `tokens`, whose keys and values a row of `layers` holds, that are not kept yet."""
         chain.extend(tokens)
         placed, gone = self._pool.commit(chain, tokens, range(len(chain.hashes)))
+        sides = [side for layer in layers for side in (layer.keys, layer.values)]
+        if (len(chain.hashes) + 1) * self._size <= sides[0].shape[2]:
+            tail, gone_too = self._pool.commit_tail(chain, tokens)
+            placed += [(len(chain.hashes), tail)] if tail is not None else []
+            gone += gone_too
         if not placed:
             return
         self._rescue(gone)
         numbers, ids = [number for number, _ in placed], [id_ for _, id_ in placed]
-        sides = [side for layer in layers for side in (layer.keys, layer.values)]
         self._store.write(sides, row, numbers, ids)
         self._pool.release(Match(ids))
         if len(tokens) >= KEEP_TOKENS:
-            self._keep(chain.hashes)
+            self._keep(self._pool.by_hash(hash_) for hash_ in chain.hashes if hash_ in self._pool)
         self.gauge()
 
     def on_disk(self, chain: Chain, tokens: Sequence[int]) -> list[bytes]:
@@ -205,11 +208,13 @@ class BlockPrefix:
     def check_integrity(self) -> None:
         self._pool.check_integrity()
 
-    def _keep(self, hashes: Any) -> None:
+    def _keep(self, blocks: Iterable[Block]) -> None:
         if self.disk is not None:
-            for hash_ in hashes:
-                if hash_ not in self.disk:
-                    self._down[hash_] = None
+            self._down |= {block.hash: None for block in blocks if self._lasting(block)}
+
+    def _lasting(self, block: Block) -> bool:
+        """Whether a block should go to the disk: one that is full and not there."""
+        return self.disk is not None and len(block.tokens) == self._size and block.hash not in self.disk
 
     def _rescue(self, gone: Sequence[Block]) -> None:
         """Copies evicted blocks before their places are written over, as long as the disk keeps up."""
@@ -217,7 +222,7 @@ class BlockPrefix:
             return
         waiting = sum(len(hashes) for hashes, _ in self._rescued) * self._store.block_bytes
         room = (MAX_RESCUED_BYTES - waiting) // self._store.block_bytes
-        lost = [block for block in gone if block.hash not in self.disk]
+        lost = [block for block in gone if self._lasting(block)]
         self.disk.metrics.dropped += max(0, len(lost) - max(0, room))
         self._copy(lost[: max(0, room)])
 

@@ -71,6 +71,24 @@ def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None
         pool.release(twice)
 
 
+def test_the_end_of_a_text_is_found_too_until_it_goes_on() -> None:
+    pool = BlockPool(8, 4)
+    text = [1, 2, 3, 4, 5, 6]
+    put(pool, text)
+    tail, _ = pool.commit_tail(chain(text), text)
+    assert tail is not None
+    pool.release(Match([tail]))
+    assert pool.commit_tail(chain(text), text) == (None, [])
+    longer = [*text, 7, 8, 9]
+    match = pool.match(chain(longer), longer, 8)
+    assert match.length == 6
+    pool.release(match)
+    assert put(pool, longer) == [tail]  # the full block takes the place of the one that was not
+    assert pool.match(chain(longer), longer, 8).length == 8
+    assert pool.cached == 2
+    pool.check_integrity()
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), total=st.integers(1, 12), size=st.integers(1, 5))
 def test_nothing_is_lost_whatever_happens(seed: int, total: int, size: int) -> None:
@@ -85,7 +103,9 @@ def test_nothing_is_lost_whatever_happens(seed: int, total: int, size: int) -> N
             placed, gone = pool.commit(text, tokens, range(len(text.hashes)))
             assert len({id_ for _, id_ in placed}) == len(placed)
             assert not {block.hash for block in gone} & set(text.hashes)
-            pool.release(Match([id_ for _, id_ in placed]))
+            tail, gone = pool.commit_tail(text, tokens)
+            assert tail is None or tail not in [id_ for _, id_ in placed]
+            pool.release(Match([id_ for _, id_ in placed] + ([tail] if tail is not None else [])))
         elif action < 0.8:
             match = pool.match(text, tokens, len(tokens) - 1)
             known = [token for id_ in match.ids for token in pool[id_].tokens]

@@ -29,15 +29,18 @@ def test_what_is_written_is_read(segment_bytes: int, monkeypatch: pytest.MonkeyP
     for row, ids in places.items():
         store.write(sides, row, range(6), ids)
     for row, ids in places.items():
-        same(store.read(ids, 1, 6 * SIZE), sides, row, 6 * SIZE)
-        same(store.read(ids[:3], 1, 9), sides, row, 9)
-    both = store.read([*places[0][:2], *places[2][:2]], 2, 7)
+        same(store.read(ids, 1, 6 * SIZE, 6 * SIZE), sides, row, 6 * SIZE)
+        same(store.read(ids[:3], 1, 9, 9), sides, row, 9)
+    both = store.read([*places[0][:2], *places[2][:2]], 2, 7, 7)
+    roomy = store.read(places[0], 1, 10, 64)
+    assert all(side.shape[2] == 64 for side in roomy)
+    same([side[:, :, :10] for side in roomy], sides, 0, 10)
     for one, other in zip(both, sides, strict=True):
         assert mx.array_equal(one, mx.stack([other[0, :, :7], other[2, :, :7]]))
     store.write(sides, 1, [1, 4], [7, 40])  # some blocks of a row, over others
-    same(store.read([7], 1, SIZE), [side[:, :, SIZE:] for side in sides], 1, SIZE)
-    same(store.read([40], 1, SIZE), [side[:, :, 4 * SIZE :] for side in sides], 1, SIZE)
-    same(store.read([8], 1, SIZE), [side[:, :, SIZE:] for side in sides], 0, SIZE)
+    same(store.read([7], 1, SIZE, SIZE), [side[:, :, SIZE:] for side in sides], 1, SIZE)
+    same(store.read([40], 1, SIZE, SIZE), [side[:, :, 4 * SIZE :] for side in sides], 1, SIZE)
+    same(store.read([8], 1, SIZE, SIZE), [side[:, :, SIZE:] for side in sides], 0, SIZE)
 
 
 @pytest.mark.parametrize(("bits", "within"), [(None, 0.0), (8, 0.02), (4, 0.4)])
@@ -45,11 +48,11 @@ def test_by_way_of_the_host_and_quantised(bits: int | None, within: float) -> No
     store = BlockStore(SIZE, SIDES, Packing(bits, 32), max_bytes=1 << 30)
     sides = rows(1, 3 * SIZE)
     store.write(sides, 0, range(3), [5, 6, 7])
-    same(store.read([5, 6, 7], 1, 3 * SIZE), sides, 0, 3 * SIZE, within)
+    same(store.read([5, 6, 7], 1, 3 * SIZE, 3 * SIZE), sides, 0, 3 * SIZE, within)
     host = store.to_host(store.copies([5, 6, 7]))
     assert [(plane.shape, str(plane.dtype)) for plane in host[0]] == store.host_shapes()
     store.write_host(host, [20, 21, 22])
-    for one, other in zip(store.read([20, 21, 22], 1, 12), store.read([5, 6, 7], 1, 12), strict=True):
+    for one, other in zip(store.read([20, 21, 22], 1, 12, 12), store.read([5, 6, 7], 1, 12, 12), strict=True):
         assert mx.array_equal(one, other)
     plain = BlockStore(SIZE, SIDES, Packing(), max_bytes=1 << 30).block_bytes
     assert store.block_bytes <= (plain if bits is None else plain * (bits / 32 + 0.1))

@@ -8,9 +8,12 @@
 prefix: the time to the first token of prompts with a long common beginning: cold, warm in RAM, and from SSD after
 a restart. chats: how many prompt tokens are computed in a straight chat and in branching ones, beside the peer.
 overhead: throughput with the cache and without, when nothing is shared. drift: what --kv-bits does to answers.
+snapshots: the same as prefix for small random models with sliding windows and recurrent states. swapping: whether
+rows that lose their place for lack of memory answer the same, and how much of them is computed again.
 """
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,8 @@ from mlx_parallm.bench_cli import parse_span
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.words import WORDS
 
-PARTS = ("prefix", "chats", "overhead", "drift")
+PARTS = ("prefix", "snapshots", "chats", "swapping", "overhead", "drift")
+SNAPSHOT_TOKENS = 500
 Message = dict[str, str]
 
 
@@ -98,7 +103,7 @@ def cached(answer: dict[str, Any]) -> int:
 # A long common beginning: cold, in RAM, on SSD.
 
 
-def measure_prefix(model: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_prefix(model: str, tokens: int, repeats: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {"cold": [], "warm in RAM": [], "from SSD after a restart": []}
     hits: dict[str, list[int]] = {name: [] for name in times}
     with tempfile.TemporaryDirectory() as folder:
@@ -106,8 +111,8 @@ def measure_prefix(model: str, args: argparse.Namespace) -> dict[str, Any]:
             with servers.running(servers.ours(model, ["--ssd-cache-dir", folder])) as server:
                 client = Client(server)
                 client.first_token(client.tokens(words(200, "warm-up")))
-                for repeat in range(args.repeats):
-                    beginning = client.tokens(words(2 * args.prefix_tokens, repeat))[: args.prefix_tokens]
+                for repeat in range(repeats):
+                    beginning = client.tokens(words(2 * tokens, repeat))[:tokens]
                     for name in names:
                         question = client.tokens(words(24, f"{name} {repeat}"))[:16]
                         seconds, found = client.first_token(beginning + question)
@@ -121,8 +126,8 @@ def measure_prefix(model: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show_prefix(console: Console, found: dict[str, Any], args: argparse.Namespace) -> None:
-    table = Table(title=f"time to the first token, {args.prefix_tokens} tokens in common", title_justify="left")
+def show_prefix(console: Console, found: dict[str, Any], tokens: int, model: str = "") -> None:
+    table = Table(title=f"time to the first token, {tokens} tokens in common{model}", title_justify="left")
     for column in ("", "seconds", "of cold", "cached tokens"):
         table.add_column(column, justify="right" if column else "left")
     for name, row in found.items():
@@ -197,6 +202,50 @@ def show_chats(console: Console, found: dict[str, Any]) -> None:
         values = [row[chat][extra] for row in found.values()]
         table.add_row(f"{chat}: {extra}", *(f"{v:.2f}×" if chat == "straight chat" else f"{v:,}" for v in values))
     console.print(table)
+
+
+# Rows that lose their place.
+
+
+def measure_swapping(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Clients that all want long answers, with memory for all of them, and for half."""
+    found: dict[str, Any] = {}
+    limit = ""
+    for name in ("room for all", "room for half"):
+        flags = ["--max-batch-size", str(args.clients), "--num-blocks", "4096", *limit.split()]
+        with servers.running(servers.ours(model, flags)) as server:
+            client = Client(server)
+            client.post("/v1/completions", prompt=words(20, "warm-up"), max_tokens=4)
+            before = client.metrics()
+            with ThreadPoolExecutor(args.clients) as pool:
+                texts = list(pool.map(functools.partial(long_answer, client), range(args.clients)))
+            after = client.metrics()
+        found[name] = {
+            "texts": texts,
+            "preemptions": after["preemptions"] - before["preemptions"],
+            "prompt tokens computed": after["prompt_tokens"] - before["prompt_tokens"],
+        }
+        # Half of what these rows take: they grow past 256 tokens, so that each has a place of 512.
+        per_token = after["prefix"]["bytes"] // max(1, after["prefix"]["blocks_cached"]) // 16
+        limit = f"--kv-cache-memory {args.clients // 2 * 512 * per_token}"
+    return found
+
+
+def long_answer(client: Client, number: int) -> str:
+    prompt = words(60 + 5 * number, f"swapping {number}")
+    answer = client.post("/v1/completions", prompt=prompt, max_tokens=160, ignore_eos=True)
+    return str(answer["choices"][0]["text"])
+
+
+def show_swapping(console: Console, found: dict[str, Any]) -> None:
+    everyone, half = found.values()
+    same = sum(one == other for one, other in zip(everyone["texts"], half["texts"], strict=True))
+    console.print(
+        f"room for half of the rows: {same} of {len(half['texts'])} answers are the same; {half['preemptions']} times "
+        f"a row lost its place; {half['prompt tokens computed']:,} prompt tokens computed, "
+        f"{everyone['prompt tokens computed']:,} with room for all",
+        soft_wrap=True,
+    )
 
 
 # What it costs when nothing is shared.
@@ -292,11 +341,17 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 110)
     found: dict[str, Any] = {}
     if "prefix" in parts:
-        found["prefix"] = measure_prefix(model, args)
-        show_prefix(console, found["prefix"], args)
+        found["prefix"] = measure_prefix(model, args.prefix_tokens, args.repeats)
+        show_prefix(console, found["prefix"], args.prefix_tokens)
+    for kind in weights.KINDS if "snapshots" in parts else ():
+        found[kind] = measure_prefix(str(weights.small(kind)), SNAPSHOT_TOKENS, args.repeats)
+        show_prefix(console, found[kind], SNAPSHOT_TOKENS, f", {kind}")
     if "chats" in parts:
         found["chats"] = measure_chats(model, args)
         show_chats(console, found["chats"])
+    if "swapping" in parts:
+        found["swapping"] = measure_swapping(model, args)
+        show_swapping(console, found["swapping"])
     if "overhead" in parts:
         found["overhead"] = measure_overhead(model, args)
         show_overhead(console, found["overhead"], args)

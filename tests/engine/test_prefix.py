@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import prefix, snapshots
+from mlx_parallm.kv.slots import SlotCache
 from tests.engine.harness import Answer, Bare, Driver, driver, driver_of
 from tests.tiny import tiny
 
@@ -139,6 +140,29 @@ def test_models_that_can_not_be_cut_reuse_their_beginnings(kind: str) -> None:
         assert running.ask(PROMPT, max_tokens=4, cache_salt="tenant").deltas[0].cached_tokens == 0
         assert running.engine.metrics.prefix.snapshots > 0
         running.settle()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "hybrid"])
+def test_rows_that_lose_their_place_go_on_as_if_nothing_had_happened(kind: str) -> None:
+    prompts = [random.Random(seed).choices(range(3, 250), k=100 + 9 * seed) for seed in range(32)]
+    options = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+
+    def answers(running: Driver) -> list[list[int]]:
+        pending = [running.submit(prompt, **options)[1] for prompt in prompts]
+        return [one.wait()[0].tokens for one in pending]
+
+    with driver(kind, max_batch_size=32, num_blocks=2000) as running:
+        expected = answers(running)
+        assert running.engine.metrics.preemptions == 0
+        cache = running.engine._runner.cache
+        per_token = cache.bytes_per_token if isinstance(cache, SlotCache) else cache._bytes_per_token
+    with driver(kind, max_batch_size=32, num_blocks=2000, kv_cache_memory=int(16 * 512 * per_token)) as running:
+        assert answers(running) == expected
+        running.settle()
+        metrics = running.engine.metrics
+        assert metrics.preemptions > 0
+        if kind == "llama":  # what was known of a row was not computed again
+            assert metrics.prompt_tokens <= sum(map(len, prompts)) + 2 * metrics.preemptions
 
 
 PROMPT = list(range(10, 110))

@@ -446,6 +446,8 @@ class Engine:
             metrics.prompt_rate.add(step.count, seconds)
             if step.count >= RATE_SAMPLE_TOKENS:
                 self._scheduler.note_rate(step.count / max(seconds, 1e-6))
+                if self._prefix is not None:
+                    self._prefix.prompt_rate = self._scheduler.prompt_rate
         self._gauge()
 
     def _flush(self) -> int:

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 VERSION = "1"
 SUFFIX = ".safetensors"
 MAX_QUEUED_BYTES = 128 << 20  # of payloads that wait to be written; what comes then is dropped
+FIRST_READ_RATE = 1e9  # bytes a second, before anything has been read
+RATE_SAMPLE_BYTES = 4 << 20  # less says little of how fast files are read
 LOOK_AGAIN_SECONDS = 10.0  # for what another server has written
 FULL_SCAN_SECONDS = 600.0
 REST_AFTER_ERROR_SECONDS = 30.0
@@ -102,6 +104,7 @@ class DiskTier:
         self._done.set()
         self._thread = threading.Thread(target=self._main, name="kv-disk", daemon=True)
         self.metrics = DiskMetrics()
+        self.read_rate = FIRST_READ_RATE  # bytes a second, as measured
 
     # From the engine thread.
 
@@ -202,12 +205,16 @@ class DiskTier:
 
     def _read(self, hashes: list[bytes], then: Callable[[list[Payload]], None]) -> None:
         found: list[Payload] = []
+        begin = time.perf_counter()
         try:
             for hash_ in hashes:
                 payload = self._work.writes.get(hash_) or self._get(hash_)
                 if payload is None:
                     break
                 found.append(payload)
+            size = sum(payload.nbytes for payload in found)
+            if size >= RATE_SAMPLE_BYTES:
+                self.read_rate = (self.read_rate + size / (time.perf_counter() - begin)) / 2
         finally:
             then(found)  # somebody waits
 

@@ -28,6 +28,7 @@ class Prefix(Protocol):
     metrics: PrefixMetrics
     max_bytes: int
     disk: DiskTier | None
+    prompt_rate: float  # prompt tokens a second, as measured; what is computed sooner than read need not be on disk
 
     def chain(self, tokens: Sequence[int], salt: str) -> Chain: ...
 
@@ -87,6 +88,7 @@ class BlockPrefix:
         self._rescued: deque[tuple[list[bytes], list[Planes]]] = deque()  # copies of blocks on their way there
         self._batch = max(1, BATCH_BYTES // store.block_bytes)
         self.disk = disk
+        self.prompt_rate = 0.0
         self.max_bytes = store.total * store.block_bytes
         self.metrics = PrefixMetrics(blocks_total=store.total)
 
@@ -144,7 +146,7 @@ class BlockPrefix:
         self.gauge()
 
     def on_disk(self, chain: Chain, tokens: Sequence[int]) -> list[bytes]:
-        if self.disk is None:
+        if self.disk is None or not self._disk_pays():
             return []
         first = self._pool.longest(chain)
         last = min(len(chain.hashes), -(-(len(tokens) - 1) // self._size))
@@ -209,8 +211,14 @@ class BlockPrefix:
         self._pool.check_integrity()
 
     def _keep(self, blocks: Iterable[Block]) -> None:
-        if self.disk is not None:
+        if self._disk_pays():
             self._down |= {block.hash: None for block in blocks if self._lasting(block)}
+
+    def _disk_pays(self) -> bool:
+        """Whether to read a block takes less time than to compute it."""
+        if self.disk is None:
+            return False
+        return self.prompt_rate * self._store.block_bytes <= self.disk.read_rate * self._size
 
     def _lasting(self, block: Block) -> bool:
         """Whether a block should go to the disk: one that is full and not there."""
@@ -218,7 +226,7 @@ class BlockPrefix:
 
     def _rescue(self, gone: Sequence[Block]) -> None:
         """Copies evicted blocks before their places are written over, as long as the disk keeps up."""
-        if self.disk is None or not gone:
+        if self.disk is None or not gone or not self._disk_pays():
             return
         waiting = sum(len(hashes) for hashes, _ in self._rescued) * self._store.block_bytes
         room = (MAX_RESCUED_BYTES - waiting) // self._store.block_bytes

@@ -51,6 +51,7 @@ class SnapshotPrefix:
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._down: OrderedDict[bytes, Snapshot] = OrderedDict()  # shall be on disk
         self.disk = disk
+        self.prompt_rate = 0.0
         self.max_bytes = max_bytes
         self.metrics = PrefixMetrics()
 
@@ -173,6 +174,8 @@ class SnapshotPrefix:
     def _keep(self, hash_: bytes, snapshot: Snapshot) -> None:
         if self.disk is None or hash_ in self.disk or hash_ in self._down:
             return
+        if self.prompt_rate * snapshot.nbytes > self.disk.read_rate * snapshot.length:
+            return  # it is computed sooner than read
         if sum(other.nbytes for other in self._down.values()) + snapshot.nbytes > self.max_bytes // 4:
             self.disk.metrics.dropped += 1
             return

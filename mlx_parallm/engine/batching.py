@@ -63,7 +63,14 @@ def prefix_cache(
     widths = {side.width for side in cache.sides}
     if config.kv_bits is not None and any(width % config.kv_group_size for width in widths):
         raise ModelLoadError(f"--kv-group-size {config.kv_group_size} does not divide this model's heads of {widths}")
-    store = BlockStore(config.block_size, cache.sides, packing, max_bytes=max_bytes, blocks=config.num_blocks)
+    store = BlockStore(
+        config.block_size,
+        cache.sides,
+        packing,
+        max_bytes=max_bytes,
+        blocks=config.num_blocks,
+        fused=tuning.fused,
+    )
     identity = _identity(model, config, f"{packing} {store.host_shapes()}")
     return BlockPrefix(store, config.block_size, identity, tuning.min_match, _disk(config, identity))
 

@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-MAX_RUNS = 8  # of neighbouring blocks that are read as slices: on the CPU much faster than gathered
+from mlx_parallm.kv.collect import collector
+
 SEGMENT_BYTES = 64 << 20
 
 Planes = list[mx.array]  # (blocks, sides, H, size, D); quantised: values, scales and biases
@@ -49,7 +50,14 @@ class Side:
 
 class BlockStore:
     def __init__(
-        self, size: int, sides: Sequence[Side], packing: Packing, *, max_bytes: int, blocks: int | None = None
+        self,
+        size: int,
+        sides: Sequence[Side],
+        packing: Packing,
+        *,
+        max_bytes: int,
+        blocks: int | None = None,
+        fused: bool = False,
     ) -> None:
         """`sides`: each layer's keys, then its values. `blocks` or else `max_bytes` says how many blocks there are."""
         self._size = size
@@ -62,6 +70,10 @@ class BlockStore:
         self.block_bytes = sum(plane.nbytes for planes in self._like for plane in planes)
         self.total = blocks or max(1, max_bytes // self.block_bytes)
         self._per_segment = min(self.total, max(1, SEGMENT_BYTES // self.block_bytes))
+        self._collectors = [
+            collector(len(members), side.heads, side.width, size, side.dtype) if fused else None
+            for side, members in self._groups.items()
+        ]
         self._segments: dict[int, list[Planes]] = {}  # by group
 
     @property
@@ -73,23 +85,26 @@ class BlockStore:
 
     def write(self, sides: Sequence[mx.array], row: int, numbers: Sequence[int], ids: Sequence[int]) -> None:
         """Copies blocks of one row of `sides` (B, H, T, D), given by their numbers in it, in ascending order."""
-        first, end, size = numbers[0], numbers[-1] + 1, self._size
         blocks = []
-        for side, members in self._groups.items():
-            cut = [sides[i][row, :, first * size : end * size] for i in members]
-            x = mx.stack(cut).reshape(len(members), side.heads, end - first, size, side.width)
-            x = x.transpose(2, 0, 1, 3, 4)  # (blocks, sides, H, size, D)
-            if len(numbers) < end - first:
-                x = x[mx.array([number - first for number in numbers])]
+        for (side, members), collect in zip(self._groups.items(), self._collectors, strict=True):
+            group = [sides[i] for i in members]
+            x = collect(group, row, numbers) if collect else self._collected(side, group, row, numbers)
             blocks.append(self._packing.pack(x))
         self._put(blocks, ids)
+
+    def _collected(self, side: Side, group: list[mx.array], row: int, numbers: Sequence[int]) -> mx.array:
+        """Blocks of one row: (blocks, sides, H, size, D)."""
+        first, end, size = numbers[0], numbers[-1] + 1, self._size
+        cut = [array[row, :, first * size : end * size] for array in group]
+        x = mx.stack(cut).reshape(len(group), side.heads, end - first, size, side.width).transpose(2, 0, 1, 3, 4)
+        return x if len(numbers) == end - first else x[mx.array([number - first for number in numbers])]
 
     def read(self, ids: Sequence[int], rows: int, length: int, capacity: int) -> list[mx.array]:
         """The first `length` tokens of `rows` texts, equally many blocks of each: (rows, H, capacity, D) per side."""
         sides: dict[int, mx.array] = {}
         for group, (side, members) in enumerate(self._groups.items()):
             x = self._packing.unpack(self._get(group, ids), side.dtype)  # (rows * n, sides, H, size, D)
-            x = x.reshape(rows, -1, *x.shape[1:]).transpose(2, 0, 3, 1, 4, 5)  # a view, if the blocks are neighbours
+            x = x.reshape(rows, -1, *x.shape[1:]).transpose(2, 0, 3, 1, 4, 5)
             rest = mx.zeros((rows, side.heads, capacity - length, side.width), side.dtype)
             for i, member in enumerate(members):
                 # Each in memory of its own, with room to grow: copied once, and written in place from then on.
@@ -130,22 +145,16 @@ class BlockStore:
             mx.async_eval(segment)
 
     def _get(self, group: int, ids: Sequence[int]) -> Planes:
+        """Copies, not slices: a slab that somebody looks into could not be written in place."""
         chosen = self._by_segment(ids)
         parts = [
-            [self._chosen(slab, ids, members) for slab in self._segments[number][group]]
+            [slab[mx.array([ids[i] % self._per_segment for i in members])] for slab in self._segments[number][group]]
             for number, members in chosen.items()
         ]
         if len(parts) == 1:
             return parts[0]
         order = mx.array(np.argsort([i for members in chosen.values() for i in members]))
         return [mx.concatenate(list(planes))[order] for planes in zip(*parts, strict=True)]
-
-    def _chosen(self, slab: mx.array, ids: Sequence[int], members: Sequence[int]) -> mx.array:
-        runs = _runs(ids, members)
-        if len(runs) > MAX_RUNS:
-            return slab[mx.array([ids[i] % self._per_segment for i in members])]
-        slices = [slab[ids[i] % self._per_segment :][:length] for i, length in runs]
-        return mx.concatenate(slices) if len(slices) > 1 else slices[0]
 
     def _by_segment(self, ids: Sequence[int]) -> dict[int, list[int]]:
         """Places in `ids`, by the segment that holds the block."""

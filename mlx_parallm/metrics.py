@@ -34,6 +34,7 @@ class DiskMetrics:
     bytes: int = 0  # of all models in the folder
     reads: int = 0
     read_bytes: int = 0
+    read_rate: int = 0  # bytes a second
     misses: int = 0  # files that were known, and gone when they were wanted
     writes: int = 0
     written_bytes: int = 0

@@ -6,8 +6,10 @@ logits that each row gives alone; the first that does is used, so an architectur
 costs speed, never wrong tokens. This also warms the kernels up.
 """
 
+import json
 import logging
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import MergedCache, SerialCache
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
-from mlx_parallm.kv.snapshots import SnapshotPrefix
+from mlx_parallm.kv.snapshots import SnapshotPrefix, can_be_restored
 from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel, fingerprint
@@ -55,8 +57,10 @@ def prefix_cache(
     if config.num_blocks == 0:
         return None
     if isinstance(cache, (MergedCache, SerialCache)):
-        identity = _identity(model, config, "snapshots")
-        disk = _disk(config, identity)
+        if config.kv_bits is not None or config.num_blocks is not None:
+            log.warning("%s keeps snapshots, not blocks: --kv-bits and --num-blocks mean nothing to it", model.name)
+        identity = _identity(model, config, f"snapshots of mlx-lm {version('mlx-lm')}")
+        disk = _disk(config, identity) if can_be_restored(cache.make_cache()) else None
         return SnapshotPrefix(cache.make_cache, config.block_size, identity, max_bytes, tuning.min_match, disk)
     assert isinstance(cache, SlotCache)
     packing = Packing(config.kv_bits, config.kv_group_size)
@@ -78,7 +82,8 @@ def prefix_cache(
 def _identity(model: LanguageModel, config: ServeConfig, form: str) -> str:
     """Whatever, beside the text, decides what is kept: files of another identity never match."""
     weights = fingerprint(model.module) if config.ssd else model.source
-    return repr((model.config.get("model_type"), model.precision, weights, config.block_size, form))
+    settings = json.dumps(model.config, sort_keys=True, default=str)  # RoPE, windows, whatever else is no weight
+    return repr((settings, model.precision, weights, config.block_size, form))
 
 
 def _disk(config: ServeConfig, identity: str) -> DiskTier | None:

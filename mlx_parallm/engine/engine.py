@@ -42,6 +42,9 @@ DEADLINE_CHECK_SECONDS = 0.1
 MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shapes change too often to keep all
 SPARE_SECONDS = 2.0  # for which an idle engine keeps it: fresh memory costs more than it seems
 WRITE_DOWN_SECONDS = 0.1  # between two hand-overs to the SSD, while rows run
+FETCH_SECONDS = 5.0  # for which a prompt waits for a piece from the SSD, before it is computed
+MAX_FETCHES = 2
+FLUSH_SECONDS = 30.0
 SAVE_SECONDS = 10.0  # for the SSD, before the end
 RATE_SAMPLE_TOKENS = 64  # shorter pieces of prompt say little of how fast prompts are computed
 
@@ -82,6 +85,8 @@ class Engine:
         self._admission: Admission
         self._prefix: Prefix | None
         self._written_down = 0.0
+        self._to_fetch: deque[Job] = deque()  # waiting prompts of which the SSD has something
+        self._fetches = 0  # reads under way
         self._runner: Runner
         self._scheduler: Scheduler
         self._ahead: int
@@ -133,7 +138,10 @@ class Engine:
 
     def flush_cache(self) -> int:
         """Forgets every cached block that is not in use, and says how many."""
-        return self._ask(self._flush)
+        flushed = self._ask(self._flush)
+        if self._prefix is not None and self._prefix.disk is not None:
+            self._prefix.disk.settle(FLUSH_SECONDS)
+        return flushed
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance; the engine thread looks, between two steps."""
@@ -210,7 +218,7 @@ class Engine:
         self._ahead = tuning.ahead
         # Of the memory at hand two thirds are for rows that run, one third for cached blocks.
         limit = config.kv_cache_memory or memory_for_cache() * 2 // 3
-        mx.set_cache_limit(min(limit // 4, MAX_SPARE_BYTES))
+        mx.set_cache_limit(min(limit // 8, MAX_SPARE_BYTES))
         forward = Forward(self.model.module)
         cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
         self._prefix = prefix_cache(self.model, cache, config, limit // 2, tuning)
@@ -334,18 +342,41 @@ class Engine:
         """While a prompt waits, what the SSD has of it is read."""
         if self._prefix is None or self._prefix.disk is None or job.chain is None or wants_prompt_logprobs(job):
             return
-        wanted = self._prefix.on_disk(job.chain, job.tokens)
-        job.fetching = bool(wanted)
-        if wanted:
-            self._prefix.disk.read(wanted, lambda found: self._inbox.put(lambda: self._fetched(job, wanted, found)))
+        if self._prefix.on_disk(job.chain, job.tokens):
+            self._to_fetch.append(job)
+            job.fetching_until = time.monotonic() + FETCH_SECONDS
+            self._start_fetches()
+
+    def _start_fetches(self) -> None:
+        """A few at a time: what was read and not taken over is in memory twice."""
+        assert self._prefix is not None
+        assert self._prefix.disk is not None
+        while self._to_fetch and self._fetches < MAX_FETCHES and not self._prefix.disk.stuck:
+            job = self._to_fetch.popleft()
+            assert job.chain is not None
+            job.fetching_until = 0.0
+            wanted = self._prefix.on_disk(job.chain, job.tokens) if job in self._scheduler.waiting else []
+            if wanted:
+                self._fetches += 1
+                job.fetching_until = time.monotonic() + FETCH_SECONDS
+                self._read_for(job, wanted)
+
+    def _read_for(self, job: Job, wanted: list[bytes]) -> None:
+        assert self._prefix is not None
+        assert self._prefix.disk is not None
+        self._prefix.disk.read(wanted, lambda found: self._inbox.put(lambda: self._fetched(job, wanted, found)))
 
     def _fetched(self, job: Job, wanted: list[bytes], found: list[Payload]) -> None:
+        """Takes over what was read; a job that no longer waits for it may find it all the same."""
         assert self._prefix is not None
         assert job.chain is not None
-        job.fetching = False
+        self._fetches -= 1
         more = self._prefix.adopt(job.chain, job.tokens, wanted, found)
-        if more and len(found) == len(wanted) and job in self._scheduler.waiting:
-            self._fetch(job)
+        if more and len(found) == len(wanted):
+            self._to_fetch.appendleft(job)
+        else:
+            job.fetching_until = 0.0
+        self._start_fetches()
 
     def _let_go(self, job: Job) -> None:
         if self._prefix is not None and job.match is not None:
@@ -376,6 +407,8 @@ class Engine:
             running.remove(row)
             self._runner.leave(row)
             row.launched = len(row.tokens)
+            if not row.tokens:
+                row.prompt_logprobs = None  # they are computed again
             job = Job([row], row.prompt + row.tokens, row.priority, row.readers[0].arrival)
             if row.chain is not None:
                 job.chain = Chain(row.chain.root, row.chain.size, list(row.chain.hashes)).extend(job.tokens)
@@ -477,7 +510,10 @@ class Engine:
     def _take_what_is_left(self) -> None:
         """After a failure: requests that were handed in meanwhile must be told as well."""
         while not self._inbox.empty():
-            self._inbox.get()()
+            try:
+                self._inbox.get()()
+            except Exception:  # it was about a model that no longer runs; the requests count
+                log.debug("after the end", exc_info=True)
 
     def _end_all(self, error: ParallmError) -> None:
         for request in self._book.requests():

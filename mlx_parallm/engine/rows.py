@@ -107,7 +107,7 @@ class Job:
     computed: int = 0
     staged: list[Any] | None = None  # the caches that its prompt is computed into
     chain: Chain | None = None
-    fetching: bool = False  # the SSD is being read for it: others may go first
+    fetching_until: float = 0.0  # the SSD is being read for it, and it waits so long: others may go first
     stops: list[int] | None = None  # where snapshots of its caches are taken; None before it began
     waited: bool = False  # for a prompt much like it, once
     match: Match | None = None  # what the prefix cache has of it, held from planning until it is read

@@ -45,7 +45,7 @@ class Step:
     sampler: Sampler | None = None
     sampled: Sampled | None = None
     fence: list[mx.array] = field(default_factory=list)  # what to wait for when nothing was sampled
-    prompt_scores: list[tuple[Row, list[int], Scores]] = field(default_factory=list)
+    prompt_scores: list[tuple[list[TokenLogprob | None], list[int], Scores]] = field(default_factory=list)
     launched_at: float = field(default_factory=time.perf_counter)
 
 
@@ -149,18 +149,17 @@ class Runner:
 
     def read(self, step: Step) -> list[Token]:
         """Waits for a step and brings its tokens to the host."""
-        for row, targets, scores in step.prompt_scores:
-            assert row.prompt_logprobs is not None
-            row.prompt_logprobs += scores.on_host(targets)
+        for scored, targets, scores in step.prompt_scores:
+            scored += scores.on_host(targets)
         if step.sampled is None or step.sampler is None:
             mx.eval(step.fence)
             return []
         tokens: list[int] = np.array(step.sampled.tokens).tolist()
         asked = step.sampler.logprob_rows
-        scored: dict[int, TokenLogprob] = {}
+        found: dict[int, TokenLogprob] = {}
         if step.sampled.scores is not None:
-            scored = dict(zip(asked, step.sampled.scores.on_host([tokens[i] for i in asked]), strict=True))
-        return [Token(row, tokens[i], scored.get(i)) for i, row, epoch in step.rows if row.epoch == epoch]
+            found = dict(zip(asked, step.sampled.scores.on_host([tokens[i] for i in asked]), strict=True))
+        return [Token(row, tokens[i], found.get(i)) for i, row, epoch in step.rows if row.epoch == epoch]
 
     def leave(self, row: Row) -> None:
         """Frees a row's place; results still under way for it are ignored."""
@@ -172,6 +171,7 @@ class Runner:
                     del self._texts[hash_]
             self.cache.leave(row.position)
             self._rows[row.position] = None
+            self._history_rows = [None if other is row else other for other in self._history_rows]
             row.position = None
             self._sampler = None
 
@@ -237,7 +237,8 @@ class Runner:
             if targets:
                 scores = scores_of(logits[: len(targets)], mx.array(targets), top)
                 mx.async_eval(scores.arrays())
-                step.prompt_scores.append((row, targets, scores))
+                assert row.prompt_logprobs is not None
+                step.prompt_scores.append((row.prompt_logprobs, targets, scores))
         return logits[-1:]
 
     def _first_tokens(self, work: Prefill, logits: mx.array, step: Step) -> None:

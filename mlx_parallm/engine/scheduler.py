@@ -93,7 +93,7 @@ class Scheduler:
 
     def seconds_until_admission(self) -> float:
         """How long an otherwise idle engine may sleep: the rest of the gather window, or while the SSD is read."""
-        arrivals = [job.arrival for job in self.waiting if not job.fetching]
+        arrivals = [job.arrival for job in self.waiting if not self._fetching(job)]
         return max(0.0, min(arrivals) + self.limits.gather_seconds - self.clock()) if arrivals else FETCH_SECONDS
 
     def victim(self) -> Row:
@@ -109,7 +109,7 @@ class Scheduler:
             budget -= pieces[0].count
         gathered = self._may_gather()  # once the first has waited long enough, all go
         while gathered and budget > 0 and not self.partial:
-            job = next((job for job in self.waiting if not job.fetching), None)
+            job = next((job for job in self.waiting if not self._fetching(job)), None)
             if job is None:
                 break
             started = [*(piece.jobs[0] for piece in pieces), *whole]
@@ -141,8 +141,11 @@ class Scheduler:
         self.partial = job if count < job.remaining else None
         return Prefill([job], count)
 
+    def _fetching(self, job: Job) -> bool:
+        return job.fetching_until > 0 and job.fetching_until > self.clock()
+
     def _may_gather(self) -> bool:
-        if all(job.fetching for job in self.waiting):
+        if all(self._fetching(job) for job in self.waiting):
             return False
         if not self.limits.gather_seconds or len(self.waiting) >= self.limits.max_rows:
             return True

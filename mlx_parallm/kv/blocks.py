@@ -156,13 +156,19 @@ class BlockPool:
         content = tuple(tokens[len(chain.hashes) * self.size :])
         hash_, parent = chain.following(content), chain.before(len(chain.hashes))
         gone: list[Block] = []
-        known = self._nearest(parent, content)[1] == len(content)
+        known = hash_ in self._by_hash or self._nearest(parent, content)[1] == len(content)
         if not content or known or (chain.hashes and parent not in self._by_hash):
             return None, gone
         id_ = self._place_for(parent, content, gone, set(chain.hashes))
         if id_ is not None:
             self._enter(Block(id_, hash_, parent, content, refs=1))
         return id_, gone
+
+    def refresh(self, chain: Chain) -> None:
+        """A text was used: its blocks become the newest, its beginning the newest of them."""
+        for hash_ in reversed(chain.hashes):
+            if hash_ in self._by_hash and self._by_hash[hash_] in self._unused:
+                self._unused.move_to_end(self._by_hash[hash_])
 
     def flush(self) -> None:
         """Forgets all blocks that nobody uses."""

@@ -38,7 +38,7 @@ LOOK_AGAIN_SECONDS = 10.0  # for what another server has written
 FULL_SCAN_SECONDS = 600.0
 REST_AFTER_ERROR_SECONDS = 30.0
 STALE_SECONDS = 3600.0  # a file that was never renamed belongs to a process that died
-FLUSH_SECONDS = 30.0
+STUCK_SECONDS = 5.0  # at one piece of work: the disk does not answer
 TOUCH_SECONDS = 60.0  # a file's time is renewed at most so often
 
 Array = np.ndarray[Any, Any]
@@ -93,6 +93,8 @@ class DiskTier:
         self._ttl = ttl_seconds
         self._clock = clock
         self._files: OrderedDict[str, _File] = OrderedDict()  # by path below the root, the longest unused first
+        self._by_folder: dict[str, set[str]] = {}
+        self._busy_since: float | None = None
         self._folder_times: dict[str, float] = {}
         self._scanned = 0.0
         self._looked = 0.0
@@ -111,10 +113,11 @@ class DiskTier:
     def start(self) -> None:
         """Reads the folder, so that what an earlier server left is known from the start."""
         try:
-            self._root.mkdir(parents=True, mode=0o700, exist_ok=True)
-            for private in (self._root.parent, self._root):
-                if private.stat().st_uid == os.geteuid():
-                    private.chmod(0o700)
+            # A folder that was there before keeps its mode: what we put into it is private all the same.
+            self._root.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+            self._root.mkdir(mode=0o700, exist_ok=True)
+            if self._root.stat().st_mode & 0o077:
+                self._root.chmod(0o700)
         except OSError as error:
             log.warning("the SSD cache can't use %s: %s", self._root.parent, error)
         self._scan()
@@ -129,7 +132,7 @@ class DiskTier:
         with self._wake:
             if hash_ in self._work.writes or self._work.closing:
                 return
-            if self._work.write_bytes + payload.nbytes > MAX_QUEUED_BYTES:
+            if payload.nbytes > self.room:
                 self.metrics.dropped += 1
                 return
             self._work.writes[hash_] = payload
@@ -139,8 +142,8 @@ class DiskTier:
 
     @property
     def room(self) -> int:
-        """Bytes that `write` would still take."""
-        return MAX_QUEUED_BYTES - self._work.write_bytes
+        """Bytes that `write` would still take; what is larger than all that may wait has to wait alone."""
+        return MAX_QUEUED_BYTES - self._work.write_bytes if self._work.writes else 1 << 62
 
     def read(self, hashes: Sequence[bytes], then: Callable[[list[Payload]], None]) -> None:
         """Reads up to the first that is not there, and hands over what there was, on the thread of this tier."""
@@ -148,12 +151,17 @@ class DiskTier:
         self._call(lambda: self._read(wanted, then))
 
     def flush(self) -> None:
-        """Forgets all files of this model."""
+        """Forgets all files of this model, soon: `settle` waits for it."""
         with self._wake:
             self._work.writes.clear()
             self._work.write_bytes = 0
         self._call(self._remove_own)
-        self.settle(FLUSH_SECONDS)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the disk does not answer: nothing more should be asked of it."""
+        since = self._busy_since
+        return since is not None and time.monotonic() - since > STUCK_SECONDS
 
     def settle(self, timeout: float) -> bool:
         """Waits until all that was asked for is done."""
@@ -187,6 +195,7 @@ class DiskTier:
                     return
                 call = self._work.calls.popleft() if self._work.calls else None
                 write = next(iter(self._work.writes.items()), None) if call is None else None
+            self._busy_since = time.monotonic() if call is not None or write is not None else None
             try:
                 if call is not None:
                     call()
@@ -197,6 +206,7 @@ class DiskTier:
             except Exception:  # whatever it was, the next file may be better
                 self.metrics.errors += 1
                 log.exception("the SSD cache stumbled")
+            self._busy_since = None
             if write is not None:
                 with self._wake:  # only now: a hash is known as long as it waits
                     if self._work.writes.get(write[0]) is write[1]:
@@ -276,6 +286,9 @@ class DiskTier:
     def _look_again(self) -> None:
         """Takes note of what other servers have written or removed, in folders that have changed."""
         now = self._looked = self._clock()
+        # A slow moment is not for ever: what is not read is not measured either.
+        self.read_rate += max(0.0, FIRST_READ_RATE - self.read_rate) / 10
+        self.metrics.read_rate = round(self.read_rate)
         if now - self._scanned > FULL_SCAN_SECONDS:
             self._scan()
             self._prune()
@@ -287,15 +300,16 @@ class DiskTier:
                 self._scan_folder(self._own, folder)
 
     def _scan(self) -> None:
-        """Rebuilds the index from the files."""
+        """Brings the index in line with the files, of all models."""
         self._scanned = self._looked = self._clock()
-        self._files.clear()
-        self.metrics.files = self.metrics.bytes = 0
-        for model in _folders(self._root):
-            for folder in _folders(model):
-                if model == self._own:
-                    self._folder_times[folder.name] = _time_of(folder)
-                self._scan_folder(model, folder)
+        there = {f"{model.name}/{folder.name}" for model in _folders(self._root) for folder in _folders(model)}
+        for name in [name for folder in set(self._by_folder) - there for name in self._by_folder[folder]]:
+            self._forget(name)
+        for name in there:
+            folder = self._root / name
+            if folder.parent == self._own:
+                self._folder_times[folder.name] = _time_of(folder)
+            self._scan_folder(folder.parent, folder)
         self._files = OrderedDict(sorted(self._files.items(), key=lambda item: item[1].used))
 
     def _scan_folder(self, model: Path, folder: Path) -> None:
@@ -308,11 +322,13 @@ class DiskTier:
                         continue
                     stat = entry.stat(follow_symlinks=False)
                     if entry.name.endswith(SUFFIX):
-                        self._remember(prefix + entry.name, stat.st_size, stat.st_mtime)
                         seen.add(prefix + entry.name)
+                        known = self._files.get(prefix + entry.name)
+                        if known is None or known.size != stat.st_size:
+                            self._remember(prefix + entry.name, stat.st_size, stat.st_mtime)
                     elif self._clock() - stat.st_mtime > STALE_SECONDS:
                         os.unlink(entry.path)
-        for name in [name for name in list(self._files) if name.startswith(prefix) and name not in seen]:
+        for name in self._by_folder.get(prefix.rstrip("/"), set()) - seen:
             self._forget(name)
 
     def _prune(self) -> None:
@@ -341,12 +357,14 @@ class DiskTier:
     def _remember(self, name: str, size: int, used: float) -> None:
         self._forget(name)
         self._files[name] = _File(size, used)
+        self._by_folder.setdefault(name.rpartition("/")[0], set()).add(name)
         self.metrics.files += 1
         self.metrics.bytes += size
 
     def _forget(self, name: str) -> None:
         file = self._files.pop(name, None)
         if file is not None:
+            self._by_folder[name.rpartition("/")[0]].discard(name)
             self.metrics.files -= 1
             self.metrics.bytes -= file.size
 

@@ -141,6 +141,7 @@ class BlockPrefix:
         numbers, ids = [number for number, _ in placed], [id_ for _, id_ in placed]
         self._store.write(sides, row, numbers, ids)
         self._pool.release(Match(ids))
+        self._pool.refresh(chain)
         if len(tokens) >= KEEP_TOKENS:
             self._keep(self._pool.by_hash(hash_) for hash_ in chain.hashes if hash_ in self._pool)
         self.gauge()
@@ -164,6 +165,7 @@ class BlockPrefix:
             ids = [id_ for _, id_ in placed]
             self._store.write_host([blocks[number - first] for number, _ in placed], ids)
             self._pool.release(Match(ids))
+            self._pool.refresh(chain)
         self.gauge()
         return bool(blocks) and self._pool.longest(chain) >= first + len(blocks)
 
@@ -226,6 +228,8 @@ class BlockPrefix:
 
     def _rescue(self, gone: Sequence[Block]) -> None:
         """Copies evicted blocks before their places are written over, as long as the disk keeps up."""
+        for block in gone:
+            self._down.pop(block.hash, None)
         if self.disk is None or not gone or not self._disk_pays():
             return
         waiting = sum(len(hashes) for hashes, _ in self._rescued) * self._store.block_bytes

@@ -6,6 +6,7 @@ texts seen before. The least recently used go first. The engine and the runner u
 """
 
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from mlx_parallm.kv.merged import copied, state_arrays
 from mlx_parallm.kv.prefix import KEEP_TOKENS
 from mlx_parallm.kv.store import integer_of
 from mlx_parallm.metrics import PrefixMetrics
+
+log = logging.getLogger(__name__)
 
 MIN_DISTANCE = 64  # tokens between two snapshots of a prompt
 MAX_SNAPSHOTS = 8  # of one prompt, at regular distances
@@ -119,7 +122,13 @@ class SnapshotPrefix:
     def adopt(self, chain: Chain, tokens: Sequence[int], hashes: Sequence[bytes], payloads: Sequence[Payload]) -> bool:
         for hash_, payload in zip(hashes, payloads, strict=False):
             length = (chain.hashes.index(hash_) + 1) * self._size
-            caches = restored(payload, self._make_cache())
+            try:
+                caches = restored(payload, self._make_cache())
+            except Exception as error:  # mlx-lm's caches take the state, and say what they will
+                log.warning("a snapshot from the SSD can't be used: %r", error)
+                assert self.disk is not None
+                self.disk.metrics.damaged += 1
+                continue
             self._insert(hash_, Snapshot(caches, length, sum(cache.nbytes for cache in caches)))
         return False  # there is only ever one to read
 
@@ -180,6 +189,16 @@ class SnapshotPrefix:
             self.disk.metrics.dropped += 1
             return
         self._down[hash_] = snapshot
+
+
+def can_be_restored(fresh: list[Any]) -> bool:
+    """Whether caches of this kind can go to the SSD and come back."""
+    try:
+        restored(payload_of(fresh), fresh)
+    except Exception as error:
+        log.warning("snapshots of %s can't be kept on SSD: %r", sorted({type(c).__name__ for c in fresh}), error)
+        return False
+    return True
 
 
 def payload_of(caches: list[Any]) -> Payload:

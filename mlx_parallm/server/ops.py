@@ -69,6 +69,7 @@ SSD_CACHE = {
     "bytes": "Bytes of them",
     "reads": "Files read",
     "read_bytes": "Bytes read",
+    "read_rate": "Bytes a second at which files are read",
     "misses": "Files that were gone when they were wanted",
     "writes": "Files written",
     "written_bytes": "Bytes written",
@@ -77,7 +78,7 @@ SSD_CACHE = {
     "pruned": "Files removed for their age or for lack of room",
     "errors": "Errors that the disk gave",
 }
-CACHE_GAUGES = ("blocks_total", "blocks_cached", "blocks_referenced", "bytes", "snapshots", "files")
+CACHE_GAUGES = ("blocks_total", "blocks_cached", "blocks_referenced", "bytes", "snapshots", "files", "read_rate")
 HISTOGRAMS = {
     "time_to_first_token": "Seconds from arrival to the first token",
     "step_seconds": "Seconds per step",

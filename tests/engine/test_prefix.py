@@ -1,7 +1,10 @@
 """Answers with the prefix cache equal the bare model's, over conversations that grow, branch and are evicted."""
 
+import contextlib
 import itertools
+import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.engine import engine
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.kv import prefix, snapshots
+from mlx_parallm.kv import disk, prefix, snapshots
 from mlx_parallm.kv.slots import SlotCache
 from tests.engine.harness import Answer, Bare, Driver, driver, driver_of
 from tests.tiny import tiny
@@ -129,6 +133,31 @@ def test_a_prompt_is_known_after_a_restart(kind: str, tmp_path: Path) -> None:
     other = tiny(kind, seed=1)
     with driver_of(lambda: other, **options) as running:  # the same name and shapes, other weights
         assert running.ask(PROMPT, max_tokens=10).deltas[0].cached_tokens == 0
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "FETCH_SECONDS", 0.3)
+    monkeypatch.setattr(engine, "SAVE_SECONDS", 0.5)
+    monkeypatch.setattr(disk, "STUCK_SECONDS", 0.3)
+    with driver("llama", block_size=8, num_blocks=14, ssd=True, ssd_cache_dir=str(tmp_path)) as running:
+        first = running.ask(PROMPT, max_tokens=4, ignore_eos=True)
+        running.ask([*PROMPT[::-1]], max_tokens=4)  # takes the place of the first
+        tier = running.engine._prefix.disk  # type: ignore[union-attr]
+        assert tier is not None
+        deadline = time.monotonic() + 20
+        while tier.metrics.writes < 20 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for file in tmp_path.rglob("*.safetensors"):
+            file.unlink()
+            os.mkfifo(file)  # to open it waits for a writer, who never comes
+        for _ in range(3):
+            again = running.ask(PROMPT, max_tokens=4, ignore_eos=True)
+            assert again.tokens == first.tokens
+            running.ask([*PROMPT[::-1]], max_tokens=4)
+        assert tier.stuck
+    for file in tmp_path.rglob("*.safetensors"):  # lets the thread go
+        with contextlib.suppress(OSError):
+            os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "hybrid", "qwen3_next", "mamba"])

@@ -89,6 +89,30 @@ def test_the_end_of_a_text_is_found_too_until_it_goes_on() -> None:
     pool.check_integrity()
 
 
+def test_the_same_end_among_many_others_is_kept_once() -> None:
+    pool = BlockPool(64, 4)
+    for text in ([1, 2, 3], *([9, number] for number in range(30)), [1, 2, 3]):
+        tail, _ = pool.commit_tail(chain(text), text)
+        pool.release(Match([tail] if tail is not None else []))
+        pool.check_integrity()
+    assert pool.cached == 31
+    pool.flush()
+    assert pool.cached == 0
+
+
+def test_a_text_that_grew_goes_from_its_end() -> None:
+    pool = BlockPool(4, 4)
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    put(pool, text[:4])
+    put(pool, [9] * 4)
+    put(pool, text)
+    pool.refresh(chain(text))
+    put(pool, [7] * 8)
+    assert pool.longest(chain(text)) == 2
+    put(pool, [6] * 4)
+    assert pool.longest(chain(text)) == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), total=st.integers(1, 12), size=st.integers(1, 5))
 def test_nothing_is_lost_whatever_happens(seed: int, total: int, size: int) -> None:

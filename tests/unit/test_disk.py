@@ -64,7 +64,12 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_what_was_written_is_there_after_a_restart_and_private(tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
+    folder = tmp_path / "not/there/yet"
+    (tmp_path / "open").mkdir(mode=0o755)
+    with tier(tmp_path / "open") as opened:
+        put(opened, 0)
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o755  # somebody else's: ours is within
+    assert (tmp_path / "open/v1").stat().st_mode & 0o777 == 0o700
     with tier(folder) as opened:
         put(opened, 0, 1, 2)
         assert [same(found, payload(i)) for i, found in enumerate(read(opened, *HASHES[:3]))] == [True] * 3
@@ -173,6 +178,7 @@ def test_two_servers_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert [hash_ in opened for hash_ in HASHES[:3]] == [True] * 3
             assert same(read(opened, HASHES[0])[0], payload(0))
         one.flush()
+        assert one.settle(10)
         assert read(other, HASHES[1]) == []
         assert other.metrics.errors == other.metrics.damaged == 0
         put(other, 1)
@@ -225,4 +231,7 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         gate.set()
         assert opened.settle(10)
         assert opened.metrics.writes == 3
-        assert opened.room == 3 * payload(0).nbytes
+        huge = Payload([np.zeros((4, *array.shape), array.dtype) for array in payload(0).arrays])
+        opened.write(HASHES[9], huge)  # alone, it may be larger
+        assert opened.settle(10)
+        assert HASHES[9] in opened

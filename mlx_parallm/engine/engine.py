@@ -20,6 +20,7 @@ from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.batching import batch_cache, prefix_cache
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.grammar import GrammarCompiler
+from mlx_parallm.engine.prompts import Prompts
 from mlx_parallm.engine.rows import Job, Reader, Row
 from mlx_parallm.engine.runner import Runner, Step
 from mlx_parallm.engine.scheduler import Limits, Scheduler, wants_prompt_logprobs
@@ -237,6 +238,7 @@ class Engine:
         self._scheduler = Scheduler(limits, cache.fits, look_up=self._look_up, let_go=self._let_go)
         self.metrics.slots_total = config.max_batch_size
         self.metrics.kv_bytes_limit = limit
+        self._runner.learn(Prompts(self.model.tokenizer).beginning())
         self._rest()
 
     def _turn(self) -> None:

@@ -83,6 +83,14 @@ class Prompts:
             self._cache.put(key, prompt)
         return Prompt(list(prompt.tokens), prompt.inside_thinking)
 
+    def beginning(self) -> list[int]:
+        """What the template puts before every conversation: the tokens that two different ones have in common."""
+        try:
+            one, other = (self.chat(Conversation([{"role": "user", "content": text}])).tokens for text in ("a", "Z"))
+        except InvalidRequestError:  # no template, or one that wants more than a user's message
+            return []
+        return one[: next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))]
+
     def render(self, conversation: Conversation) -> str:
         """The prompt as text, by the model's own template."""
         if not self._tokenizer.has_chat_template:

@@ -261,6 +261,15 @@ class Runner:
             job.staged = None
         self._sampler = None
 
+    def learn(self, tokens: list[int]) -> None:
+        """Computes the beginning of texts to come, for the prefix cache alone."""
+        if not isinstance(self._prefix, BlockPrefix) or not self._prefix.worth_keeping(tokens):
+            return
+        chain = self._prefix.chain(tokens, "")
+        staged = self.cache.stage(1, len(tokens) + chain.size)  # the last block may not be full
+        self._forward.at(mx.array([tokens]), staged, mx.array([len(tokens) - 1]))
+        self._prefix.commit(staged, 0, chain, tokens)
+
     def share(self, chain: Chain) -> None:
         """Hands what a running row has in common with a text to the prefix cache, where that is more than it has."""
         if not isinstance(self._prefix, BlockPrefix):

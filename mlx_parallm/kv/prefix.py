@@ -105,6 +105,10 @@ class BlockPrefix:
             self._pool.release(match)
         return match
 
+    def worth_keeping(self, tokens: Sequence[int]) -> bool:
+        """Whether a text that begins so would be matched."""
+        return len(tokens) >= self._min_match
+
     def release(self, match: Match) -> None:
         self._pool.release(match)
 

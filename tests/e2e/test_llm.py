@@ -89,6 +89,16 @@ def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
     assert "".join(piece.text for piece in llm.stream_chat(conversation, GREEDY)) == one.text
 
 
+def test_the_templates_beginning_is_known_from_the_start() -> None:
+    with LLM() as embedded:
+        (first,) = embedded.chat([{"role": "user", "content": "Name a river."}], GREEDY)
+        assert first.cached_tokens > 16
+        assert embedded.chat([{"role": "user", "content": "Name a river."}], GREEDY)[0].outputs == first.outputs
+    with LLM(num_blocks=0) as without:
+        (cold,) = without.chat([{"role": "user", "content": "Name a river."}], GREEDY)
+        assert (cold.outputs, cold.cached_tokens) == (first.outputs, 0)
+
+
 def test_a_stream_is_the_same_answer_in_pieces(llm: LLM) -> None:
     (whole,) = llm.generate("the and", GREEDY)
     pieces = list(llm.stream("the and", GREEDY))

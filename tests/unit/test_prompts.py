@@ -37,6 +37,15 @@ def test_template() -> None:
     assert prompts(PLAIN).render(silent) == "[user]hi"
 
 
+def test_what_every_conversation_begins_with() -> None:
+    speaking = prompts("[system]be kind" + PLAIN)
+    beginning = speaking.beginning()
+    assert beginning == speaking.chat(user("anything else")).tokens[: len(beginning)]
+    assert speaking._tokenizer.decode(beginning) == "[system]be kind[user]"
+    assert prompts(None).beginning() == []
+    assert prompts("{{ raise_exception('never') }}").beginning() == []
+
+
 def test_developer_is_system_for_templates_that_do_not_know_it() -> None:
     assert prompts(PLAIN).render(user("x", "developer")).startswith("[system]x")
     assert prompts(NATIVE).render(user("x", "developer")).startswith("0 developer [developer]x")

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_parallm.bench import Percentiles
-from mlx_parallm.errors import ParallmError, UnavailableError
+from mlx_parallm.errors import UnavailableError
 from mlx_parallm.wire import Endpoint, send
 from mlx_parallm.words import WORDS
 
@@ -104,10 +104,10 @@ async def chunk_seconds(setup: Setup) -> float:
     return max(whole - statistics.median(rests), whole * setup.chunk_tokens / setup.prompt_tokens)
 
 
-async def read_along(setup: Setup, *, long_prompt: bool) -> tuple[list[Stream], float, float]:
-    """The streams, and when the long prompt was sent and gave its first token."""
-    prompts = [await tokens(setup, 16, seed=100 + number) for number in range(setup.rows)]
-    long = await tokens(setup, setup.prompt_tokens, seed=3)
+async def read_along(setup: Setup, seed: int, *, long_prompt: bool) -> tuple[list[Stream], float, float]:
+    """The streams, and when the long prompt was sent and gave its first token. Each `seed` is new to the server."""
+    prompts = [await tokens(setup, 16, seed=seed + 1 + number) for number in range(setup.rows)]
+    long = await tokens(setup, setup.prompt_tokens, seed=seed)
     readers = [Stream() for _ in prompts]
     work = [
         asyncio.create_task(stream(setup, prompt, setup.stream_tokens, reader))
@@ -129,10 +129,10 @@ def steady_gaps(readers: list[Stream]) -> list[float]:
 
 
 async def measure(setup: Setup) -> dict[str, Any]:
-    await read_along(setup, long_prompt=True)  # warms up
+    await read_along(setup, 1000, long_prompt=True)  # warms up
     chunk = await chunk_seconds(setup)
-    quiet, _, _ = await read_along(setup, long_prompt=False)
-    busy, sent, first = await read_along(setup, long_prompt=True)
+    quiet, _, _ = await read_along(setup, 2000, long_prompt=False)
+    busy, sent, first = await read_along(setup, 3000, long_prompt=True)
     if min(reader.times[-1] for reader in busy) < first:
         raise UnavailableError("the streams ended before the long prompt was computed: raise --stream-tokens")
     return {
@@ -196,8 +196,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    servers.end_with_servers()
-    try:
-        sys.exit(main())
-    except ParallmError as error:
-        sys.exit(str(error))
+    servers.script(main)

@@ -364,8 +364,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    servers.end_with_servers()
-    try:
-        sys.exit(main())
-    except ParallmError as error:
-        sys.exit(str(error))
+    servers.script(main)

@@ -27,7 +27,6 @@ from rich.table import Table
 
 from mlx_parallm.bench import LoadResult, LoadSpec, Summary, run_load
 from mlx_parallm.bench_cli import as_dict, parse_list, parse_span
-from mlx_parallm.errors import ParallmError
 
 OURS, PEER = "mlx_parallm", "mlx_lm.server"
 
@@ -243,8 +242,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    servers.end_with_servers()
-    try:
-        sys.exit(main())
-    except ParallmError as error:
-        sys.exit(str(error))
+    servers.script(main)

@@ -13,12 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from mlx_parallm.bench import first_model
-from mlx_parallm.errors import UnavailableError
+from mlx_parallm.errors import ParallmError, UnavailableError
 from mlx_parallm.wire import Endpoint, WireError, send
 
 
@@ -76,9 +76,13 @@ class ServerProcess:
         return self.process.wait()
 
 
-def end_with_servers() -> None:
-    """For scripts: SIGTERM unwinds the stack as Ctrl-C does, so that no server is left behind."""
+def script(main: Callable[[], int]) -> NoReturn:
+    """Runs a benchmark. SIGTERM unwinds the stack as Ctrl-C does, so that no server is left behind."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        sys.exit(main())
+    except ParallmError as error:
+        sys.exit(str(error))
 
 
 def free_port() -> int:

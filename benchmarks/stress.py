@@ -23,7 +23,7 @@ import servers
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.errors import ParallmError, UnavailableError
+from mlx_parallm.errors import UnavailableError
 from mlx_parallm.wire import Answer, Endpoint, WireError, send
 from mlx_parallm.words import WORDS
 
@@ -301,8 +301,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    servers.end_with_servers()
-    try:
-        sys.exit(main())
-    except ParallmError as error:
-        sys.exit(str(error))
+    servers.script(main)

@@ -10,7 +10,6 @@ than 5% after the warm-up, if an answer differs, or if the books do not balance 
 import argparse
 import random
 import statistics
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 import httpx
 import servers
 
-from mlx_parallm.errors import ParallmError
 from mlx_parallm.words import WORDS
 
 BLOCK = 16
@@ -133,8 +131,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    servers.end_with_servers()
-    try:
-        sys.exit(main())
-    except ParallmError as error:
-        sys.exit(str(error))
+    servers.script(main)

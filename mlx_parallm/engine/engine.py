@@ -344,7 +344,7 @@ class Engine:
         """While a prompt waits, what the SSD has of it is read."""
         if self._prefix is None or self._prefix.disk is None or job.chain is None or wants_prompt_logprobs(job):
             return
-        if self._prefix.on_disk(job.chain, job.tokens):
+        if not self._prefix.disk.stuck and self._prefix.on_disk(job.chain, job.tokens):
             self._to_fetch.append(job)
             job.fetching_until = time.monotonic() + FETCH_SECONDS
             self._start_fetches()

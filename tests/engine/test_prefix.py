@@ -136,7 +136,7 @@ def test_a_prompt_is_known_after_a_restart(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "FETCH_SECONDS", 0.3)
+    monkeypatch.setattr(engine, "FETCH_SECONDS", 1.0)
     monkeypatch.setattr(engine, "SAVE_SECONDS", 0.5)
     monkeypatch.setattr(disk, "STUCK_SECONDS", 0.3)
     with driver("llama", block_size=8, num_blocks=14, ssd=True, ssd_cache_dir=str(tmp_path)) as running:
@@ -150,11 +150,15 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch
         for file in tmp_path.rglob("*.safetensors"):
             file.unlink()
             os.mkfifo(file)  # to open it waits for a writer, who never comes
-        for _ in range(3):
+        for _ in range(8):
+            begin = time.monotonic()
             again = running.ask(PROMPT, max_tokens=4, ignore_eos=True)
+            waited = time.monotonic() - begin
             assert again.tokens == first.tokens
             running.ask([*PROMPT[::-1]], max_tokens=4)
         assert tier.stuck
+        assert waited < 0.9  # only the first waited for it
+        assert not running.engine._to_fetch
     for file in tmp_path.rglob("*.safetensors"):  # lets the thread go
         with contextlib.suppress(OSError):
             os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))

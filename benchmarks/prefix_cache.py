@@ -252,29 +252,39 @@ def show_swapping(console: Console, found: dict[str, Any]) -> None:
 
 
 def measure_overhead(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Both servers run side by side, one of them idle, so that neither is measured cold."""
     rates: dict[str, list[float]] = {"on": [], "off": []}
-    for repeat in range(args.repeats):
-        pair = ["on", "off"] if repeat % 2 == 0 else ["off", "on"]
-        for name in pair:
-            flags = ["--max-batch-size", str(args.clients), *(["--num-blocks", "0"] if name == "off" else [])]
-            with servers.running(servers.ours(model, flags)) as server:
-                spec = LoadSpec(
-                    url=server.url,
-                    model=server.model,
-                    endpoint="completions",  # a chat template would be shared
-                    concurrency=args.clients,
-                    requests=args.requests or 4 * args.clients,
-                    prompt_words=args.prompt_words,
-                    output_tokens=args.output_tokens,
-                    stream_share=0.5,
-                    temperature=0.0,
-                    seed=0,
-                    warmup=args.clients,
-                )
-                rates[name].append(run_load(spec).summary().output_rate)
+    flags = ["--max-batch-size", str(args.clients)]
+    with (
+        servers.running(servers.ours(model, flags)) as on,
+        servers.running(servers.ours(model, [*flags, "--num-blocks", "0"])) as off,
+    ):
+        both = {"on": on, "off": off}
+        for server in both.values():
+            overhead_load(server, args, "warm-up", args.clients)
+        for repeat in range(args.repeats):
+            for name in ("on", "off") if repeat % 2 == 0 else ("off", "on"):
+                requests = args.requests or 4 * args.clients
+                rates[name].append(overhead_load(both[name], args, f"turn {repeat}", requests))
                 print(f"cache {name:3}: {rates[name][-1]:,.1f} tok/s", flush=True)
     medians = {name: statistics.median(turns) for name, turns in rates.items()}
     return {**medians, "ratio": medians["on"] / medians["off"], "turns": rates}
+
+
+def overhead_load(server: servers.ServerProcess, args: argparse.Namespace, salt: str, requests: int) -> float:
+    spec = LoadSpec(
+        url=server.url,
+        model=server.model,
+        endpoint="completions",  # a chat template would be shared
+        concurrency=args.clients,
+        requests=requests,
+        prompt_words=args.prompt_words,
+        output_tokens=args.output_tokens,
+        stream_share=0.5,
+        temperature=0.0,
+        salt=salt,
+    )
+    return run_load(spec).summary().output_rate
 
 
 def show_overhead(console: Console, found: dict[str, Any], args: argparse.Namespace) -> None:

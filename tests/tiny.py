@@ -96,9 +96,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(kind: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.float32) -> LanguageModel:
+def tiny(kind: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.float32, **changes: Any) -> LanguageModel:
     tokenizer = tiny_tokenizer()
-    config = SHARED | KINDS[kind] | {"vocab_size": len(tokenizer)}
+    config = SHARED | KINDS[kind] | {"vocab_size": len(tokenizer)} | changes
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)  # what the model draws for itself and `_randomise` keeps
     module = model_class(args_class.from_dict(config))

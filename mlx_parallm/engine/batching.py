@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.kv.attention import MIN_BLOCKS
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import MergedCache, SerialCache
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
@@ -38,7 +39,7 @@ def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes
     for cache in _candidates(model, max_rows, max_bytes, tuning):
         name = type(cache).__name__
         try:
-            exact = _probe(model, forward, cache)
+            exact = _probe(model, forward, cache, min(max_rows, MIN_BLOCKS) if tuning.fused else 0)
         except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError, RuntimeError) as error:
             log.debug("%s can't be used with %s: %s", name, model.name, error)
             continue
@@ -109,16 +110,19 @@ def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tun
     yield SerialCache(fresh, max_rows, max_bytes)
 
 
-def _probe(model: LanguageModel, forward: Forward, cache: BatchCache) -> bool:
+def _probe(model: LanguageModel, forward: Forward, cache: BatchCache, rows: int) -> bool:
+    """Whether a batch of up to so many rows gives the logits that its rows give alone."""
     prompts = [[token % model.vocab_size for token in prompt] for prompt in PROBE[: cache.free]]
     for prompt in prompts:
         staged = cache.stage(1, len(prompt))
         forward.at(mx.array([prompt]), staged, mx.array([len(prompt) - 1]))
-        cache.join(staged, 0, len(prompt))
+        cache.expect(rows)
+        cache.join(staged, [(0, len(prompt))])
     positions = range(cache.positions)[: len(prompts)]
     batched = _probe_decode(forward, cache, [len(prompt) for prompt in prompts])
     for position in positions:
         cache.leave(position)
+    cache.expect(0)
     cache.compact(0)  # leaves the cache empty, and with its sizes known
     for row, prompt in enumerate(prompts):
         alone = model.module(mx.array([[*prompt, 7, 8]]), cache=make_prompt_cache(model.module))[0, -1]
@@ -134,4 +138,5 @@ def _probe_decode(forward: Forward, cache: BatchCache, lengths: list[int]) -> mx
         tokens = mx.full((cache.positions,), token, mx.int32)
         free = [0] * (cache.positions - len(lengths))
         logits = cache.decode(forward, tokens, [length + offset for length in lengths] + free)
+        mx.eval(logits)
     return logits

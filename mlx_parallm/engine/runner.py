@@ -252,10 +252,10 @@ class Runner:
         step.sampled = step.sampler(logits, numbers, history, self._grammar_masks(step.sampler))
         self._start(step.sampled.arrays())
         self._compact(max(len(job.tokens) for job in work.jobs) + 1)
-        for number, (row, source) in enumerate(zip(rows, sources, strict=True)):
+        self._join(rows, sources, work.jobs)
+        for number, row in enumerate(rows):
             row.launched += 1
             step.rows.append((number, row, row.epoch))
-            self._join(row, work.jobs[source], source)
         self._last[mx.array([row.position for row in rows])] = step.sampled.tokens
         for job in work.jobs:
             job.staged = None
@@ -286,16 +286,19 @@ class Runner:
             text = row.prompt + row.tokens + ([row.stop_token] if row.stop_token is not None else [])
             self._prefix.commit(self.cache.layers, row.position, row.chain, text[: row.length])
 
-    def _join(self, row: Row, job: Job, source: int) -> None:
-        assert job.staged is not None
-        row.position = self.cache.join(job.staged, source, len(job.tokens))
+    def _join(self, rows: Sequence[Row], sources: Sequence[int], jobs: Sequence[Job]) -> None:
+        staged = jobs[0].staged
+        assert staged is not None
+        positions = self.cache.join(staged, [(source, len(jobs[source].tokens)) for source in sources])
         missing = self.cache.positions - len(self._rows)
         if missing:
             self._rows += [None] * missing
             self._last = mx.concatenate([self._last, mx.zeros((missing,), mx.int32)])
-        self._rows[row.position] = row
-        for hash_ in row.chain.hashes if row.chain is not None else ():
-            self._texts.setdefault(hash_, row)
+        for row, position in zip(rows, positions, strict=True):
+            row.position = position
+            self._rows[position] = row
+            for hash_ in row.chain.hashes if row.chain is not None else ():
+                self._texts.setdefault(hash_, row)
 
     def _compact(self, longest: int) -> None:
         keep = self.cache.compact(longest)

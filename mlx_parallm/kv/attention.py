@@ -1,8 +1,10 @@
 """Attention of one query per row over slots of different lengths, as one CUDA kernel.
 
 MLX on CUDA has no fused attention with a mask: it computes every row as far as the longest, in half a dozen kernels.
-This one reads each row to its own length. `slots.SlotLayer.attend` calls it; on other devices, and for shapes that it
-does not know, attention goes through MLX's own operations.
+This one reads each row to its own length, and puts the row's new key and value into the slots in place, as
+`inplace` does: the step before it, on whose tokens it depends, is the last that wrote there.
+`slots.SlotLayer.attend` calls it; on other devices, and for shapes that it does not know, attention goes through MLX's
+own operations.
 """
 
 import functools
@@ -26,8 +28,15 @@ SOURCE = """
     const int length = offsets[row] + 1;
     const T* keys = k + (size_t(row) * heads + head) * capacity * D + lane * PER;
     const T* values = v + (size_t(row) * heads + head) * capacity * D + lane * PER;
+    const T* fresh_key = new_k + (size_t(row) * heads + head) * D + lane * PER;
+    const T* fresh_value = new_v + (size_t(row) * heads + head) * D + lane * PER;
     const T* queries = q + (size_t(row) * heads + head) * SHARING * D + lane * PER;
 
+    if (group == 0) {
+        const size_t last = size_t(length - 1) * D;
+        *reinterpret_cast<Piece<T, PER>*>(const_cast<T*>(keys) + last) = *as_piece<T, PER>(fresh_key);
+        *reinterpret_cast<Piece<T, PER>*>(const_cast<T*>(values) + last) = *as_piece<T, PER>(fresh_value);
+    }
     float asked[SHARING][PER], sum[SHARING][PER], top[SHARING], total[SHARING];
     for (int h = 0; h < SHARING; ++h) {
         top[h] = -1e30f;
@@ -42,8 +51,9 @@ SOURCE = """
         Piece<T, PER> key[AT_ONCE], value[AT_ONCE];
         for (int n = 0; n < AT_ONCE; ++n) {
             const int token = min(begin + n * GROUPS + group, length - 1);
-            key[n] = *reinterpret_cast<const Piece<T, PER>*>(keys + size_t(token) * D);
-            value[n] = *reinterpret_cast<const Piece<T, PER>*>(values + size_t(token) * D);
+            const bool fresh = token == length - 1;
+            key[n] = *as_piece<T, PER>(fresh ? fresh_key : keys + size_t(token) * D);
+            value[n] = *as_piece<T, PER>(fresh ? fresh_value : values + size_t(token) * D);
         }
         for (int n = 0; n < AT_ONCE; ++n) {
             const bool inside = begin + n * GROUPS + group < length;
@@ -91,15 +101,25 @@ SOURCE = """
 HEADER = """
 template <typename T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Piece {{ T of[N]; }};
+template <typename T, int N>
+__device__ const Piece<T, N>* as_piece(const T* from) {{ return reinterpret_cast<const Piece<T, N>*>(from); }}
 constexpr int WARPS = {warps};
 constexpr float SCALE = {scale}f;
 """
 
 
-def attend(queries: mx.array, keys: mx.array, values: mx.array, offsets: mx.array, scale: float) -> mx.array | None:
-    """Queries (S, H, 1, D) over slots (S, K, C, D), of which row s has offsets[s] + 1 tokens: (S, H, 1, D).
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    fresh: tuple[mx.array, mx.array],
+    offsets: mx.array,
+    scale: float,
+) -> mx.array | None:
+    """Queries (S, H, 1, D) over slots (S, K, C, D), of which row s has offsets[s] tokens: (S, H, 1, D).
 
-    None when the shapes are not for this kernel.
+    Row s's new token, `fresh` (keys and values (S, K, 1, D)), is written in place behind them and attended to.
+    None, and nothing written, when the shapes are not for this kernel.
     """
     rows, heads, _, width = queries.shape
     shared = keys.shape[1]
@@ -109,7 +129,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, offsets: mx.arra
         return None
     lanes = width // 8 if sharing <= 4 else 32  # more would leave too few registers
     out = _kernel(scale)(
-        inputs=[queries, keys, values, offsets],
+        inputs=[queries, keys, values, *fresh, offsets],
         template=[("T", queries.dtype), ("D", width), ("SHARING", sharing), ("LANES", lanes), ("AT_ONCE", 4)],
         grid=(WARPS * 32, shared, rows),
         threadgroup=(WARPS * 32, 1, 1),
@@ -125,4 +145,4 @@ def _kernel(scale: float) -> Any:
     binary = scale * 1.4426950408889634  # exp2 in place of exp
     header = HEADER.format(warps=WARPS, scale=repr(float(binary)))
     name = f"slot_attention_{hash(binary) & 0xFFFFFFFF:x}"
-    return mx.fast.cuda_kernel(name, ["q", "k", "v", "offsets"], ["out"], SOURCE, header)
+    return mx.fast.cuda_kernel(name, ["q", "k", "v", "new_k", "new_v", "offsets"], ["out"], SOURCE, header)

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 NEAREST = 16  # siblings looked at for the longest common beginning
@@ -77,7 +78,7 @@ class BlockPool:
         self._blocks: dict[int, Block] = {}  # those with content
         self._unused: OrderedDict[int, None] = OrderedDict()  # with content and without users, oldest first
         self._by_hash: dict[bytes, int] = {}
-        self._children: dict[bytes, list[int]] = {}  # by the hash before them
+        self._children: dict[bytes, dict[int, None]] = {}  # by the hash before them, the newest last
 
     @property
     def cached(self) -> int:
@@ -192,7 +193,7 @@ class BlockPool:
     def _nearest(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """The block after `parent` that begins most like `tokens`, and how many they share."""
         best = (-1, 0)
-        for id_ in self._children.get(parent, [])[-NEAREST:]:
+        for id_ in self._newest(parent):
             known = self._blocks[id_].tokens
             pairs = zip(known, tokens, strict=False)
             shared = next((i for i, (one, two) in enumerate(pairs) if one != two), min(len(known), len(tokens)))
@@ -203,11 +204,11 @@ class BlockPool:
     def _enter(self, block: Block) -> None:
         self._blocks[block.id] = block
         self._by_hash[block.hash] = block.id
-        self._children.setdefault(block.parent, []).append(block.id)
+        self._children.setdefault(block.parent, {})[block.id] = None
 
     def _place_for(self, parent: bytes, tokens: tuple[int, ...], gone: list[Block], kept: set[bytes]) -> int | None:
         """A place for a new block: that of one which was not full and which `tokens` go on from, if there is one."""
-        for id_ in self._children.get(parent, []):
+        for id_ in self._newest(parent):
             known = self._blocks[id_].tokens
             if len(known) < len(tokens) and id_ in self._unused and tokens[: len(known)] == known:
                 self._forget(id_)
@@ -229,7 +230,11 @@ class BlockPool:
         block = self._blocks.pop(id_)
         del self._by_hash[block.hash]
         siblings = self._children[block.parent]
-        siblings.remove(id_)
+        del siblings[id_]
         if not siblings:
             del self._children[block.parent]
         return block
+
+    def _newest(self, parent: bytes) -> Iterable[int]:
+        """A few of the blocks after `parent`: thousands of texts may begin alike."""
+        return islice(reversed(self._children.get(parent, {})), NEAREST)

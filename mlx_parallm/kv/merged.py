@@ -51,9 +51,19 @@ class _RowCaches:
     def expect(self, rows: int) -> None:
         """Rows are appended one by one: there is nothing to prepare."""
 
+    def join(self, staged: list[Any], prompts: Sequence[tuple[int, int]]) -> list[int]:
+        for _, length in prompts:
+            self._measure(staged, length)
+            self._add(staged)
+            self._used.append(True)
+        return list(range(len(self._used)))[-len(prompts) :]
+
     def leave(self, position: int) -> None:
         assert self._used[position], f"position {position} is free already"
         self._used[position] = False
+
+    def _add(self, staged: list[Any]) -> None:
+        raise NotImplementedError
 
     def _measure(self, staged: list[Any], length: int) -> None:
         size = sum(cache.nbytes for cache in staged)
@@ -70,16 +80,13 @@ class MergedCache(_RowCaches):
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
-    def join(self, staged: list[Any], source: int, length: int) -> int:
-        self._measure(staged, length)
+    def _add(self, staged: list[Any]) -> None:
         merged = [type(cache).merge([cache]) for cache in staged]
         if self.layers:
             for layer, other in zip(self.layers, merged, strict=True):
                 layer.extend(other)
         else:
             self.layers = merged
-        self._used.append(True)
-        return len(self._used) - 1
 
     def compact(self, longest: int) -> list[int] | None:
         """These caches can't reuse a row's place, so every leave ends in a filter."""
@@ -111,11 +118,8 @@ class SerialCache(_RowCaches):
     def nbytes(self) -> int:
         return sum(cache.nbytes for row in self._rows for cache in row)
 
-    def join(self, staged: list[Any], source: int, length: int) -> int:
-        self._measure(staged, length)
+    def _add(self, staged: list[Any]) -> None:
         self._rows.append([copied(cache) for cache in staged])
-        self._used.append(True)
-        return len(self._used) - 1
 
     def compact(self, longest: int) -> list[int] | None:
         if all(self._used):

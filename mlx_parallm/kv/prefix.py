@@ -184,6 +184,9 @@ class BlockPrefix:
 
     def write_down(self) -> None:
         assert self.disk is not None
+        if not self._disk_pays():  # any more: the first prompts are kept before it is known
+            self._down.clear()
+            self._rescued.clear()
         if self._rescued:
             hashes, groups = self._rescued.popleft()
             for hash_, block in zip(hashes, self._store.to_host(groups), strict=True):

@@ -13,7 +13,8 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from mlx_parallm.kv.attention import attend
-from mlx_parallm.kv.store import Side
+from mlx_parallm.kv.inplace import Placer, placer
+from mlx_parallm.kv.store import Side, groups_of
 
 Forward = Callable[[mx.array, list[Any]], mx.array]  # (tokens (B, T), caches) -> logits (B, T, V)
 
@@ -51,8 +52,8 @@ class BatchCache(Protocol):
         """How many rows will soon run, so that growth happens once."""
         ...
 
-    def join(self, staged: list[Any], source: int, length: int) -> int:
-        """Copies a prefilled prompt into the batch and returns its position."""
+    def join(self, staged: list[Any], prompts: Sequence[tuple[int, int]]) -> list[int]:
+        """Copies prefilled prompts, (place in `staged`, length) each, into the batch and returns their positions."""
         ...
 
     def leave(self, position: int) -> None: ...
@@ -62,7 +63,10 @@ class BatchCache(Protocol):
         ...
 
     def decode(self, forward: Forward, tokens: mx.array, lengths: Sequence[int]) -> mx.array:
-        """One token per row: tokens (S,), cached lengths (S,) -> logits (S, V)."""
+        """One token per row: tokens (S,), cached lengths (S,) -> logits (S, V).
+
+        They must be on their way to be computed before anything else is asked: the step may write in place.
+        """
         ...
 
     def check_integrity(self) -> None: ...
@@ -139,10 +143,11 @@ class _Step:
 class SlotLayer:
     """One layer's slots, in the shape of an mlx-lm cache."""
 
-    __slots__ = ("_step", "keys", "values")
+    __slots__ = ("_before", "_step", "keys", "values")
 
     def __init__(self, step: _Step) -> None:
         self._step = step
+        self._before: tuple[mx.array, ...] = ()  # in a fused step: the slots without its tokens, and those tokens
         self.keys = self.values = mx.zeros((0, 1, 0, 1))
 
     @property
@@ -151,15 +156,21 @@ class SlotLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         step = self._step
+        self._before = (self.keys, self.values, keys, values) if step.fused else ()
         self.keys = mx.put_along_axis(self.keys, step.index, keys, axis=2)
         self.values = mx.put_along_axis(self.values, step.index, values, axis=2)
         return self.keys[:, :, : step.length], self.values[:, :, : step.length]
 
     def attend(self, queries: mx.array, scale: float, mask: Any) -> mx.array | None:
         """Attention over this layer in one kernel; None where it must go through the mask."""
-        if not self._step.fused or mask is not self._step.mask:
+        if not self._before or mask is not self._step.mask:
             return None
-        return attend(queries, self.keys, self.values, self._step.offset, scale)
+        keys, values, *fresh = self._before
+        attended = attend(queries, keys, values, (fresh[0], fresh[1]), self._step.offset, scale)
+        if attended is not None:  # and put the new tokens in place: what was to put them there is never computed
+            self.keys, self.values = keys, values
+        self._before = ()
+        return attended
 
     def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         assert tokens == 1, "slots decode one token a row"
@@ -198,6 +209,8 @@ class SlotCache:
         self._idle_steps = 0
         self.bytes_per_token = 0  # of one row, all layers; known once a row has joined
         self.sides: list[Side] = []  # each layer's keys and values; known from then on too
+        self._groups: list[list[int]] = []  # sides of one shape
+        self._placers: list[Placer | None] = []
 
     @property
     def positions(self) -> int:
@@ -224,21 +237,29 @@ class SlotCache:
     def expect(self, rows: int) -> None:
         self._expected = rows
 
-    def join(self, staged: list[Any], source: int, length: int) -> int:
-        longest = max(length + 1, self._longest)
-        if False not in self._used:
-            expected = max(len(self._used) + 1, self._expected)
-            slots = self._slots_for(expected if self.fits(expected, longest) else len(self._used) + 1)
+    def join(self, staged: list[Any], prompts: Sequence[tuple[int, int]]) -> list[int]:
+        longest = max(self._longest, *(length + 1 for _, length in prompts))
+        taken = sum(self._used)
+        if taken + len(prompts) > len(self._used):
+            expected = max(taken + len(prompts), self._expected)
+            slots = self._slots_for(expected if self.fits(expected, longest) else taken + len(prompts))
             self._resize(slots, longest, staged)
-        elif length >= self._capacity:
+        elif longest > self._capacity:
             self._resize(len(self._used), longest, staged)
         self._longest = longest
-        position = self._used.index(False)
-        self._used[position] = True
-        for layer, prompt in zip(self.layers, staged, strict=True):
-            layer.keys[position : position + 1, :, :length] = prompt.keys[source : source + 1, :, :length]
-            layer.values[position : position + 1, :, :length] = prompt.values[source : source + 1, :, :length]
-        return position
+        positions = [position for position, used in enumerate(self._used) if not used][: len(prompts)]
+        for position in positions:
+            self._used[position] = True
+        chosen = [(source, position, length) for (source, length), position in zip(prompts, positions, strict=True)]
+        sides, others = self._state(), [side for layer in staged for side in (layer.keys, layer.values)]
+        for members, place in zip(self._groups, self._placers, strict=True):
+            if place is not None:
+                place([others[i] for i in members], [sides[i] for i in members], chosen)
+            else:
+                for source, position, length in chosen:
+                    for i in members:
+                        sides[i][position : position + 1, :, :length] = others[i][source : source + 1, :, :length]
+        return positions
 
     def leave(self, position: int) -> None:
         assert self._used[position], f"slot {position} is free already"
@@ -314,8 +335,18 @@ class SlotCache:
         self._used += [False] * (slots - len(self._used))
         self._capacity = capacity
         arrays = [array for layer in self.layers for array in (layer.keys, layer.values)]
-        self.sides = [Side(array.shape[1], array.shape[3], array.dtype) for array in arrays]
-        self.bytes_per_token = sum(side.heads * side.width * side.dtype.size for side in self.sides)
+        if not self.sides:
+            self._know([Side(array.shape[1], array.shape[3], array.dtype) for array in arrays])
+
+    def _know(self, sides: list[Side]) -> None:
+        self.sides = sides
+        self.bytes_per_token = sum(side.heads * side.width * side.dtype.size for side in sides)
+        groups = groups_of(sides)
+        self._groups = list(groups.values())
+        self._placers = [
+            placer(len(members), side.heads, side.width, side.dtype) if self._step.fused else None
+            for side, members in groups.items()
+        ]
 
     def _clear(self) -> list[int]:
         """Nothing runs: give the memory back."""

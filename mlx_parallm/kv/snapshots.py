@@ -145,7 +145,7 @@ class SnapshotPrefix:
     def write_down(self) -> None:
         assert self.disk is not None
         hash_, snapshot = self._down.popitem(last=False)
-        if hash_ not in self.disk:
+        if hash_ not in self.disk and self._disk_pays(snapshot):
             self.disk.write(hash_, payload_of(snapshot.caches))
 
     def flush(self) -> None:
@@ -181,14 +181,17 @@ class SnapshotPrefix:
                 self._keep(gone, old)
 
     def _keep(self, hash_: bytes, snapshot: Snapshot) -> None:
-        if self.disk is None or hash_ in self.disk or hash_ in self._down:
+        if self.disk is None or hash_ in self.disk or hash_ in self._down or not self._disk_pays(snapshot):
             return
-        if self.prompt_rate * snapshot.nbytes > self.disk.read_rate * snapshot.length:
-            return  # it is computed sooner than read
         if sum(other.nbytes for other in self._down.values()) + snapshot.nbytes > self.max_bytes // 4:
             self.disk.metrics.dropped += 1
             return
         self._down[hash_] = snapshot
+
+    def _disk_pays(self, snapshot: Snapshot) -> bool:
+        """Whether to read it takes less time than to compute it."""
+        assert self.disk is not None
+        return self.prompt_rate * snapshot.nbytes <= self.disk.read_rate * snapshot.length
 
 
 def can_be_restored(fresh: list[Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.kv.collect import collector
+from mlx_parallm.kv.inplace import collector
 
 SEGMENT_BYTES = 64 << 20
 
@@ -62,7 +62,7 @@ class BlockStore:
         """`sides`: each layer's keys, then its values. `blocks` or else `max_bytes` says how many blocks there are."""
         self._size = size
         self._packing = packing
-        self._groups = {side: [i for i, other in enumerate(sides) if other == side] for side in dict.fromkeys(sides)}
+        self._groups = groups_of(sides)
         self._like = [
             packing.pack(mx.zeros((1, len(members), side.heads, size, side.width), side.dtype))
             for side, members in self._groups.items()
@@ -85,12 +85,18 @@ class BlockStore:
 
     def write(self, sides: Sequence[mx.array], row: int, numbers: Sequence[int], ids: Sequence[int]) -> None:
         """Copies blocks of one row of `sides` (B, H, T, D), given by their numbers in it, in ascending order."""
-        blocks = []
-        for (side, members), collect in zip(self._groups.items(), self._collectors, strict=True):
-            group = [sides[i] for i in members]
-            x = collect(group, row, numbers) if collect else self._collected(side, group, row, numbers)
-            blocks.append(self._packing.pack(x))
-        self._put(blocks, ids)
+        for group, (side, members) in enumerate(self._groups.items()):
+            buffers, collect = [sides[i] for i in members], self._collectors[group]
+            if collect is None:
+                self._put(group, self._packing.pack(self._collected(side, buffers, row, numbers)), ids)
+            elif self._packing.bits is not None:
+                blocks = mx.zeros((len(ids), len(members), side.heads, self._size, side.width), side.dtype)
+                collect(buffers, row, numbers, blocks, range(len(ids)))
+                self._put(group, self._packing.pack(blocks), ids)
+            else:
+                for number, chosen in self._by_segment(ids).items():
+                    places = [ids[i] % self._per_segment for i in chosen]
+                    collect(buffers, row, [numbers[i] for i in chosen], self._segment(number)[group][0], places)
 
     def _collected(self, side: Side, group: list[mx.array], row: int, numbers: Sequence[int]) -> mx.array:
         """Blocks of one row: (blocks, sides, H, size, D)."""
@@ -115,7 +121,8 @@ class BlockStore:
     def write_host(self, blocks: Sequence[Host], ids: Sequence[int]) -> None:
         """Puts back what `to_host` gave."""
         planes = iter([np.stack(plane) for plane in zip(*blocks, strict=True)])
-        self._put([[mx.array(next(planes)).view(plane.dtype) for plane in like] for like in self._like], ids)
+        for group, like in enumerate(self._like):
+            self._put(group, [mx.array(next(planes)).view(plane.dtype) for plane in like], ids)
 
     def copies(self, ids: Sequence[int]) -> list[Planes]:
         """Blocks as they are now, whatever is written over them next; nothing waits for the device."""
@@ -133,16 +140,15 @@ class BlockStore:
         planes = [plane for like in self._like for plane in like]
         return [(plane.shape[1:], f"uint{8 * plane.dtype.size}") for plane in planes]
 
-    def _put(self, blocks: list[Planes], ids: Sequence[int]) -> None:
+    def _put(self, group: int, planes: Planes, ids: Sequence[int]) -> None:
         for number, chosen in self._by_segment(ids).items():
-            segment = self._segment(number)
-            for slabs, planes in zip(segment, blocks, strict=True):
-                for slab, plane in zip(slabs, planes, strict=True):
-                    for i, length in _runs(ids, chosen):  # slices are copied several times faster than scattered
-                        place = ids[i] % self._per_segment
-                        slab[place : place + length] = plane[i : i + length]
+            slabs = self._segment(number)[group]
+            for slab, plane in zip(slabs, planes, strict=True):
+                for i, length in _runs(ids, chosen):  # slices are copied several times faster than scattered
+                    place = ids[i] % self._per_segment
+                    slab[place : place + length] = plane[i : i + length]
             # At once: what waits to be written would keep the rows' buffers from being reused.
-            mx.async_eval(segment)
+            mx.async_eval(slabs)
 
     def _get(self, group: int, ids: Sequence[int]) -> Planes:
         """Copies, not slices: a slab that somebody looks into could not be written in place."""
@@ -170,6 +176,11 @@ class BlockStore:
                 for planes in self._like
             ]
         return self._segments[number]
+
+
+def groups_of(sides: Sequence[Side]) -> dict[Side, list[int]]:
+    """Which of a model's sides have one shape."""
+    return {side: [i for i, other in enumerate(sides) if other == side] for side in dict.fromkeys(sides)}
 
 
 def _runs(ids: Sequence[int], chosen: Sequence[int]) -> list[tuple[int, int]]:

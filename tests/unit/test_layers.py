@@ -58,8 +58,15 @@ def test_the_kernel_reads_each_row_to_its_length(shape: tuple[int, ...], dtype: 
     keys, values = (mx.random.normal((rows, shared, capacity, width)).astype(dtype) for _ in range(2))
     offsets = mx.random.randint(0, capacity, (rows,))
     offsets[0], offsets[1] = 0, capacity - 1
-    found = attend(queries, keys, values, offsets, width**-0.5)
+    fresh = tuple(mx.random.normal((rows, shared, 1, width)).astype(dtype) for _ in range(2))
+    index = offsets[:, None, None, None]
+    puts = [mx.put_along_axis(side, index, new, axis=2) for side, new in zip((keys, values), fresh, strict=True)]
+    mx.eval(puts)
+    found = attend(queries, keys, values, fresh, offsets, width**-0.5)
     assert found is not None
+    mx.eval(found)
+    assert mx.array_equal(keys, puts[0])  # the new tokens are in place
+    assert mx.array_equal(values, puts[1])
     mask = (mx.arange(capacity) <= offsets[:, None])[:, None, None]
     exact = mx.fast.scaled_dot_product_attention(
         *(array.astype(mx.float32) for array in (queries, keys, values)), scale=width**-0.5, mask=mask

@@ -9,7 +9,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
 from mlx_parallm.models.native import kernels
-from mlx_parallm.models.native.layers import speed_up
+from mlx_parallm.models.native.layers import Embedding, Linear, speed_up
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")
@@ -101,3 +101,24 @@ def test_a_model_gives_the_same_logits_and_mlx_lm_stays_as_it_was() -> None:
     assert type(plain.layers[0].self_attn) is llama.Attention
     assert isinstance(fast.layers[0].self_attn, llama.Attention)
     assert dict(plain.parameters()).keys() == dict(fast.parameters()).keys()
+
+
+@pytest.mark.parametrize("rows", [(1,), (2,), (3, 1), (8,), (5, 3), (2, 16), (33,), (64,), (65,)])
+@pytest.mark.parametrize(("size", "lines"), [(4, 8), (64, 50), (576, 192), (10, 24)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_a_few_rows(rows: tuple[int, ...], size: int, lines: int, bias: bool) -> None:
+    fast = type("Fast", (Linear,), {"kernels": kernels()})(size, lines, bias=bias)
+    plain = nn.Linear(size, lines, bias=bias)
+    plain.update(fast.parameters())
+    x = mx.random.normal((*rows, size))
+    assert close(fast(x), plain(x), 1e-5)
+    slices = mx.random.normal((*rows, 2 * size))[..., ::2]
+    assert close(fast(slices), plain(slices), 1e-5)
+    assert fast(x.astype(mx.float16)).dtype == plain(x.astype(mx.float16)).dtype
+
+
+def test_an_embedding_as_the_output_head() -> None:
+    fast = type("Fast", (Embedding,), {"kernels": kernels()})(300, 64)
+    x = mx.random.normal((7, 1, 64))
+    assert close(fast.as_linear(x), x @ fast.weight.T, 1e-5)
+    assert close(fast(mx.array([3, 5])), fast.weight[mx.array([3, 5])], 0)

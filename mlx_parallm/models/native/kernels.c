@@ -327,3 +327,103 @@ int rms_norm(const float *x, const float *weight, float *out, int64_t rows, int6
     }
     return 0;
 }
+
+/* Matrix products of a few rows with weights as they are stored, (N, K). A BLAS copies all weights into the order that
+ * its inner loop wants before it multiplies, which for a few dozen rows takes a third of the time. Here the rows are
+ * copied instead: eight side by side, to be multiplied by one weight at a time. Written for 32 registers of four. */
+#define TILE 8
+
+#ifdef __clang__
+#define PICK(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+typedef int32_t places __attribute__((vector_size(16)));
+#define PICK(a, b, i, j, k, l) __builtin_shuffle(a, b, (places){i, j, k, l})
+#endif
+
+/* to[k][i] = from[i][k] for `lines` of TILE lines and zeros for the others; `size` is a multiple of four. */
+static void interleave(const float *from, int64_t lines, int64_t size, float *to) {
+    for (int half = 0; half < TILE; half += 4)
+        for (int64_t k = 0; k < size; k += 4) {
+            vec x[4];
+            for (int i = 0; i < 4; i++) x[i] = half + i < lines ? at(from + (half + i) * size + k) : (vec){0};
+            const vec low01 = PICK(x[0], x[1], 0, 4, 1, 5), low23 = PICK(x[2], x[3], 0, 4, 1, 5);
+            const vec high01 = PICK(x[0], x[1], 2, 6, 3, 7), high23 = PICK(x[2], x[3], 2, 6, 3, 7);
+            vec *out = (vec *)(to + k * TILE + half);
+            out[0] = PICK(low01, low23, 0, 1, 4, 5);
+            out[2] = PICK(low01, low23, 2, 3, 6, 7);
+            out[4] = PICK(high01, high23, 0, 1, 4, 5);
+            out[6] = PICK(high01, high23, 2, 3, 6, 7);
+        }
+}
+
+/* out[j][i] = the product of row i of 4 * vectors and line j of TILE, for K a multiple of four. */
+static inline __attribute__((always_inline)) void multiply(const float *rows, const float *w, int64_t K, vec *out,
+                                                           const float *soon, int64_t pace, const int vectors) {
+    vec sums[TILE][2];
+    for (int j = 0; j < TILE; j++) sums[j][0] = sums[j][1] = (vec){0};
+    for (int64_t k = 0; k < K; k += 4, rows += 4 * TILE) {
+        __builtin_prefetch(soon, 0, 3);
+        soon += pace;
+        vec a[4][2];
+        for (int q = 0; q < 4; q++)
+            for (int i = 0; i < vectors; i++) a[q][i] = at(rows + q * TILE + 4 * i);
+#pragma GCC unroll 8
+        for (int j = 0; j < TILE; j++) {
+            const vec line = at(w + j * K + k);
+#pragma GCC unroll 4
+            for (int q = 0; q < 4; q++)
+#pragma GCC unroll 2
+                for (int i = 0; i < vectors; i++) sums[j][i] += a[q][i] * line[q];
+        }
+    }
+    for (int j = 0; j < TILE; j++)
+        for (int i = 0; i < vectors; i++) out[2 * j + i] = sums[j][i];
+}
+
+static __attribute__((noinline)) void eight(const float *rows, const float *w, int64_t K, vec *out, const float *soon,
+                                            int64_t pace) {
+    multiply(rows, w, K, out, soon, pace, 2);
+}
+
+static __attribute__((noinline)) void four(const float *rows, const float *w, int64_t K, vec *out, const float *soon,
+                                           int64_t pace) {
+    multiply(rows, w, K, out, soon, pace, 1);
+}
+
+struct product {
+    const float *rows, *weights, *bias;
+    float *out;
+    int64_t M, N, K;
+};
+
+/* Tiles of columns. What is left over when N is no multiple of TILE is done by `product`. */
+static int product_some(const void *context, int64_t first, int64_t end) {
+    const struct product *p = context;
+    const int64_t M = p->M, N = p->N, K = p->K, panels = (M + TILE - 1) / TILE;
+    for (int64_t n = first * TILE; n < end * TILE; n += TILE) {
+        for (int64_t m = 0; m < M; m += TILE) {
+            const int64_t rows = m + TILE < M ? TILE : M - m;
+            const float *soon = p->weights + (n + TILE) * K + m / TILE * (TILE * K / panels);
+            float sums[TILE][TILE];
+            (rows > 4 ? eight : four)(p->rows + m * K, p->weights + n * K, K, (vec *)sums, soon, 4 * TILE / panels);
+            for (int64_t i = 0; i < rows; i++)
+                for (int64_t j = 0; j < TILE; j++)
+                    p->out[(m + i) * N + n + j] = sums[j][i] + (p->bias ? p->bias[n + j] : 0.0f);
+        }
+    }
+    return 0;
+}
+
+/* out (M, N) = x (M, K) · weights (N, K)ᵀ + bias, where bias may be NULL and K is a multiple of four. */
+int product(const float *x, const float *weights, const float *bias, float *out, int64_t M, int64_t N, int64_t K) {
+    float *rows = aligned_alloc(64, sizeof(float) * (M + TILE) * (K + 16));
+    if (!rows) return 1;
+    for (int64_t m = 0; m < M; m += TILE) interleave(x + m * K, m + TILE < M ? TILE : M - m, K, rows + m * K);
+    const struct product p = {rows, weights, bias, out, M, N, K};
+    const int failed = share(product_some, &p, N / TILE, M * N * K > 10 * WORTH_SHARING);
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t n = N / TILE * TILE; n < N; n++)
+            out[m * N + n] = dot(x + m * K, weights + n * K, K) + (bias ? bias[n] : 0.0f);
+    free(rows);
+    return failed;
+}

@@ -7,6 +7,7 @@ float32 goes the way it went before.
 
 import ctypes
 import functools
+import platform
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from mlx_parallm.models.layers import rebound, replace_layers
 from mlx_parallm.models.native import kernels
 
 FEW_QUERIES = 4  # above, matrix products are faster
+MANY_ROWS = 64  # from here on a BLAS is faster; on x86 it always is
 FIRST_WAVES = 4096  # positions whose cosines and sines are computed at once
 
 Array = np.ndarray[Any, Any]
@@ -37,6 +39,10 @@ def _fast_class(library: Any, original: type) -> type | None:
         return type("Rope", (Rope,), {"kernels": library})
     if original is nn.RMSNorm:
         return type("RMSNorm", (RMSNorm,), {"kernels": library})
+    if original is nn.Linear and _has_lane_products():
+        return type("Linear", (Linear,), {"kernels": library})
+    if original is nn.Embedding and _has_lane_products():
+        return type("Embedding", (Embedding,), {"kernels": library})
     return rebound(
         original,
         {
@@ -90,6 +96,52 @@ class RMSNorm(nn.RMSNorm):
         dims = view.shape[-1]
         self.kernels.rms_norm(_at(view), _at(np.asarray(weight)), _at(out), view.size // dims, dims, self.eps)
         return mx.array(out)
+
+
+class Linear(nn.Linear):
+    kernels: Any
+
+    def __call__(self, x: mx.array) -> mx.array:
+        found = _product(self.kernels, x, self["weight"], self.get("bias"))
+        if found is not None:
+            return found
+        result: mx.array = super().__call__(x)
+        return result
+
+
+class Embedding(nn.Embedding):
+    kernels: Any
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        found = _product(self.kernels, x, self["weight"], None)
+        if found is not None:
+            return found
+        result: mx.array = super().as_linear(x)
+        return result
+
+
+def _has_lane_products() -> bool:
+    """Whether the processor multiplies a vector by one element of another, which the kernel is written for."""
+    return platform.machine() in ("aarch64", "arm64")
+
+
+def _product(library: Any, x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array | None:
+    """x · weightᵀ + bias for a few rows; None where a BLAS should do it."""
+    lines, size = weight.shape
+    rows = x.size // size
+    arrays = (x, weight) if bias is None else (x, weight, bias)
+    if not 1 < rows <= MANY_ROWS or size % 4 or any(array.dtype != mx.float32 for array in arrays):
+        return None
+    mx.eval(x)
+    weights = np.asarray(weight)
+    if not weights.flags.c_contiguous:
+        return None
+    out = np.empty((*x.shape[:-1], lines), np.float32)
+    added = None if bias is None else np.asarray(bias)
+    view = np.ascontiguousarray(np.asarray(x))
+    if library.product(_at(view), _at(weights), _at(added), _at(out), rows, lines, size):
+        raise MemoryError
+    return mx.array(out)
 
 
 def _swiglu(library: Any, gate: mx.array, up: mx.array) -> mx.array:

@@ -17,7 +17,9 @@
 #define NEVER -1e30f
 #define SPAN 32 /* keys whose values are read at a time */
 
-/* Helpers share the work of one call at a time; they sleep in between. A call that finds them busy does without. */
+/* Helpers share the work of one call at a time; they sleep in between, but not at once: the next call is usually near,
+ * and waking takes as long as a small one. A call that finds them busy does without. */
+#define SPINS 20000
 typedef int (*work_fn)(const void *context, int64_t first, int64_t end);
 
 static struct {
@@ -28,10 +30,19 @@ static struct {
     int64_t count, piece;
     atomic_long next;
     atomic_int failed;
-    int helpers, left;
-    unsigned round;
+    int helpers;
+    atomic_int left;
+    atomic_uint round;
 } crew = {.busy = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER,
           .done = PTHREAD_COND_INITIALIZER};
+
+static inline void pause_(void) {
+#if defined(__aarch64__)
+    __asm__ volatile("yield");
+#elif defined(__x86_64__)
+    __asm__ volatile("pause");
+#endif
+}
 
 static void take_pieces(void) {
     for (;;) {
@@ -44,14 +55,20 @@ static void take_pieces(void) {
 
 static void *help(void *unused) {
     (void)unused;
-    pthread_mutex_lock(&crew.lock);
     for (unsigned seen = 0;;) {
-        while (crew.round == seen) pthread_cond_wait(&crew.wake, &crew.lock);
-        seen = crew.round;
-        pthread_mutex_unlock(&crew.lock);
+        for (int i = 0; i < SPINS && atomic_load(&crew.round) == seen; i++) pause_();
+        if (atomic_load(&crew.round) == seen) {
+            pthread_mutex_lock(&crew.lock);
+            while (atomic_load(&crew.round) == seen) pthread_cond_wait(&crew.wake, &crew.lock);
+            pthread_mutex_unlock(&crew.lock);
+        }
+        seen = atomic_load(&crew.round);
         take_pieces();
-        pthread_mutex_lock(&crew.lock);
-        if (--crew.left == 0) pthread_cond_signal(&crew.done);
+        if (atomic_fetch_sub(&crew.left, 1) == 1) {
+            pthread_mutex_lock(&crew.lock);
+            pthread_cond_signal(&crew.done);
+            pthread_mutex_unlock(&crew.lock);
+        }
     }
     return NULL;
 }
@@ -77,13 +94,14 @@ static int share(work_fn work, const void *context, int64_t count, int worth) {
     crew.piece = (count + 4 * crew.helpers + 3) / (4 * (crew.helpers + 1));
     atomic_store(&crew.next, 0);
     atomic_store(&crew.failed, 0);
-    crew.left = crew.helpers;
-    crew.round++;
+    atomic_store(&crew.left, crew.helpers);
+    atomic_fetch_add(&crew.round, 1);
     pthread_cond_broadcast(&crew.wake);
     pthread_mutex_unlock(&crew.lock);
     take_pieces();
+    for (int i = 0; i < SPINS && atomic_load(&crew.left); i++) pause_();
     pthread_mutex_lock(&crew.lock);
-    while (crew.left) pthread_cond_wait(&crew.done, &crew.lock);
+    while (atomic_load(&crew.left)) pthread_cond_wait(&crew.done, &crew.lock);
     pthread_mutex_unlock(&crew.lock);
     const int failed = atomic_load(&crew.failed);
     pthread_mutex_unlock(&crew.busy);

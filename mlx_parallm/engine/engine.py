@@ -19,6 +19,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.batching import batch_cache, prefix_cache
 from mlx_parallm.engine.book import Book
+from mlx_parallm.engine.errands import Errands
 from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.prompts import Prompts
 from mlx_parallm.engine.rows import Job, Reader, Row
@@ -27,7 +28,6 @@ from mlx_parallm.engine.scheduler import Limits, Scheduler, wants_prompt_logprob
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError, ParallmError, QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.kv.blocks import Chain
-from mlx_parallm.kv.disk import Payload
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_for_cache
@@ -42,11 +42,7 @@ News = list[tuple[Request, Delta]]
 DEADLINE_CHECK_SECONDS = 0.1
 MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shapes change too often to keep all
 SPARE_SECONDS = 2.0  # for which an idle engine keeps it: fresh memory costs more than it seems
-WRITE_DOWN_SECONDS = 0.1  # between two hand-overs to the SSD, while rows run
-FETCH_SECONDS = 5.0  # for which a prompt waits for a piece from the SSD, before it is computed
-MAX_FETCHES = 2
 FLUSH_SECONDS = 30.0
-SAVE_SECONDS = 10.0  # for the SSD, before the end
 RATE_SAMPLE_TOKENS = 64  # shorter pieces of prompt say little of how fast prompts are computed
 
 
@@ -85,9 +81,7 @@ class Engine:
         self.grammars: GrammarCompiler
         self._admission: Admission
         self._prefix: Prefix | None
-        self._written_down = 0.0
-        self._to_fetch: deque[Job] = deque()  # waiting prompts of which the SSD has something
-        self._fetches = 0  # reads under way
+        self._errands: Errands | None = None
         self._runner: Runner
         self._scheduler: Scheduler
         self._ahead: int
@@ -199,7 +193,8 @@ class Engine:
             while not self._stopping:
                 self._turn()
             self._end_all(UnavailableError("the server is shutting down"))
-            self._save_cache()
+            if self._errands is not None:
+                self._errands.save()
         except BaseException as error:
             log.exception("the engine has died")
             self.failure = f"{type(error).__name__}: {error}"
@@ -236,6 +231,8 @@ class Engine:
             worth_waiting=max(64, tuning.min_match),
         )
         self._scheduler = Scheduler(limits, cache.fits, look_up=self._look_up, let_go=self._let_go)
+        if self._prefix is not None and self._prefix.disk is not None:
+            self._errands = Errands(self._prefix, self._prefix.disk, self._scheduler, self._inbox.put)
         self.metrics.slots_total = config.max_batch_size
         self.metrics.kv_bytes_limit = limit
         self._runner.learn(Prompts(self.model.tokenizer).beginning())
@@ -271,40 +268,20 @@ class Engine:
                 self._inbox.get(timeout=scheduler.seconds_until_admission() + 0.001)()
             except queue.Empty:
                 return
-        elif time.monotonic() - self._written_down > WRITE_DOWN_SECONDS:
-            self._write_down()
+        elif self._errands is not None:
+            self._errands.write_some()
         while not self._inbox.empty():
             self._inbox.get()()
 
     def _await_work(self) -> None:
         """Sleeps until something is handed in, and meanwhile brings what is worth keeping to the SSD."""
-        while self._prefix is not None and self._prefix.disk is not None and self._inbox.empty():
-            if not self._write_down():
-                if not self._prefix.waiting_to_write:
-                    break
-                time.sleep(0.01)  # the disk is behind
+        if self._errands is not None:
+            self._errands.write_while(self._inbox.empty)
         try:
             self._inbox.get(timeout=SPARE_SECONDS)()
         except queue.Empty:
             mx.clear_cache()
             self._inbox.get()()
-
-    def _write_down(self) -> bool:
-        self._written_down = time.monotonic()
-        if self._prefix is None or not self._prefix.to_write:
-            return False
-        self._prefix.write_down()
-        return True
-
-    def _save_cache(self) -> None:
-        """Before the end: the SSD gets what still waits, within reason."""
-        if self._prefix is None or self._prefix.disk is None:
-            return
-        deadline = time.monotonic() + SAVE_SECONDS
-        while self._prefix.waiting_to_write and time.monotonic() < deadline:
-            if not self._write_down():
-                time.sleep(0.01)
-        self._prefix.disk.close(max(0.1, deadline - time.monotonic()))
 
     def _rest(self) -> None:
         """Nothing runs: memory goes back, and whoever waits for that is told."""
@@ -319,7 +296,8 @@ class Engine:
             job = Job(list(rows), request.prompt, request.priority, arrival)
             self._identify(job, request.cache_salt)
             self._scheduler.add(job)
-            self._fetch(job)
+            if self._errands is not None:
+                self._errands.fetch(job)
         else:
             self.metrics.deduplicated += 1
         with self._pending_lock:
@@ -339,46 +317,6 @@ class Engine:
             self._runner.share(job.chain)
             job.match = self._prefix.match(job.chain, job.tokens)
             job.computed = job.match.length
-
-    def _fetch(self, job: Job) -> None:
-        """While a prompt waits, what the SSD has of it is read."""
-        if self._prefix is None or self._prefix.disk is None or job.chain is None or wants_prompt_logprobs(job):
-            return
-        if not self._prefix.disk.stuck and self._prefix.on_disk(job.chain, job.tokens):
-            self._to_fetch.append(job)
-            job.fetching_until = time.monotonic() + FETCH_SECONDS
-            self._start_fetches()
-
-    def _start_fetches(self) -> None:
-        """A few at a time: what was read and not taken over is in memory twice."""
-        assert self._prefix is not None
-        assert self._prefix.disk is not None
-        while self._to_fetch and self._fetches < MAX_FETCHES and not self._prefix.disk.stuck:
-            job = self._to_fetch.popleft()
-            assert job.chain is not None
-            job.fetching_until = 0.0
-            wanted = self._prefix.on_disk(job.chain, job.tokens) if job in self._scheduler.waiting else []
-            if wanted:
-                self._fetches += 1
-                job.fetching_until = time.monotonic() + FETCH_SECONDS
-                self._read_for(job, wanted)
-
-    def _read_for(self, job: Job, wanted: list[bytes]) -> None:
-        assert self._prefix is not None
-        assert self._prefix.disk is not None
-        self._prefix.disk.read(wanted, lambda found: self._inbox.put(lambda: self._fetched(job, wanted, found)))
-
-    def _fetched(self, job: Job, wanted: list[bytes], found: list[Payload]) -> None:
-        """Takes over what was read; a job that no longer waits for it may find it all the same."""
-        assert self._prefix is not None
-        assert job.chain is not None
-        self._fetches -= 1
-        more = self._prefix.adopt(job.chain, job.tokens, wanted, found)
-        if more and len(found) == len(wanted):
-            self._to_fetch.appendleft(job)
-        else:
-            job.fetching_until = 0.0
-        self._start_fetches()
 
     def _let_go(self, job: Job) -> None:
         if self._prefix is not None and job.match is not None:

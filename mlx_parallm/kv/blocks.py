@@ -3,7 +3,7 @@
 A block is `size` tokens of some text with all that came before it: its hash covers its tokens and the hash of the
 block before, back to a root that names the model, the adapter and its version, and the tenant's salt. So equal hashes
 mean equal keys and values. A block that nobody uses stays cached until its place is needed; the least recently used
-goes first, a text's end before its beginning. `PrefixCache` owns one; the engine thread alone calls it.
+goes first, a text's end before its beginning. `BlockPrefix` owns one; the engine thread alone calls it.
 """
 
 from array import array

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 Buffers = Sequence[mx.array]
 Placer = Callable[[Buffers, Buffers, Sequence[tuple[int, int, int]]], None]
-Collector = Callable[[Buffers, int, Sequence[int], mx.array, Sequence[int]], None]
+Collector = Callable[[Buffers, int, Sequence[int], Buffers, Sequence[tuple[int, int]]], None]
 BYTES = 16  # that a thread copies at once
 THREADS = 128
 MAX_ARGUMENTS = 480  # pointers of 8 bytes, within the 4 KiB that a kernel takes
@@ -39,12 +39,13 @@ PLACE = """
 """
 COLLECT = """
     const {type}* slots[{count}] = {{{slots}}};
+    const {type}* slabs[{segments}] = {{{slabs}}};
     constexpr int LINE = {size} * PIECES;  // a block of one head
     const int side = blockIdx.y, piece = blockIdx.x * blockDim.x + threadIdx.x, head = piece / LINE;
     if (head >= {heads}) return;
-    const int row = chosen[0], number = chosen[1 + 2 * blockIdx.z], place = chosen[2 + 2 * blockIdx.z];
+    const int row = chosen[0], number = chosen[1 + 3 * blockIdx.z], place = chosen[3 + 3 * blockIdx.z];
     const int4* from = reinterpret_cast<const int4*>(slots[side]);
-    int4* to = reinterpret_cast<int4*>(const_cast<{type}*>(slab));
+    int4* to = reinterpret_cast<int4*>(const_cast<{type}*>(slabs[chosen[2 + 3 * blockIdx.z]]));
     to[(size_t(place) * {count} + side) * {heads} * LINE + piece] =
         from[((size_t(row) * {heads} + head) * a0_shape[2] + size_t(number) * {size}) * PIECES + piece % LINE];
 """
@@ -81,29 +82,39 @@ def placer(count: int, heads: int, width: int, dtype: mx.Dtype) -> Placer | None
     return place if _tried(right) else None
 
 
-def collector(count: int, heads: int, width: int, size: int, dtype: mx.Dtype) -> Collector | None:
-    """Copies blocks of a row of `count` buffers (S, heads, C, width), by their numbers in it, to places in a slab
-    (blocks, count, heads, size, width).
+def collector(count: int, heads: int, width: int, size: int, dtype: mx.Dtype, segments: int) -> Collector | None:
+    """Copies blocks of a row of `count` buffers (S, heads, C, width), by their numbers in it, into the `segments` of a
+    slab, (blocks, count, heads, size, width) each: to (segment, place) for each block.
     """
-    if not _possible(width, dtype, count + 1):
+    if not _possible(width, dtype, count + segments):
         return None
-    slots = _names("a", count)
-    source = COLLECT.format(type=TYPES[dtype], count=count, heads=heads, size=size, slots=", ".join(slots))
-    kernel = _kernel(f"collect_{count}_{heads}_{size}", [*slots, "slab", "chosen"], source, width, dtype)
+    slots, slabs = _names("a", count), _names("b", segments)
+    source = COLLECT.format(
+        type=TYPES[dtype],
+        count=count,
+        heads=heads,
+        size=size,
+        segments=segments,
+        slots=", ".join(slots),
+        slabs=", ".join(slabs),
+    )
+    kernel = _kernel(f"collect_{count}_{heads}_{size}_{segments}", [*slots, *slabs, "chosen"], source, width, dtype)
 
-    def collect(slots: Buffers, row: int, numbers: Sequence[int], slab: mx.array, places: Sequence[int]) -> None:
-        chosen = [row, *(i for pair in zip(numbers, places, strict=True) for i in pair)]
-        kernel([*slots, slab], chosen, (heads * size * width * dtype.size // BYTES, count, len(numbers)))
+    def collect(
+        slots: Buffers, row: int, numbers: Sequence[int], slabs: Buffers, places: Sequence[tuple[int, int]]
+    ) -> None:
+        chosen = [row, *(i for number, place in zip(numbers, places, strict=True) for i in (number, *place))]
+        kernel([*slots, *slabs], chosen, (heads * size * width * dtype.size // BYTES, count, len(numbers)))
 
     def right() -> bool:
         slots = [mx.random.normal((3, heads, 4 * size + 5, width)).astype(dtype) for _ in range(count)]
-        slab = mx.zeros((5, count, heads, size, width), dtype)
-        numbers, places = [0, 2, 3], [4, 0, 1]
-        mx.eval(slots, slab)
-        collect(slots, 1, numbers, slab, places)
+        slabs = [mx.zeros((3, count, heads, size, width), dtype) for _ in range(segments)]
+        numbers, places = [0, 2, 3], [(0, 2), (segments - 1, 0), (segments // 2, 1)]
+        mx.eval(slots, slabs)
+        collect(slots, 1, numbers, slabs, places)
         return all(
-            mx.array_equal(slab[place, side], slot[1, :, number * size : (number + 1) * size]).item()
-            for number, place in zip(numbers, places, strict=True)
+            mx.array_equal(slabs[segment][place, side], slot[1, :, number * size : (number + 1) * size]).item()
+            for number, (segment, place) in zip(numbers, places, strict=True)
             for side, slot in enumerate(slots)
         )
 

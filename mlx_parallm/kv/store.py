@@ -15,6 +15,7 @@ import numpy as np
 from mlx_parallm.kv.inplace import collector
 
 SEGMENT_BYTES = 64 << 20
+MAX_SEGMENTS = 16  # for the kernel that writes to all of them
 
 Planes = list[mx.array]  # (blocks, sides, H, size, D); quantised: values, scales and biases
 Host = list[Any]  # one block's planes as NumPy arrays of plain integers
@@ -69,9 +70,11 @@ class BlockStore:
         ]
         self.block_bytes = sum(plane.nbytes for planes in self._like for plane in planes)
         self.total = blocks or max(1, max_bytes // self.block_bytes)
-        self._per_segment = min(self.total, max(1, SEGMENT_BYTES // self.block_bytes))
+        smallest = -(-self.total // MAX_SEGMENTS) if fused else 1
+        self._per_segment = min(self.total, max(smallest, SEGMENT_BYTES // self.block_bytes))
+        self._segment_count = segments = -(-self.total // self._per_segment)
         self._collectors = [
-            collector(len(members), side.heads, side.width, size, side.dtype) if fused else None
+            collector(len(members), side.heads, side.width, size, side.dtype, segments) if fused else None
             for side, members in self._groups.items()
         ]
         self._segments: dict[int, list[Planes]] = {}  # by group
@@ -91,12 +94,17 @@ class BlockStore:
                 self._put(group, self._packing.pack(self._collected(side, buffers, row, numbers)), ids)
             elif self._packing.bits is not None:
                 blocks = mx.zeros((len(ids), len(members), side.heads, self._size, side.width), side.dtype)
-                collect(buffers, row, numbers, blocks, range(len(ids)))
+                collect(
+                    buffers, row, numbers, [blocks] * self._segment_count, [(0, place) for place in range(len(ids))]
+                )
                 self._put(group, self._packing.pack(blocks), ids)
             else:
-                for number, chosen in self._by_segment(ids).items():
-                    places = [ids[i] % self._per_segment for i in chosen]
-                    collect(buffers, row, [numbers[i] for i in chosen], self._segment(number)[group][0], places)
+                places = [divmod(id_, self._per_segment) for id_ in ids]
+                used = {number: self._segment(number)[group][0] for number, _ in places}
+                some = next(iter(used.values()))  # stands for those that are not written to
+                collect(
+                    buffers, row, numbers, [used.get(number, some) for number in range(self._segment_count)], places
+                )
 
     def _collected(self, side: Side, group: list[mx.array], row: int, numbers: Sequence[int]) -> mx.array:
         """Blocks of one row: (blocks, sides, H, size, D)."""

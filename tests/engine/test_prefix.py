@@ -158,7 +158,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch
             running.ask([*PROMPT[::-1]], max_tokens=4)
         assert tier.stuck
         assert waited < 0.9  # only the first waited for it
-        assert not running.engine._to_fetch
+        assert not running.engine._errands._to_fetch
     for file in tmp_path.rglob("*.safetensors"):  # lets the thread go
         with contextlib.suppress(OSError):
             os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))

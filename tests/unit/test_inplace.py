@@ -24,12 +24,12 @@ ROWS = [(number * 7) % 50 + 3 for number in range(36)]
 @pytest.mark.parametrize("shape", [(60, 3, 64), (56, 8, 128), (2, 1, 8), (200, 2, 96)])
 def test_kernels_are_built_and_pass_their_own_trial(shape: tuple[int, int, int], dtype: mx.Dtype) -> None:
     assert placer(*shape, dtype) is not None
-    assert collector(*shape, 16, dtype) is not None
+    assert collector(*shape, 16, dtype, 16) is not None
 
 
 def test_shapes_that_can_not_be_copied_in_pieces_are_left_to_mlx() -> None:
     assert placer(4, 2, 6, mx.bfloat16) is None
-    assert collector(4, 2, 64, 16, mx.int8) is None
+    assert collector(4, 2, 64, 16, mx.int8, 1) is None
     assert placer(400, 2, 64, mx.float32) is None
 
 

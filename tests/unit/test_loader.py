@@ -73,7 +73,7 @@ def test_quantised_folder_is_expanded_exactly(tmp_path: Path) -> None:
     save_tiny(original, tmp_path)
     change_config(tmp_path, quantization={"group_size": 32, "bits": 8})
     expanded = load(str(tmp_path), name="m", dtype="float32")
-    assert type(expanded.module.model.embed_tokens) is nn.Embedding
+    assert isinstance(expanded.module.model.embed_tokens, nn.Embedding)
     assert mx.allclose(expanded.module(TOKENS), original.module(TOKENS), atol=1e-3)
     kept = load(str(tmp_path), name="m", dtype="quantized")
     assert kept.precision == "8-bit"

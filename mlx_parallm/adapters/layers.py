@@ -1,0 +1,304 @@
+"""Gives a model's layers room for adapters: each row of a pass through them has its own, or none.
+
+The adapters that a batch needs stand side by side, as one pair of thin matrices per layer: a row's inputs go through
+all of them, a mask keeps what is its own, and one more product brings it back. Layers of one shape share an array, so
+that adapters come and go in a few large operations. Without an adapter in the batch a layer does what it did before.
+
+`Layout` finds the layers and packs adapters for them, on any thread; `Resident` is a packed adapter on the device,
+`Present` those that stand side by side, `Selection` what the pass under way uses: these on the engine thread.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.adapters.weights import Adapter, Array, Target
+
+RANK_STEP = 8  # ranks are padded to multiples of this
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers of one name and shape."""
+
+    kind: Literal["linear", "embedding"]
+    lines: int
+    size: int
+    paths: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class PackedGroup:
+    a: Any  # (layers, rank, size)
+    b: Any  # (layers, lines, rank)
+    m: Array | None  # (layers, lines); NaN where a layer keeps the lengths of its lines
+
+
+@dataclass(slots=True)
+class Packed:
+    """An adapter in the shape of the model's groups, ready to be copied to the device."""
+
+    rank: int
+    groups: dict[int, PackedGroup]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.a.nbytes + group.b.nbytes for group in self.groups.values())
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    rank: int
+    groups: dict[int, tuple[mx.array, mx.array, mx.array | None]]  # a, b, and DoRA's factors (layers, lines)
+    nbytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Present:
+    """Adapters side by side: for each group a (L, C, size), b (L, lines, C), factors (L, adapters + 1, lines)."""
+
+    members: tuple[Resident, ...]
+    groups: dict[int, tuple[mx.array, mx.array, mx.array | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number in sorted({number for member in self.members for number in member.groups}):
+            self.groups[number] = self._joined(number)
+
+    def _joined(self, number: int) -> tuple[mx.array, mx.array, mx.array | None]:
+        some_a, some_b, _ = next(member.groups[number] for member in self.members if number in member.groups)
+        layers, lines = some_b.shape[:2]
+        ones = mx.ones((layers, 1, lines), some_b.dtype)
+        a, b, factors = [], [], [ones]
+        for member in self.members:
+            part = member.groups.get(number)
+            if part is None:
+                a.append(mx.zeros((layers, member.rank, some_a.shape[2]), some_a.dtype))
+                b.append(mx.zeros((layers, lines, member.rank), some_b.dtype))
+                factors.append(ones)
+            else:
+                a.append(part[0])
+                b.append(part[1])
+                factors.append(ones if part[2] is None else part[2][:, None])
+        scaled = any(factor is not ones for factor in factors)
+        if len(self.members) == 1:
+            return a[0], b[0], mx.concatenate(factors, axis=1) if scaled else None
+        return (
+            mx.concatenate(a, axis=1),
+            mx.concatenate(b, axis=2),
+            mx.concatenate(factors, axis=1) if scaled else None,
+        )
+
+    def mask(self, rows: Sequence[Resident | None]) -> mx.array | None:
+        """(B, 1, C): which columns are a row's own; None where all are every row's."""
+        if len(self.members) == 1 and all(row is self.members[0] for row in rows):
+            return None
+        ends = np.cumsum([member.rank for member in self.members])
+        mask = np.zeros((len(rows), 1, int(ends[-1])), np.float32)
+        for line, row in zip(mask, rows, strict=True):
+            if row is not None:
+                place = self.members.index(row)
+                line[:, ends[place] - row.rank : ends[place]] = 1.0
+        return mx.array(mask).astype(next(iter(self.groups.values()))[0].dtype)
+
+    def numbers(self, rows: Sequence[Resident | None]) -> mx.array:
+        """(B,): each row's line among the factors; 0 is the base."""
+        return mx.array([0 if row is None else 1 + self.members.index(row) for row in rows], mx.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Selection:
+    """What the layers read: set before a pass, for its rows."""
+
+    groups: dict[int, tuple[mx.array, mx.array, mx.array | None]] = field(default_factory=dict)
+    mask: mx.array | None = None
+    numbers: mx.array | None = None
+
+    def clear(self) -> None:
+        self.groups, self.mask, self.numbers = {}, None, None
+
+    def use(self, present: Present, rows: Sequence[Resident | None]) -> None:
+        self.groups = present.groups
+        self.mask = present.mask(rows)
+        self.numbers = present.numbers(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one layer finds its part of what is selected."""
+
+    selection: Selection
+    group: int
+    number: int
+
+    def added(self, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
+        """What a linear layer of inputs x gives with each row's adapter, where without it is y (B, T, lines)."""
+        chosen = self.selection.groups.get(self.group)
+        if chosen is None:
+            return y
+        a, b, factors = chosen
+        z = self._own(x @ a[self.number].T) @ b[self.number].T
+        return self._scaled(y, z, bias, None if factors is None else self._lines(factors))
+
+    def looked_up(self, tokens: mx.array, y: mx.array) -> mx.array:
+        """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""
+        chosen = self.selection.groups.get(self.group)
+        if chosen is None:
+            return y
+        a, b, factors = chosen
+        z = self._own(b[self.number][tokens]) @ a[self.number]
+        if factors is None:
+            return y + z
+        lines = factors[self.number].reshape(-1)  # (adapters + 1) * lines
+        assert self.selection.numbers is not None
+        first = (self.selection.numbers * factors.shape[2])[:, None]
+        return self._scaled(y, z, None, lines[first + tokens][..., None])
+
+    def _own(self, z: mx.array) -> mx.array:
+        mask = self.selection.mask
+        return z if mask is None else z * mask
+
+    def _lines(self, factors: mx.array) -> mx.array:
+        assert self.selection.numbers is not None
+        return factors[self.number][self.selection.numbers][:, None]  # (B, 1, lines)
+
+    @staticmethod
+    def _scaled(y: mx.array, z: mx.array, bias: mx.array | None, factor: mx.array | None) -> mx.array:
+        if factor is None:
+            return y + z
+        return factor * (y + z) if bias is None else factor * (y - bias + z) + bias
+
+
+class Layout:
+    """The layers of a model that adapters may change, in groups."""
+
+    def __init__(self, module: nn.Module, dtype: mx.Dtype) -> None:
+        self.dtype = dtype  # what the model computes in
+        self.selection = Selection()
+        self._layers = {path: layer for path, layer in module.named_modules() if _kind(layer) is not None}
+        self.targets = {path: _target(layer) for path, layer in self._layers.items()}
+        members: dict[tuple[str, Target], list[str]] = {}
+        for path, target in self.targets.items():
+            members.setdefault((path.rsplit(".", 1)[-1], target), []).append(path)
+        self.groups = [
+            Group(target.kind, target.lines, target.size, tuple(paths)) for (_, target), paths in members.items()
+        ]
+        self._seats = {
+            path: (group, number) for group, one in enumerate(self.groups) for number, path in enumerate(one.paths)
+        }
+
+    def attach(self) -> None:
+        """From now on the layers add what is selected."""
+        for path, layer in self._layers.items():
+            kind: Any = type(layer)
+            layer.__class__ = _adapting_class(kind)
+            layer.seat = Seat(self.selection, *self._seats[path])
+
+    def pack(self, adapter: Adapter) -> Packed:
+        """NumPy alone: on any thread."""
+        rank = -(-adapter.rank // RANK_STEP) * RANK_STEP
+        by_group: dict[int, dict[int, str]] = {}
+        for path in adapter.parts:
+            group, number = self._seats[path]
+            by_group.setdefault(group, {})[number] = path
+        groups = {group: self._packed(self.groups[group], paths, adapter, rank) for group, paths in by_group.items()}
+        return Packed(rank, groups)
+
+    def _packed(self, group: Group, paths: Mapping[int, str], adapter: Adapter, rank: int) -> PackedGroup:
+        layers = len(group.paths)
+        a = np.zeros((layers, rank, group.size), np.float32)
+        b = np.zeros((layers, group.lines, rank), np.float32)
+        m = np.full((layers, group.lines), np.nan, np.float32)
+        for number, path in paths.items():
+            part = adapter.parts[path]
+            a[number, : part.rank], b[number, :, : part.rank] = part.a, part.b
+            if part.m is not None:
+                m[number] = part.m
+        return PackedGroup(_cast(a, self.dtype), _cast(b, self.dtype), None if np.isnan(m).all() else m)
+
+    def place(self, packed: Packed) -> Resident:
+        """Copies a packed adapter to the device."""
+        groups = {}
+        for number, group in packed.groups.items():
+            a, b = (_uncast(array, self.dtype) for array in (group.a, group.b))
+            factors = None if group.m is None else self._factors(self.groups[number], a, b, group.m)
+            groups[number] = (a, b, factors)
+        mx.async_eval([array for group in groups.values() for array in group if array is not None])
+        return Resident(packed.rank, groups, packed.nbytes)
+
+    def _factors(self, group: Group, a: mx.array, b: mx.array, m: Array) -> mx.array:
+        """By what the adapted lines are to be multiplied, for DoRA: (layers, lines)."""
+        lengths = []
+        for number, path in enumerate(group.paths):
+            if np.isnan(m[number]).any():
+                lengths.append(mx.ones((group.lines,)))
+                continue
+            adapted = _weight(self._layers[path]).astype(mx.float32) + (b[number] @ a[number]).astype(mx.float32)
+            lengths.append(mx.linalg.norm(adapted, axis=1))
+        wanted = mx.array(np.where(np.isnan(m), 1.0, m).astype(np.float32))
+        return (wanted / mx.stack(lengths)).astype(self.dtype)
+
+
+def _kind(layer: object) -> Literal["linear", "embedding"] | None:
+    if isinstance(layer, (nn.Linear, nn.QuantizedLinear)):
+        return "linear"
+    return "embedding" if isinstance(layer, (nn.Embedding, nn.QuantizedEmbedding)) else None
+
+
+def _target(layer: nn.Module) -> Target:
+    lines, size = layer["weight"].shape
+    kind = _kind(layer)
+    assert kind is not None
+    return Target(kind, lines, size * 32 // layer.bits if "scales" in layer else size)
+
+
+def _weight(layer: nn.Module) -> mx.array:
+    if "scales" not in layer:
+        weight: mx.array = layer["weight"]
+        return weight
+    return mx.dequantize(
+        layer["weight"],
+        layer["scales"],
+        layer.get("biases"),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=getattr(layer, "mode", "affine"),
+    )
+
+
+@functools.cache
+def _adapting_class(original: Any) -> type:
+    """The same layer, which asks its seat what to add."""
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        added: mx.array = self.seat.added(x, original.__call__(self, x), self.get("bias"))
+        return added
+
+    def embed(self: Any, tokens: mx.array) -> mx.array:
+        added: mx.array = self.seat.looked_up(tokens, original.__call__(self, tokens))
+        return added
+
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        added: mx.array = self.seat.added(x, original.as_linear(self, x), None)
+        return added
+
+    if issubclass(original, (nn.Embedding, nn.QuantizedEmbedding)):
+        return type(original.__name__, (original,), {"__call__": embed, "as_linear": as_linear})
+    return type(original.__name__, (original,), {"__call__": call})
+
+
+def _cast(array: Array, dtype: mx.Dtype) -> Any:
+    """The bits of an array in the model's precision: NumPy has no bfloat16."""
+    if dtype == mx.bfloat16:
+        bits = array.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return array.astype(np.float16 if dtype == mx.float16 else np.float32)
+
+
+def _uncast(bits: Any, dtype: mx.Dtype) -> mx.array:
+    array = mx.array(bits)
+    return array.view(dtype) if dtype == mx.bfloat16 else array

@@ -1,0 +1,275 @@
+"""Adapters: read from the files of mlx-lm and PEFT, checked, and added to each row as mlx-lm adds them to a model."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from safetensors.numpy import save
+
+from mlx_parallm.adapters.files import parse, parse_config, read_folder
+from mlx_parallm.adapters.layers import Layout, Present
+from mlx_parallm.adapters.weights import Adapter, AdapterError, check_fit, check_name
+from tests.tiny import tiny
+
+LIMIT = 1 << 24
+ATTENTION = ["self_attn.q_proj", "self_attn.v_proj"]
+ALL = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "few": {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 2.0, "keys": ATTENTION}},
+    "all": {"fine_tune_type": "lora", "lora_parameters": {"rank": 16, "scale": 0.5, "keys": ALL}},
+    "dora": {
+        "fine_tune_type": "dora",
+        "lora_parameters": {"rank": 8, "scale": 1.5, "keys": [*ATTENTION, "mlp.up_proj"]},
+    },
+    "embedding": {
+        "fine_tune_type": "lora",
+        "lora_parameters": {"rank": 3, "scale": 1.0, "keys": ["model.embed_tokens"]},
+    },
+    "embedding-dora": {
+        "fine_tune_type": "dora",
+        "lora_parameters": {"rank": 5, "scale": 1.0, "keys": ["model.embed_tokens", "lm_head"]},
+    },
+}
+
+
+def base(bits: int | None = None, **changes: Any) -> nn.Module:
+    module = tiny(**changes).module
+    if bits:
+        nn.quantize(module, group_size=32, bits=bits, class_predicate=lambda _, layer: isinstance(layer, nn.Linear))
+    return module
+
+
+def written(folder: Path, name: str, **changes: Any) -> Path:
+    """A random adapter in mlx-lm's format, made by mlx-lm's own layers."""
+    config = {"num_layers": 2, **ADAPTERS[name]}
+    config["lora_parameters"] = {"dropout": 0.0, **config["lora_parameters"]}
+    module = base(**changes)
+    linear_to_lora_layers(module, 2, config["lora_parameters"], use_dora=config["fine_tune_type"] == "dora")
+    random = np.random.default_rng(len(name))
+    weights = {
+        path: 0.2 * random.standard_normal(array.shape).astype(np.float32)
+        for path, array in tree_flatten(module.parameters())
+        if path.rsplit(".", 1)[-1] in ("lora_a", "lora_b")
+    }
+    lengths = {
+        path: np.array(array) * random.uniform(0.5, 1.5, array.shape).astype(np.float32)
+        for path, array in tree_flatten(module.parameters())
+        if path.endswith(".m")
+    }
+    target = folder / name
+    target.mkdir()
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    (target / "adapters.safetensors").write_bytes(save(weights | lengths))
+    return target
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_with_different_adapters_equal_models_with_them(tmp_path: Path, bits: int | None, tied: bool) -> None:
+    changes = {"bits": bits, "tie_word_embeddings": tied}
+    names = [name for name in ADAPTERS if not (tied and name == "embedding-dora")]
+    folders = {name: written(tmp_path, name, **changes) for name in names}
+    tokens = mx.random.randint(3, 250, (8, 12), key=mx.random.key(1))
+    expected: dict[str | None, mx.array] = {None: base(**changes)(tokens)}
+    for name, folder in folders.items():
+        expected[name] = load_adapters(base(**changes), str(folder))(tokens)
+        assert not mx.allclose(expected[name], expected[None], atol=0.1)
+
+    module = base(**changes)
+    layout = Layout(module, mx.float32)
+    layout.attach()
+    residents = {name: layout.place(layout.pack(read(folder, layout))) for name, folder in folders.items()}
+    assert mx.array_equal(module(tokens), expected[None])
+    mixtures: list[list[str | None]] = [
+        [None, *names, None, *names][:8],
+        [names[1]] * 8,
+        [names[2], None] * 4,
+        [names[0], names[2], names[2], names[3]] * 2,
+    ]
+    for rows in mixtures:
+        chosen = [residents[name] if name else None for name in rows]
+        present = Present(tuple(dict.fromkeys(resident for resident in chosen if resident)))
+        layout.selection.use(present, chosen)
+        found = module(tokens)
+        for row, name in enumerate(rows):
+            assert mx.allclose(found[row], expected[name][row], atol=2e-4), f"row {row}: {name} among {rows}"
+    layout.selection.clear()
+    assert mx.array_equal(module(tokens), expected[None])
+
+
+def read(folder: Path, layout: Layout) -> Adapter:
+    adapter = read_folder(folder, LIMIT)
+    check_fit(adapter, layout.targets, 64)
+    return adapter
+
+
+PATHS = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qv"]
+
+
+def peft_files(**changes: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    layout = Layout(base(), mx.float32)
+    random = np.random.default_rng(3)
+    weights = {}
+    for path in PATHS:
+        target = layout.targets[path]
+        weights[f"base_model.model.{path}.lora_A.weight"] = random.standard_normal((4, target.size)).astype(np.float32)
+        weights[f"base_model.model.{path}.lora_B.weight"] = random.standard_normal((target.lines, 4)).astype(np.float32)
+    return {"peft_type": "LORA", "r": 4, "lora_alpha": 12, **changes}, weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"),
+    [
+        ({}, 3.0),
+        ({"use_rslora": True}, 6.0),
+        ({"alpha_pattern": {"q_proj": 4}}, 1.0),
+        ({"alpha_pattern": {r"model\.layers\.0\..*q_proj": 8}}, 2.0),
+        ({"alpha_pattern": {"v_proj": 4}}, 3.0),
+    ],
+)
+def test_peft_and_mlx_lm_say_the_same(changes: dict[str, Any], scale: float) -> None:
+    config, weights = peft_files(**changes)
+    path = PATHS[0]
+    part = parse(config, save(weights), LIMIT).parts[path]
+    a, b = (weights[f"base_model.model.{path}.lora_{side}.weight"] for side in "AB")
+    assert np.allclose(part.b @ part.a, scale * b @ a, atol=1e-4)
+    same = {f"{path}.lora_a": a.T.copy(), f"{path}.lora_b": b.T.copy()}
+    other = parse({"lora_parameters": {"scale": scale}}, save(same), LIMIT).parts[path]
+    assert np.allclose(part.a, other.a)
+    assert np.allclose(part.b, other.b, atol=1e-5)
+
+
+def test_embeddings_lie_the_other_way_round_in_peft() -> None:
+    random = np.random.default_rng(3)
+    a, b = random.standard_normal((4, 284)).astype(np.float32), random.standard_normal((64, 4)).astype(np.float32)
+    stem = "base_model.model.model.embed_tokens.lora_embedding"
+    adapter = parse({"peft_type": "LORA", "lora_alpha": 8}, save({f"{stem}_A": a, f"{stem}_B": b}), LIMIT)
+    layout = Layout(base(), mx.float32)
+    check_fit(adapter, layout.targets, 8)
+    part = adapter.parts["model.embed_tokens"]
+    assert np.allclose(part.b @ part.a, 2 * a.T @ b.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, "bfloat16"])
+def test_every_precision_is_read(dtype: Any) -> None:
+    config, weights = peft_files()
+    if dtype == "bfloat16":
+        arrays = {name: mx.array(array).astype(mx.bfloat16) for name, array in weights.items()}
+        data = safetensors_of(arrays)
+    else:
+        data = save({name: array.astype(dtype) for name, array in weights.items()})
+    part = parse(config, data, LIMIT).parts[PATHS[0]]
+    assert part.a.dtype == np.float32
+    assert np.allclose(part.a, weights[f"base_model.model.{PATHS[0]}.lora_A.weight"], rtol=0.01)
+
+
+def safetensors_of(arrays: dict[str, mx.array]) -> bytes:
+    header: dict[str, Any] = {}
+    body = b""
+    for name, array in arrays.items():
+        data = np.array(array.view(mx.uint16)).tobytes()
+        header[name] = {"dtype": "BF16", "shape": list(array.shape), "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    head = json.dumps(header).encode()
+    return len(head).to_bytes(8, "little") + head + body
+
+
+def test_npz(tmp_path: Path) -> None:
+    arrays = {f"{PATHS[0]}.lora_a": np.ones((64, 2), np.float32), f"{PATHS[0]}.lora_b": np.ones((2, 64), np.float32)}
+    np.savez(tmp_path / "adapters.npz", **arrays)
+    (tmp_path / "adapter_config.json").write_text('{"lora_parameters": {"scale": 3}}')
+    assert read_folder(tmp_path, LIMIT).parts[PATHS[0]].b.max() == 3
+
+
+def bad_files() -> list[tuple[str, dict[str, Any], bytes, str]]:
+    config, weights = peft_files()
+    sound = save(weights)
+    first = f"base_model.model.{PATHS[0]}.lora_A.weight"
+    pickled = pickle.dumps(weights)
+    huge = json.dumps({"x": {"dtype": "F32", "shape": [2500000000], "data_offsets": [0, 10000000000]}}).encode()
+    nan = {**weights, first: np.full_like(weights[first], np.nan)}
+    return [
+        ("truncated", config, sound[: len(sound) // 2], "not a sound safetensors"),
+        ("empty", config, b"", "not a sound safetensors"),
+        ("pickle", config, pickled, "not a sound safetensors"),
+        ("10 GB header", config, len(huge).to_bytes(8, "little") + huge, "not a sound safetensors"),
+        ("long header", config, (1 << 40).to_bytes(8, "little") + huge, "not a sound safetensors"),
+        ("zip", config, b"PK\x03\x04" + bytes(100), "not a sound npz"),
+        ("integers", config, save({first: np.ones((4, 64), np.int32)}), "must be floating point"),
+        ("too large", config, bytes(LIMIT + 1), "at most"),
+        ("half a pair", config, save({first: weights[first]}), "not both lora_A and lora_B"),
+        ("foreign", config, save({"model.norm.weight": np.ones(3, np.float32)}), "not a weight of an adapter"),
+        ("NaN", config, save(nan), "not finite"),
+        ("other shape", config, save({**weights, first: np.ones((4, 32), np.float32)}), "the model's has 64 × 64"),
+        ("other layer", config, save(renamed(weights, "q_proj", "x_proj")), "no layer model.layers.0.self_attn.x_proj"),
+        ("ranks apart", config, save({**weights, first: np.ones((3, 64), np.float32)}), "no pair of matrices"),
+        ("no weights", config, save({}), "no adapter weight"),
+        ("no LoRA", {"peft_type": "IA3"}, sound, "only LORA"),
+        ("more than LoRA", {**config, "modules_to_save": ["lm_head"]}, sound, "modules_to_save"),
+        ("full", {"fine_tune_type": "full"}, sound, "only lora and dora"),
+        ("no scale", {"lora_parameters": {"rank": 3}}, sound, "lora_parameters.scale"),
+        ("alpha", {**config, "lora_alpha": "much"}, sound, "lora_alpha is not a number"),
+        ("pattern", {**config, "alpha_pattern": {"(": 3}}, sound, "is no pattern"),
+    ]
+
+
+def renamed(weights: dict[str, np.ndarray], old: str, new: str) -> dict[str, np.ndarray]:
+    return {name.replace(old, new): array for name, array in weights.items()}
+
+
+@pytest.mark.parametrize("case", bad_files(), ids=lambda case: case[0])
+def test_what_does_not_fit_is_refused_with_a_reason(case: tuple[str, dict[str, Any], bytes, str]) -> None:
+    _, config, data, message = case
+    layout = Layout(base(), mx.float32)
+    with pytest.raises(AdapterError, match=message):
+        check_fit(parse(config, data, LIMIT), layout.targets, 8)
+
+
+def test_a_rank_beyond_the_limit_is_refused() -> None:
+    config, weights = peft_files()
+    with pytest.raises(AdapterError, match="rank is 4, and at most 3"):
+        check_fit(parse(config, save(weights), LIMIT), Layout(base(), mx.float32).targets, 3)
+
+
+def test_a_zip_that_grows_is_refused() -> None:
+    import io
+    import zipfile
+
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.npy", bytes(LIMIT * 4))
+    with pytest.raises(AdapterError, match="unpacks to more"):
+        parse({"lora_parameters": {"scale": 1}}, file.getvalue(), LIMIT)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b"[" * 100000])
+def test_configs_that_are_none(text: bytes) -> None:
+    with pytest.raises(AdapterError, match="config is not"):
+        parse_config(text)
+
+
+@pytest.mark.parametrize("name", ["math", "org/math-v2", "X-v1", "a.b_c", "7"])
+def test_names(name: str) -> None:
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../x", "a/../b", "/etc", "a//b", "a b", "a@2", "a/", ".hidden", "x" * 201, "ä", "a\n"]
+)
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(AdapterError):
+        check_name(name)
+
+
+def test_folders_without_an_adapter(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="holds no adapter_config"):
+        read_folder(tmp_path, LIMIT)
+    with pytest.raises(AdapterError, match="holds no adapter_config"):
+        read_folder(tmp_path / "nowhere", LIMIT)

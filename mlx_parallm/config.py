@@ -78,6 +78,8 @@ class ServeConfig:
     trust_remote_code: bool = _option(
         False, "run Python code that comes with the model", section="model", parse=_parse_bool
     )
+    max_loras: int = _option(8, "adapters on the device at once, and in one batch", section="model", parse=int)
+    max_lora_rank: int = _option(64, "largest rank of an adapter", section="model", parse=int)
     # server
     host: str = _option("127.0.0.1", "address to listen on")
     port: int = _option(8000, "port to listen on", parse=int)
@@ -126,7 +128,14 @@ class ServeConfig:
     kv_group_size: int = _option(64, "elements that share a scale in quantised blocks", section="cache", parse=int)
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "prefill_step_size", "max_queue_size", "max_body_size"):
+        for name in (
+            "max_batch_size",
+            "prefill_step_size",
+            "max_queue_size",
+            "max_body_size",
+            "max_loras",
+            "max_lora_rank",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in (

@@ -87,3 +87,5 @@ class Request:
     priority: int = 0  # lower goes first
     timeout: float | None = None  # seconds from submission
     cache_salt: str = ""
+    adapter: str | None = None
+    adapter_version: int | None = None  # None: what the name means when the request arrives

@@ -5,11 +5,13 @@ all of them, a mask keeps what is its own, and one more product brings it back. 
 that adapters come and go in a few large operations. Without an adapter in the batch a layer does what it did before.
 
 `Layout` finds the layers and packs adapters for them, on any thread; `Resident` is a packed adapter on the device,
-`Present` those that stand side by side, `Selection` what the pass under way uses: these on the engine thread.
+`Present` those that stand side by side, `Choice` which row has which, `Selection` the choice of the pass under way:
+these on the engine thread.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,16 +47,20 @@ class Packed:
 
     rank: int
     groups: dict[int, PackedGroup]
+    digest: str  # of all that it holds: names the blocks that the prefix cache keeps of it
 
     @property
     def nbytes(self) -> int:
         return sum(group.a.nbytes + group.b.nbytes for group in self.groups.values())
 
 
+Groups = dict[int, tuple[mx.array, mx.array, mx.array | None]]  # a, b, and DoRA's factors
+
+
 @dataclass(slots=True, eq=False)
 class Resident:
     rank: int
-    groups: dict[int, tuple[mx.array, mx.array, mx.array | None]]  # a, b, and DoRA's factors (layers, lines)
+    groups: Groups  # factors (layers, lines)
     nbytes: int = 0
 
 
@@ -63,7 +69,7 @@ class Present:
     """Adapters side by side: for each group a (L, C, size), b (L, lines, C), factors (L, adapters + 1, lines)."""
 
     members: tuple[Resident, ...]
-    groups: dict[int, tuple[mx.array, mx.array, mx.array | None]] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for number in sorted({number for member in self.members for number in member.groups}):
@@ -110,21 +116,55 @@ class Present:
         return mx.array([0 if row is None else 1 + self.members.index(row) for row in rows], mx.int32)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """The adapters of a pass's rows."""
+
+    groups: Groups = field(default_factory=dict)
+    mask: mx.array | None = None  # (B, 1, C)
+    numbers: mx.array | None = None  # (B,)
+
+    @classmethod
+    def of(cls, present: Present, rows: Sequence[Resident | None]) -> "Choice":
+        return cls(present.groups, present.mask(rows), present.numbers(rows))
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for choices that a traced pass can take in turn."""
+        groups = ((number, a.shape, factors is None) for number, (a, _, factors) in self.groups.items())
+        return tuple(groups), self.mask is None
+
+    def arrays(self) -> list[mx.array]:
+        every = [array for group in self.groups.values() for array in group] + [self.mask, self.numbers]
+        return [array for array in every if array is not None]
+
+    def with_arrays(self, arrays: Sequence[mx.array]) -> "Choice":
+        """The same with other arrays, in the order of `arrays`."""
+        rest = iter(arrays)
+
+        def next_or_none(old: mx.array | None) -> mx.array | None:
+            return None if old is None else next(rest)
+
+        groups = {
+            number: (next(rest), next(rest), next_or_none(factors)) for number, (_, _, factors) in self.groups.items()
+        }
+        return Choice(groups, next_or_none(self.mask), next_or_none(self.numbers))
+
+    def row(self, number: int) -> "Choice":
+        """For a pass over one of the rows."""
+        mask = None if self.mask is None else self.mask[number : number + 1]
+        numbers = None if self.numbers is None else self.numbers[number : number + 1]
+        return Choice(self.groups, mask, numbers)
+
+
+BASE = Choice()
+
+
 @dataclass(slots=True, eq=False)
 class Selection:
     """What the layers read: set before a pass, for its rows."""
 
-    groups: dict[int, tuple[mx.array, mx.array, mx.array | None]] = field(default_factory=dict)
-    mask: mx.array | None = None
-    numbers: mx.array | None = None
-
-    def clear(self) -> None:
-        self.groups, self.mask, self.numbers = {}, None, None
-
-    def use(self, present: Present, rows: Sequence[Resident | None]) -> None:
-        self.groups = present.groups
-        self.mask = present.mask(rows)
-        self.numbers = present.numbers(rows)
+    choice: Choice = BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +177,7 @@ class Seat:
 
     def added(self, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
         """What a linear layer of inputs x gives with each row's adapter, where without it is y (B, T, lines)."""
-        chosen = self.selection.groups.get(self.group)
+        chosen = self.selection.choice.groups.get(self.group)
         if chosen is None:
             return y
         a, b, factors = chosen
@@ -146,7 +186,7 @@ class Seat:
 
     def looked_up(self, tokens: mx.array, y: mx.array) -> mx.array:
         """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""
-        chosen = self.selection.groups.get(self.group)
+        chosen = self.selection.choice.groups.get(self.group)
         if chosen is None:
             return y
         a, b, factors = chosen
@@ -154,17 +194,17 @@ class Seat:
         if factors is None:
             return y + z
         lines = factors[self.number].reshape(-1)  # (adapters + 1) * lines
-        assert self.selection.numbers is not None
-        first = (self.selection.numbers * factors.shape[2])[:, None]
+        assert self.selection.choice.numbers is not None
+        first = (self.selection.choice.numbers * factors.shape[2])[:, None]
         return self._scaled(y, z, None, lines[first + tokens][..., None])
 
     def _own(self, z: mx.array) -> mx.array:
-        mask = self.selection.mask
+        mask = self.selection.choice.mask
         return z if mask is None else z * mask
 
     def _lines(self, factors: mx.array) -> mx.array:
-        assert self.selection.numbers is not None
-        return factors[self.number][self.selection.numbers][:, None]  # (B, 1, lines)
+        assert self.selection.choice.numbers is not None
+        return factors[self.number][self.selection.choice.numbers][:, None]  # (B, 1, lines)
 
     @staticmethod
     def _scaled(y: mx.array, z: mx.array, bias: mx.array | None, factor: mx.array | None) -> mx.array:
@@ -176,10 +216,10 @@ class Seat:
 class Layout:
     """The layers of a model that adapters may change, in groups."""
 
-    def __init__(self, module: nn.Module, dtype: mx.Dtype) -> None:
-        self.dtype = dtype  # what the model computes in
+    def __init__(self, module: nn.Module) -> None:
         self.selection = Selection()
         self._layers = {path: layer for path, layer in module.named_modules() if _kind(layer) is not None}
+        self.dtype = _computed_in(self._layers.values())
         self.targets = {path: _target(layer) for path, layer in self._layers.items()}
         members: dict[tuple[str, Target], list[str]] = {}
         for path, target in self.targets.items():
@@ -206,7 +246,7 @@ class Layout:
             group, number = self._seats[path]
             by_group.setdefault(group, {})[number] = path
         groups = {group: self._packed(self.groups[group], paths, adapter, rank) for group, paths in by_group.items()}
-        return Packed(rank, groups)
+        return Packed(rank, groups, _digest(rank, groups))
 
     def _packed(self, group: Group, paths: Mapping[int, str], adapter: Adapter, rank: int) -> PackedGroup:
         layers = len(group.paths)
@@ -243,10 +283,29 @@ class Layout:
         return (wanted / mx.stack(lengths)).astype(self.dtype)
 
 
+def _digest(rank: int, groups: Mapping[int, PackedGroup]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for number, group in sorted(groups.items()):
+        digest.update(repr((number, rank, group.a.shape, group.b.shape)).encode())
+        for array in (group.a, group.b, group.m):
+            if array is not None:
+                digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
 def _kind(layer: object) -> Literal["linear", "embedding"] | None:
     if isinstance(layer, (nn.Linear, nn.QuantizedLinear)):
         return "linear"
     return "embedding" if isinstance(layer, (nn.Embedding, nn.QuantizedEmbedding)) else None
+
+
+def _computed_in(layers: Iterable[nn.Module]) -> mx.Dtype:
+    """What the model computes in: what its embedding gives."""
+    embedding = next((layer for layer in layers if _kind(layer) == "embedding"), None)
+    if embedding is None:
+        return mx.float32
+    dtype: mx.Dtype = embedding(mx.zeros((1, 1), mx.int32)).dtype  # never computed
+    return dtype
 
 
 def _target(layer: nn.Module) -> Target:

@@ -71,4 +71,4 @@ class Book:
         if not sampling.greedy and sampling.seed is None:
             return None
         sampling = replace(sampling, stop=(), seed=None if sampling.greedy else sampling.seed)
-        return repr((request.prompt, sampling, request.cache_salt))
+        return repr((request.prompt, sampling, request.cache_salt, request.adapter, request.adapter_version))

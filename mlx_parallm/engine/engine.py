@@ -11,10 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import mlx.core as mx
 
+from mlx_parallm.adapters.layers import Layout
+from mlx_parallm.adapters.registry import Registry, Version
+from mlx_parallm.adapters.weights import Adapter, check_fit, check_name
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.batching import batch_cache, prefix_cache
@@ -79,6 +82,7 @@ class Engine:
         self.on_failure: Callable[[str], None] | None = None
         self.model: LanguageModel
         self.grammars: GrammarCompiler
+        self.adapters: Registry
         self._admission: Admission
         self._prefix: Prefix | None
         self._errands: Errands | None = None
@@ -101,6 +105,10 @@ class Engine:
         if self._closed is not None:
             raise UnavailableError(self._closed)
         rows = self._admission.rows(request)
+        if request.adapter is not None:
+            version = self.adapters.find(request.adapter, request.adapter_version)
+            for row in rows:
+                row.adapter = version
         with self._pending_lock:
             waiting = self._pending + self._scheduler.queued
             if waiting >= self._config.max_queue_size:
@@ -138,11 +146,38 @@ class Engine:
             self._prefix.disk.settle(FLUSH_SECONDS)
         return flushed
 
+    def publish(self, name: str, adapter: Adapter, source: str, number: int | None = None) -> Version:
+        """Makes an adapter's weights what `name` means, for requests from now on."""
+        check_name(name)
+        check_fit(adapter, self.adapters.targets, self._config.max_lora_rank)
+        packed = self.adapters.pack(adapter)  # here, not on the engine thread
+        return self._try(lambda: self.adapters.publish(name, packed, source, number))
+
+    def unload(self, name: str) -> None:
+        self._try(lambda: self.adapters.unload(name))
+
+    def rollback(self, name: str, number: int | None = None) -> Version:
+        return self._try(lambda: self.adapters.rollback(name, number))
+
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance; the engine thread looks, between two steps."""
         error = self._ask(self._imbalance)
         if error is not None:
             raise error
+
+    def _try(self, change: Callable[[], T]) -> T:
+        """Has the engine thread do something between two steps that may be refused."""
+
+        def attempt() -> tuple[T | None, ParallmError | None]:
+            try:
+                return change(), None
+            except ParallmError as error:
+                return None, error
+
+        result, error = self._ask(attempt)
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Has the engine thread answer between two steps."""
@@ -215,11 +250,14 @@ class Engine:
         # Of the memory at hand two thirds are for rows that run, one third for cached blocks.
         limit = config.kv_cache_memory or memory_for_cache() * 2 // 3
         mx.set_cache_limit(min(limit // 8, MAX_SPARE_BYTES))
-        forward = Forward(self.model.module)
+        layout = Layout(self.model.module)
+        layout.attach()
+        self.adapters = Registry(layout, config.max_loras)
+        forward = Forward(self.model.module, layout.selection)
         cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
         self._prefix = prefix_cache(self.model, cache, config, limit // 2, tuning)
         self._runner = Runner(
-            forward, cache, self.model.vocab_size, self._hand_over, tuning.round_prompts, self._prefix
+            forward, cache, self.model.vocab_size, self._hand_over, tuning.round_prompts, self._prefix, self.adapters
         )
         self._admission = Admission(self.model, self.grammars, cache.max_length, config.max_batch_size)
         limits = Limits(
@@ -229,6 +267,7 @@ class Engine:
             gather_seconds=config.batch_timeout if config.scheduler == "default" else 0.0,
             max_padding=tuning.max_padding if cache.stages_many else None,
             worth_waiting=max(64, tuning.min_match),
+            max_adapters=config.max_loras,
         )
         self._scheduler = Scheduler(limits, cache.fits, look_up=self._look_up, let_go=self._let_go)
         if self._prefix is not None and self._prefix.disk is not None:
@@ -293,6 +332,9 @@ class Engine:
         self._idle.clear()
         needed = self._book.enter(request, rows, arrival)
         if needed:
+            for row in rows:
+                if row.adapter is not None:
+                    self.adapters.hold(row.adapter)
             job = Job(list(rows), request.prompt, request.priority, arrival)
             self._identify(job, request.cache_salt)
             self._scheduler.add(job)
@@ -307,7 +349,8 @@ class Engine:
         """Names the blocks of a prompt, so that the prefix cache can find and keep them."""
         if self._prefix is None:
             return
-        job.chain = self._prefix.chain(job.tokens, salt)
+        adapter = job.rows[0].adapter
+        job.chain = self._prefix.chain(job.tokens, salt, "" if adapter is None else adapter.packed.digest)
         for row in job.rows:
             row.chain = Chain(job.chain.root, job.chain.size, list(job.chain.hashes))
 
@@ -400,6 +443,8 @@ class Engine:
             row.finish_reason = row.finish_reason or "abort"
             self._scheduler.remove(row)
             self._runner.leave(row)
+            if row.adapter is not None:
+                self.adapters.release(row.adapter)
 
     def _hand_over(self) -> None:
         if self._news:
@@ -466,6 +511,9 @@ class Engine:
         scheduler, cache = self._scheduler, self._runner.cache
         try:
             self._runner.check_integrity()
+            self.adapters.check_integrity()
+            held = sum(version.rows for entry in self.adapters for version in entry.versions.values())
+            assert not scheduler.idle or not held, f"adapters are held by {held} rows that are gone"
             if self._prefix is not None:
                 self._prefix.check_integrity()
                 self._prefix.gauge()

@@ -52,6 +52,7 @@ class Row:
     stop_token: int | None = None
     chain: Chain | None = None  # the prefix cache's hashes of its blocks
     cached: int | None = None  # prompt tokens that were not computed; None before it began
+    adapter: Any = None  # the registry's Version, which this row holds
 
     @property
     def length(self) -> int:

@@ -14,6 +14,8 @@ import mlx.core as mx
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
+from mlx_parallm.adapters.layers import Choice
+from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
@@ -60,6 +62,7 @@ class Runner:
         before_wait: Callable[[], None],
         round_prompts: bool = False,
         prefix: Prefix | None = None,
+        adapters: Registry | None = None,
     ) -> None:
         self._forward = forward
         self.cache = cache
@@ -67,6 +70,8 @@ class Runner:
         self._before_wait = before_wait
         self._round_prompts = round_prompts and cache.stages_many
         self._prefix = prefix
+        self._adapters = adapters
+        self._choice: Choice | None = None  # the current rows' adapters; None: nobody has one
         self._rows: list[Row | None] = []  # by position
         self._texts: dict[bytes, Row] = {}  # running rows by the hashes of their prompts' blocks
         self._last = mx.zeros((0,), mx.int32)  # (S,): each row's newest token
@@ -117,7 +122,8 @@ class Runner:
         while job.stops and job.stops[0] <= end:
             stop = job.stops.pop(0)
             piece = mx.array([job.tokens[job.computed : stop]])
-            self._forward.at(piece, job.staged, mx.array([piece.shape[1] - 1]))  # its logits are never computed
+            last = mx.array([piece.shape[1] - 1])  # its logits are never computed
+            self._forward.at(piece, job.staged, last, self._choice_of(job.rows[:1]))
             self._prefix.take(job.chain, job.staged, stop, len(job.tokens))
             job.computed = stop
         work.count = end - job.computed
@@ -134,7 +140,7 @@ class Runner:
         # A row that waits for its last token to be read is computed too: what it writes must go behind what it has.
         lengths = [row.length if row else 0 for row in self._rows]
         numbers = [row.launched if row else 0 for row in held]
-        logits = self.cache.decode(self._forward, self._last, lengths)
+        logits = self.cache.decode(self._forward, self._last, lengths, self._choice)
         sampled = self._sampler(logits, numbers, self._history, self._grammar_masks(self._sampler))
         self._last = sampled.tokens
         if self._history is not None:
@@ -195,11 +201,12 @@ class Runner:
         table = np.zeros((self._height(len(counts)), width), np.int32)
         for line, other, count in zip(table, work.jobs, counts, strict=False):
             line[:count] = other.tokens[other.computed : other.computed + count]
+        choice = self._choice_of([other.rows[0] for other in work.jobs] + [None] * (len(table) - len(counts)))
         if scored:
-            logits = self._scored_prompt(job, mx.array(table), caches, step)
+            logits = self._scored_prompt(job, mx.array(table), caches, step, choice)
         else:
             index = [count - 1 for count in counts] + [0] * (len(table) - len(counts))
-            logits = self._forward.at(mx.array(table), caches, mx.array(index))[: len(counts)]
+            logits = self._forward.at(mx.array(table), caches, mx.array(index), choice)[: len(counts)]
         for job, count in zip(work.jobs, counts, strict=True):
             job.computed += count
         return logits
@@ -221,7 +228,15 @@ class Runner:
         self._before_wait()
         mx.async_eval(arrays)
 
-    def _scored_prompt(self, job: Job, tokens: mx.array, caches: list[Any], step: Step) -> mx.array:
+    def _choice_of(self, rows: Sequence[Row | None]) -> Choice | None:
+        versions = [None if row is None else row.adapter for row in rows]
+        if self._adapters is None or not any(versions):
+            return None
+        return Choice.of(*self._adapters.present(versions))
+
+    def _scored_prompt(
+        self, job: Job, tokens: mx.array, caches: list[Any], step: Step, choice: Choice | None
+    ) -> mx.array:
         """The same pass in smaller pieces, keeping the log-probability of each next prompt token."""
         row = job.rows[0]
         top = row.sampling.prompt_logprobs or 0
@@ -231,7 +246,7 @@ class Runner:
                 fork.prompt_logprobs = shared
         for start in range(0, tokens.shape[1], PROMPT_LOGPROB_PIECE):
             piece = tokens[:, start : start + PROMPT_LOGPROB_PIECE]
-            logits = self._forward(piece, caches)[0].astype(mx.float32)  # (T, V)
+            logits = self._forward(piece, caches, choice)[0].astype(mx.float32)  # (T, V)
             first = job.computed + start + 1
             targets = job.tokens[first : first + piece.shape[1]]
             if targets:
@@ -313,6 +328,7 @@ class Runner:
 
     def _renew_sampler(self) -> None:
         self._sampler = Sampler(self._rows, self._vocab)
+        self._choice = self._choice_of(self._rows)
         if not self._sampler.penalized:
             self._history = None
             return

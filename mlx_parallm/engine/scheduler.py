@@ -25,6 +25,7 @@ class Limits:
     step_tokens: int  # most prompt tokens between two decode steps
     gather_seconds: float  # 0: admit at every step
     max_padding: float | None  # share that padding may add to prompts computed together; None: one by one
+    max_adapters: int = 1  # in one batch
     chunk_seconds: float = 2.5  # prompts aim to take no longer between two decode steps; only slow devices notice
     worth_waiting: int = 64  # tokens that a prompt shares with one being computed, to wait a turn and find them cached
 
@@ -158,6 +159,9 @@ class Scheduler:
             return False
         streams = sum(row.streams for row in (*beside, *job.rows))
         if self.limits.max_streams and beside and job.rows[0].streams and streams > self.limits.max_streams:
+            return False
+        adapters = {row.adapter for row in (*beside, *job.rows) if row.adapter is not None}
+        if len(adapters) > self.limits.max_adapters:
             return False
         lengths = [row.length for row in self.running] + [len(other.tokens) for other in (*admitted, job)]
         return self.fits(rows, max(lengths) + 1) or not beside

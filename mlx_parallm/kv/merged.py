@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_parallm.kv.slots import Forward
+from mlx_parallm.kv.slots import Choice, Forward
 
 
 class _RowCaches:
@@ -102,8 +102,10 @@ class MergedCache(_RowCaches):
         self._used = [True] * len(keep)
         return keep
 
-    def decode(self, forward: Forward, tokens: mx.array, lengths: Sequence[int]) -> mx.array:
-        return forward(tokens[:, None], self.layers)[:, 0]
+    def decode(
+        self, forward: Forward, tokens: mx.array, lengths: Sequence[int], choice: Choice | None = None
+    ) -> mx.array:
+        return forward(tokens[:, None], self.layers, choice)[:, 0]
 
     def check_integrity(self) -> None:
         assert bool(self.layers) == bool(self._used), "caches without rows, or rows without caches"
@@ -129,9 +131,13 @@ class SerialCache(_RowCaches):
         self._used = [True] * len(keep)
         return keep
 
-    def decode(self, forward: Forward, tokens: mx.array, lengths: Sequence[int]) -> mx.array:
-        rows = [forward(tokens[i : i + 1, None], row)[:, 0] for i, row in enumerate(self._rows)]
-        return mx.concatenate(rows)
+    def decode(
+        self, forward: Forward, tokens: mx.array, lengths: Sequence[int], choice: Choice | None = None
+    ) -> mx.array:
+        choices = [None if choice is None else choice.row(i) for i in range(len(self._rows))]
+        return mx.concatenate(
+            [forward(tokens[i : i + 1, None], row, choices[i])[:, 0] for i, row in enumerate(self._rows)]
+        )
 
     def check_integrity(self) -> None:
         assert len(self._rows) == len(self._used)

@@ -30,7 +30,7 @@ class Prefix(Protocol):
     disk: DiskTier | None
     prompt_rate: float  # prompt tokens a second, as measured; what is computed sooner than read need not be on disk
 
-    def chain(self, tokens: Sequence[int], salt: str) -> Chain: ...
+    def chain(self, tokens: Sequence[int], salt: str, adapter: str = "") -> Chain: ...
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
         """Takes hold of the longest known beginning. The last token is always computed: its logits are needed."""
@@ -92,8 +92,8 @@ class BlockPrefix:
         self.max_bytes = store.total * store.block_bytes
         self.metrics = PrefixMetrics(blocks_total=store.total)
 
-    def chain(self, tokens: Sequence[int], salt: str) -> Chain:
-        return Chain(root_of(self._identity, salt), self._size).extend(tokens)
+    def chain(self, tokens: Sequence[int], salt: str, adapter: str = "") -> Chain:
+        return Chain(root_of(self._identity, salt, adapter), self._size).extend(tokens)
 
     def known(self, chain: Chain) -> int:
         """How many of a text's blocks are here."""

@@ -6,7 +6,7 @@ head_dim)` per layer. A join copies the joining row alone; a leave copies nothin
 capacity grow in steps. Both are made by the runner and handed to mlx-lm's models as their cache.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -16,10 +16,31 @@ from mlx_parallm.kv.attention import attend
 from mlx_parallm.kv.inplace import Placer, placer
 from mlx_parallm.kv.store import Side, groups_of
 
-Forward = Callable[[mx.array, list[Any]], mx.array]  # (tokens (B, T), caches) -> logits (B, T, V)
-
 SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CAPACITY_STEP = 256
+
+
+class Choice(Protocol):
+    """What a pass depends on beside its tokens and caches: which adapter each row has."""
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for choices that a traced pass can take in turn."""
+        ...
+
+    def arrays(self) -> list[mx.array]: ...
+
+    def with_arrays(self, arrays: Sequence[mx.array]) -> "Choice": ...
+
+    def row(self, number: int) -> "Choice":
+        """For a pass over one of the rows."""
+        ...
+
+
+class Forward(Protocol):
+    """A pass through the model: tokens (B, T), caches -> logits (B, T, V)."""
+
+    def __call__(self, tokens: mx.array, caches: list[Any], choice: Any = None) -> mx.array: ...
 
 
 class BatchCache(Protocol):
@@ -62,7 +83,9 @@ class BatchCache(Protocol):
         """Drops free positions when that pays; returns the kept old positions in their new order."""
         ...
 
-    def decode(self, forward: Forward, tokens: mx.array, lengths: Sequence[int]) -> mx.array:
+    def decode(
+        self, forward: Forward, tokens: mx.array, lengths: Sequence[int], choice: Choice | None = None
+    ) -> mx.array:
         """One token per row: tokens (S,), cached lengths (S,) -> logits (S, V).
 
         They must be on their way to be computed before anything else is asked: the step may write in place.
@@ -196,7 +219,7 @@ class SlotCache:
         fused: bool = False,
     ) -> None:
         self._compiled = compiled  # trace a decode step once per shape, instead of building its graph every time
-        self._traces: dict[int, Any] = {}  # by how far attention reads
+        self._traces: dict[tuple[int, Hashable], Any] = {}  # by how far attention reads, and the form of a choice
         self._step = _Step(mask_rank, fused)
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
@@ -284,7 +307,9 @@ class SlotCache:
         self._used = [self._used[position] for position in keep]
         return keep
 
-    def decode(self, forward: Forward, tokens: mx.array, lengths: Sequence[int]) -> mx.array:
+    def decode(
+        self, forward: Forward, tokens: mx.array, lengths: Sequence[int], choice: Choice | None = None
+    ) -> mx.array:
         self._longest = longest = max(lengths) + 1
         if longest > self._capacity:
             self._resize(len(self._used), longest, None)
@@ -292,19 +317,23 @@ class SlotCache:
         offset = mx.array(list(lengths), mx.int32)
         if not self._compiled:
             self._step.set(offset, length)
-            return forward(tokens[:, None], self.layers)[:, 0]
-        if length not in self._traces:
-            self._traces[length] = mx.compile(self._traceable(forward, length))
-        logits, state = self._traces[length](tokens, offset, self._state())
+            return forward(tokens[:, None], self.layers, choice)[:, 0]
+        key = (length, None if choice is None else choice.form)
+        if key not in self._traces:
+            self._traces[key] = mx.compile(self._traceable(forward, length, choice))
+        logits, state = self._traces[key](tokens, offset, self._state(), [] if choice is None else choice.arrays())
         self._set_state(state)
         result: mx.array = logits
         return result
 
-    def _traceable(self, forward: Forward, length: int) -> Callable[..., Any]:
-        def step(tokens: mx.array, offset: mx.array, state: list[mx.array]) -> tuple[mx.array, list[mx.array]]:
+    def _traceable(self, forward: Forward, length: int, choice: Choice | None) -> Callable[..., Any]:
+        def step(
+            tokens: mx.array, offset: mx.array, state: list[mx.array], chosen: list[mx.array]
+        ) -> tuple[mx.array, list[mx.array]]:
             self._set_state(state)
             self._step.set(offset, length)
-            return forward(tokens[:, None], self.layers)[:, 0], self._state()
+            with_them = None if choice is None else choice.with_arrays(chosen)
+            return forward(tokens[:, None], self.layers, with_them)[:, 0], self._state()
 
         return step
 

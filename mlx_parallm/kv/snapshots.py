@@ -58,8 +58,8 @@ class SnapshotPrefix:
         self.max_bytes = max_bytes
         self.metrics = PrefixMetrics()
 
-    def chain(self, tokens: Sequence[int], salt: str) -> Chain:
-        return Chain(root_of(self._identity, salt), self._size).extend(tokens)
+    def chain(self, tokens: Sequence[int], salt: str, adapter: str = "") -> Chain:
+        return Chain(root_of(self._identity, salt, adapter), self._size).extend(tokens)
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
         for number in range(self._last(tokens), 0, -1):

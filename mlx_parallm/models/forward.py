@@ -6,7 +6,7 @@ just those. Made once per model by the runner; the shared module tree is never c
 """
 
 import copy
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,21 +32,31 @@ class _Selecting:
         return getattr(self.inner, name)
 
 
+class Selection(Protocol):
+    """What the model's layers read beside their inputs: which adapter each row has."""
+
+    choice: Any
+
+
 class Forward:
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, adapters: Selection | None = None) -> None:
         self._module = module
+        self._adapters = adapters
+        self._base = None if adapters is None else adapters.choice
         self._selecting: _Selecting | None = None
         self._cut = self._copy_with_selection(module)
 
-    def __call__(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Logits of every position: (B, T) -> (B, T, V)."""
+    def __call__(self, tokens: mx.array, caches: list[Any], choice: Any = None) -> mx.array:
+        """Logits of every position: (B, T) -> (B, T, V), with the rows' adapters; None: without any."""
+        self._choose(choice)
         logits: mx.array = self._module(tokens, cache=caches)
         return logits
 
-    def at(self, tokens: mx.array, caches: list[Any], index: mx.array) -> mx.array:
+    def at(self, tokens: mx.array, caches: list[Any], index: mx.array, choice: Any = None) -> mx.array:
         """Logits of one position per row: (B, T), (B,) -> (B, V)."""
+        self._choose(choice)
         if self._cut is None or self._selecting is None:
-            logits = self(tokens, caches)
+            logits = self(tokens, caches, choice)
             return mx.take_along_axis(logits, index[:, None, None], axis=1)[:, 0]
         self._selecting.index = index
         try:
@@ -54,6 +64,10 @@ class Forward:
         finally:
             self._selecting.index = None
         return cut[:, 0]
+
+    def _choose(self, choice: Any) -> None:
+        if self._adapters is not None:
+            self._adapters.choice = self._base if choice is None else choice
 
     def _copy_with_selection(self, module: nn.Module) -> nn.Module | None:
         clone = copy.copy(module)

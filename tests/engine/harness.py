@@ -61,13 +61,16 @@ class Pending:
             self.progress.wait_for(lambda: len(self.answers[0].tokens) >= count or self.done.is_set(), 60)
 
 
+FIELDS = ("priority", "timeout", "cache_salt", "adapter", "adapter_version")
+
+
 class Driver:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._ids = itertools.count()
 
     def submit(self, prompt: list[int], *, stream: bool = False, **options: object) -> tuple[str, Pending]:
-        fields = {key: options.pop(key) for key in ("priority", "timeout", "cache_salt") if key in options}
+        fields = {key: options.pop(key) for key in FIELDS if key in options}
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **options})  # type: ignore[arg-type]
         pending = Pending(sampling.n)
         request = Request(f"r{next(self._ids)}", prompt, sampling, pending.on_delta, stream=stream, **fields)  # type: ignore[arg-type]

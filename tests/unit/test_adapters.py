@@ -14,7 +14,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors.numpy import save
 
 from mlx_parallm.adapters.files import parse, parse_config, read_folder
-from mlx_parallm.adapters.layers import Layout, Present
+from mlx_parallm.adapters.layers import BASE, Choice, Layout, Present
 from mlx_parallm.adapters.weights import Adapter, AdapterError, check_fit, check_name
 from tests.tiny import tiny
 
@@ -83,7 +83,7 @@ def test_rows_with_different_adapters_equal_models_with_them(tmp_path: Path, bit
         assert not mx.allclose(expected[name], expected[None], atol=0.1)
 
     module = base(**changes)
-    layout = Layout(module, mx.float32)
+    layout = Layout(module)
     layout.attach()
     residents = {name: layout.place(layout.pack(read(folder, layout))) for name, folder in folders.items()}
     assert mx.array_equal(module(tokens), expected[None])
@@ -96,11 +96,11 @@ def test_rows_with_different_adapters_equal_models_with_them(tmp_path: Path, bit
     for rows in mixtures:
         chosen = [residents[name] if name else None for name in rows]
         present = Present(tuple(dict.fromkeys(resident for resident in chosen if resident)))
-        layout.selection.use(present, chosen)
+        layout.selection.choice = Choice.of(present, chosen)
         found = module(tokens)
         for row, name in enumerate(rows):
             assert mx.allclose(found[row], expected[name][row], atol=2e-4), f"row {row}: {name} among {rows}"
-    layout.selection.clear()
+    layout.selection.choice = BASE
     assert mx.array_equal(module(tokens), expected[None])
 
 
@@ -114,7 +114,7 @@ PATHS = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for
 
 
 def peft_files(**changes: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    layout = Layout(base(), mx.float32)
+    layout = Layout(base())
     random = np.random.default_rng(3)
     weights = {}
     for path in PATHS:
@@ -151,7 +151,7 @@ def test_embeddings_lie_the_other_way_round_in_peft() -> None:
     a, b = random.standard_normal((4, 284)).astype(np.float32), random.standard_normal((64, 4)).astype(np.float32)
     stem = "base_model.model.model.embed_tokens.lora_embedding"
     adapter = parse({"peft_type": "LORA", "lora_alpha": 8}, save({f"{stem}_A": a, f"{stem}_B": b}), LIMIT)
-    layout = Layout(base(), mx.float32)
+    layout = Layout(base())
     check_fit(adapter, layout.targets, 8)
     part = adapter.parts["model.embed_tokens"]
     assert np.allclose(part.b @ part.a, 2 * a.T @ b.T, atol=1e-4)
@@ -227,7 +227,7 @@ def renamed(weights: dict[str, np.ndarray], old: str, new: str) -> dict[str, np.
 @pytest.mark.parametrize("case", bad_files(), ids=lambda case: case[0])
 def test_what_does_not_fit_is_refused_with_a_reason(case: tuple[str, dict[str, Any], bytes, str]) -> None:
     _, config, data, message = case
-    layout = Layout(base(), mx.float32)
+    layout = Layout(base())
     with pytest.raises(AdapterError, match=message):
         check_fit(parse(config, data, LIMIT), layout.targets, 8)
 
@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_refused_with_a_reason(case: tuple[str, dict[str, A
 def test_a_rank_beyond_the_limit_is_refused() -> None:
     config, weights = peft_files()
     with pytest.raises(AdapterError, match="rank is 4, and at most 3"):
-        check_fit(parse(config, save(weights), LIMIT), Layout(base(), mx.float32).targets, 3)
+        check_fit(parse(config, save(weights), LIMIT), Layout(base()).targets, 3)
 
 
 def test_a_zip_that_grows_is_refused() -> None:

@@ -1,0 +1,170 @@
+"""Names, versions and places of adapters. The engine owns one per model.
+
+A name has versions; the newest published is what the name means, until a rollback. A version that rows use is never
+given up under them: they hold it, and it goes when the last has ended. All known versions are kept packed in memory; a
+bounded number of them is on the device, the least recently used makes room. Changes happen on the engine thread; other
+threads may look names up.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mlx_parallm.adapters.layers import Layout, Packed, Present, Resident
+from mlx_parallm.adapters.weights import Adapter, AdapterError, Target
+from mlx_parallm.errors import ModelNotFoundError
+
+KEPT_VERSIONS = 4  # of a name, for rollbacks, beside those that are pinned or in use
+PRESENT_KEPT = 4
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    name: str
+    number: int
+    packed: Packed
+    source: str
+    created: float = field(default_factory=time.time)
+    rows: int = 0  # that use it, or wait to
+    requests: int = 0  # since it was published
+    pinned: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}@{self.number}"
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    name: str
+    versions: dict[int, Version] = field(default_factory=dict)
+    current: int = 0
+
+
+class Registry:
+    def __init__(self, layout: Layout, max_resident: int) -> None:
+        self._layout = layout
+        self.max_resident = max_resident
+        self.swaps = 0  # adapters copied to the device
+        self._entries: dict[str, Entry] = {}
+        self._residents: OrderedDict[Version, Resident] = OrderedDict()  # the longest unused first
+        self._presents: OrderedDict[tuple[Resident, ...], Present] = OrderedDict()
+
+    # From any thread.
+
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        return self._layout.targets
+
+    def pack(self, adapter: Adapter) -> Packed:
+        return self._layout.pack(adapter)
+
+    def find(self, name: str, number: int | None = None) -> Version:
+        """The version that a name means now, or a given one."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ModelNotFoundError(f"there is no model or adapter {name!r}")
+        wanted = entry.current if number is None else number
+        version = entry.versions.get(wanted)
+        if version is None:
+            known = ", ".join(map(str, sorted(entry.versions)))
+            raise ModelNotFoundError(f"adapter {name!r} has no version {wanted}; it has {known}")
+        return version
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(resident.nbytes for resident in list(self._residents.values()))
+
+    # On the engine thread.
+
+    def publish(self, name: str, packed: Packed, source: str, number: int | None = None) -> Version:
+        """A new version, which the name means from now on."""
+        entry = self._entries.get(name) or Entry(name)
+        newest = max(entry.versions, default=0)
+        if number is not None and number <= newest:
+            raise AdapterError(f"version {number} of {name!r} is not newer than {newest}", param="version")
+        version = Version(name, newest + 1 if number is None else number, packed, source)
+        entry.versions[version.number] = version
+        entry.current = version.number
+        self._entries[name] = entry
+        self._forget_old(entry)
+        return version
+
+    def rollback(self, name: str, number: int | None = None) -> Version:
+        """Back to an earlier version; without a number, to the one before."""
+        version = self.find(name)
+        if number is None:
+            earlier = [other for other in self._entries[name].versions if other < version.number]
+            if not earlier:
+                raise AdapterError(f"adapter {name!r} has no version before {version.number}", param="version")
+            number = max(earlier)
+        version = self.find(name, number)
+        self._entries[name].current = version.number
+        return version
+
+    def unload(self, name: str) -> None:
+        """Forgets a name; rows that use it keep what they hold."""
+        self.find(name)
+        entry = self._entries.pop(name)
+        for version in entry.versions.values():
+            if not version.rows:
+                self._residents.pop(version, None)
+        self._presents.clear()
+
+    def hold(self, version: Version) -> None:
+        version.rows += 1
+
+    def release(self, version: Version) -> None:
+        version.rows -= 1
+        assert version.rows >= 0, f"{version.label} is released twice"
+        if not version.rows:
+            entry = self._entries.get(version.name)
+            if entry is None or entry.versions.get(version.number) is not version:
+                self._residents.pop(version, None)  # it was unloaded or replaced meanwhile
+                self._presents.clear()
+            else:
+                self._forget_old(entry)
+
+    def present(self, versions: Sequence[Version | None]) -> tuple[Present, list[Resident | None]]:
+        """The adapters of a pass's rows side by side, and each row's own."""
+        distinct = sorted({version for version in versions if version is not None}, key=lambda v: (v.name, v.number))
+        residents = {version: self._resident(version, distinct) for version in distinct}
+        members = tuple(residents.values())
+        if members not in self._presents:
+            self._presents[members] = Present(members)
+            while len(self._presents) > PRESENT_KEPT:
+                self._presents.popitem(last=False)
+        self._presents.move_to_end(members)
+        return self._presents[members], [None if version is None else residents[version] for version in versions]
+
+    def check_integrity(self) -> None:
+        assert len(self._residents) <= self.max_resident, "more adapters on the device than there is room for"
+        for entry in self._entries.values():
+            assert entry.current in entry.versions, f"{entry.name} means a version that is gone"
+            assert all(version.rows >= 0 for version in entry.versions.values())
+
+    def _resident(self, version: Version, needed: Sequence[Version]) -> Resident:
+        if version not in self._residents:
+            while len(self._residents) >= self.max_resident:
+                unneeded = next(other for other in self._residents if other not in needed)
+                del self._residents[unneeded]
+                self._presents.clear()
+            self._residents[version] = self._layout.place(version.packed)
+            self.swaps += 1
+        self._residents.move_to_end(version)
+        return self._residents[version]
+
+    def _forget_old(self, entry: Entry) -> None:
+        """Keeps the current version, those in use or pinned, and a few before."""
+        free = [v for v in entry.versions.values() if v.number != entry.current and not v.rows and not v.pinned]
+        for version in sorted(free, key=lambda v: v.number)[: max(0, len(free) - KEPT_VERSIONS)]:
+            del entry.versions[version.number]
+            self._residents.pop(version, None)
+            self._presents.clear()

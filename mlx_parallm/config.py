@@ -78,8 +78,13 @@ class ServeConfig:
     trust_remote_code: bool = _option(
         False, "run Python code that comes with the model", section="model", parse=_parse_bool
     )
+    lora_path: tuple[str, ...] = _option(
+        (), "LoRA or DoRA adapter to load at start, in mlx-lm's or PEFT's format; repeatable as NAME=PATH",
+        section="model", aliases=("--adapter-path",), parse=_parse_list,
+    )  # fmt: skip
     max_loras: int = _option(8, "adapters on the device at once, and in one batch", section="model", parse=int)
     max_lora_rank: int = _option(64, "largest rank of an adapter", section="model", parse=int)
+    max_lora_bytes: int = _option(2 << 30, "largest adapter, as 2GiB", section="model", parse=parse_bytes)
     # server
     host: str = _option("127.0.0.1", "address to listen on")
     port: int = _option(8000, "port to listen on", parse=int)
@@ -135,6 +140,7 @@ class ServeConfig:
             "max_body_size",
             "max_loras",
             "max_lora_rank",
+            "max_lora_bytes",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -164,6 +170,17 @@ class ServeConfig:
             raise ConfigError(f"kv_group_size must be 32, 64 or 128, not {self.kv_group_size}")
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise ConfigError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level}")
+
+    def named_adapters(self) -> dict[str, str]:
+        """Name to folder for each adapter to load at start."""
+        adapters: dict[str, str] = {}
+        for entry in self.lora_path:
+            name, found, path = entry.partition("=")
+            name, path = (name, path) if found else (Path(entry).expanduser().resolve().name, entry)
+            if name in adapters or name in self.named_models() or name == "default":
+                raise ConfigError(f"two models or adapters are called {name!r}; give each its own NAME=PATH")
+            adapters[name] = path
+        return adapters
 
     def named_models(self) -> dict[str, str | None]:
         """Name to source for each model to serve; None is the embedded default."""

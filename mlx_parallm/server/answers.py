@@ -261,6 +261,30 @@ class Flushed(Answer):
     flushed_blocks: int
 
 
+class AdapterInfo(Answer):
+    name: str
+    version: int
+    current: bool = Field(description="Whether the name means this version")
+    parent: str
+    rank: int
+    bytes: int
+    pinned_requests: int = Field(description="Rows that use it, or wait to")
+    source: str
+    created: int
+
+
+class AdapterList(Answer):
+    object: Literal["list"]
+    data: list[AdapterInfo]
+
+
+class AdapterChanged(Answer):
+    status: Literal["success"]
+    name: str
+    policy_version: int
+    message: str
+
+
 ERRORS = {
     400: "The request is wrong; `param` says where",
     401: "No key, or a wrong one",

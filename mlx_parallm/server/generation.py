@@ -13,6 +13,7 @@ from typing import Protocol
 
 from starlette.types import Receive
 
+from mlx_parallm.adapters.registry import Version
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.text import TextStream
 from mlx_parallm.engine.tools import CallDelta, ChatParser, Piece
@@ -141,6 +142,7 @@ class Generation:
         priority: int,
         timeout: float | None,
         cache_salt: str,
+        version: Version | None = None,
     ) -> None:
         self.prompts = prompts
         self.n = sampling[0].n
@@ -160,6 +162,8 @@ class Generation:
                 priority=priority,
                 timeout=timeout,
                 cache_salt=cache_salt,
+                adapter=None if version is None else version.name,
+                adapter_version=None if version is None else version.number,
             )
             for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True))
         ]

@@ -21,7 +21,7 @@ log = logging.getLogger("mlx_parallm.access")
 
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/metrics"})  # for probes and scrapers, as vLLM leaves them
-ADMIN_PREFIXES = ("/debug/",)
+ADMIN_PREFIXES = ("/debug/", "/v1/adapters/", "/load_adapter", "/unload_adapter", "/v1/load_lora", "/v1/unload_lora")
 
 
 class RequestLog:

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mlx_parallm import __version__
+from mlx_parallm.adapters.registry import Version
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.prompts import Prompts
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.tools import Thinking, ToolFormat
-from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.models.language import LanguageModel
 
 DEFAULT = "default"
@@ -80,5 +81,33 @@ class ModelTable:
             return self._served[name]
         if name == DEFAULT:
             return self.default
-        known = ", ".join([*self._served, DEFAULT])
+        for served in self:
+            if name in served.engine.adapters:
+                return served
+        known = ", ".join(
+            [*self._served, *(entry.name for served in self for entry in served.engine.adapters), DEFAULT]
+        )
         raise ModelNotFoundError(f"there is no model {name!r} here; there is {known}", param="model")
+
+    def with_adapter(self, name: str) -> ServedModel:
+        for served in self:
+            if name in served.engine.adapters:
+                return served
+        raise ModelNotFoundError(f"there is no adapter {name!r} here", param="name")
+
+    def check_free(self, name: str) -> None:
+        """A model's name can't be an adapter's."""
+        if name in self._served or name == DEFAULT:
+            raise InvalidRequestError(f"{name!r} is the name of a model", param="name")
+
+    def version_of(self, model: str, lora_adapter: str | None) -> tuple[ServedModel, Version | None]:
+        """The model that a request asks for, and the adapter: by `model`, or by `lora_adapter` as name[@version]."""
+        served = self.find(model)
+        if lora_adapter is None:
+            return served, None if model in self._served or model == DEFAULT else served.engine.adapters.find(model)
+        name, _, number = lora_adapter.partition("@")
+        if number and not number.isdecimal():
+            raise InvalidRequestError(f"a version is a number, not {number!r}", param="lora_adapter")
+        if name not in served.engine.adapters:
+            raise ModelNotFoundError(f"{served.name} has no adapter {name!r}", param="lora_adapter")
+        return served, served.engine.adapters.find(name, int(number) if number else None)

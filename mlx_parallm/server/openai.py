@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.adapters.registry import Version
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.prompts import Conversation, Prompt
 from mlx_parallm.engine.text import TextStream
@@ -83,7 +84,7 @@ class OpenAI:
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continues each prompt, `n` times. With `stream`, chunks arrive as server-sent events."""
-        served = self._table.find(body.model)
+        served, version = self._table.version_of(body.model, body.lora_adapter)
         prompts = await self._completion_prompts(body, served)
         grammar = await self._grammar(body, served)
         default = self._config.max_tokens or COMPLETION_TOKENS
@@ -102,7 +103,7 @@ class OpenAI:
             stream = self._text_stream(body, served, prompts[prompt], chat=False)
             return Choice(index, prompt, stream, None, body.stop_token_ids)
 
-        generation = self._generation(body, served, prompts, sampling, make_choice, request, "cmpl")
+        generation = self._generation(body, served, version, prompts, sampling, make_choice, request, "cmpl")
         wishes = _wishes(body, body.logprobs is not None)
         echo = (
             [_prompt_text(body, served, number, prompt) for number, prompt in enumerate(prompts)] if body.echo else None
@@ -113,7 +114,7 @@ class OpenAI:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answers the conversation, `n` times. With `stream`, chunks arrive as server-sent events."""
-        served = self._table.find(body.model)
+        served, version = self._table.version_of(body.model, body.lora_adapter)
         conversation = params.chat_conversation(body)
         prompt = await self._workers.render(served, conversation, body.add_special_tokens)
         tokens = params.truncated(prompt.tokens, body.truncate_prompt_tokens)
@@ -135,7 +136,7 @@ class OpenAI:
             stream = self._text_stream(body, served, tokens, chat=True)
             return Choice(index, number, stream, parser, body.stop_token_ids)
 
-        generation = self._generation(body, served, [tokens], [sampling], make_choice, request, "chatcmpl")
+        generation = self._generation(body, served, version, [tokens], [sampling], make_choice, request, "chatcmpl")
         name = f"chatcmpl-{request.scope['request_id']}"
         form = ChatFormat(name, served, generation, _wishes(body, body.logprobs), _name(body, served))
         return await self._respond(body, request, generation, form)
@@ -175,6 +176,7 @@ class OpenAI:
         self,
         body: GenerationBody,
         served: ServedModel,
+        version: Version | None,
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
         make_choice: Callable[[int, int], Choice],
@@ -191,6 +193,7 @@ class OpenAI:
             priority=body.priority,
             timeout=self._config.request_timeout_seconds or None,
             cache_salt=body.cache_salt or "",
+            version=version,
         )
 
     async def _respond(

@@ -20,9 +20,10 @@ import uvicorn
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.models.loader import load
 from mlx_parallm.server import logs
+from mlx_parallm.server.adapters import load_folder
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.state import Dispatcher, ServerState
@@ -40,7 +41,15 @@ def serve(config: ServeConfig) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     listener = listen(config.host, config.port)
     dispatcher = Dispatcher()
+    adapters = config.named_adapters()
     models = {name: _started(name, source, config, dispatcher) for name, source in config.named_models().items()}
+    try:
+        for name, path in adapters.items():
+            load_folder(next(iter(models.values())).engine, name, path, config)
+    except ParallmError:
+        for served in models.values():
+            served.engine.stop()
+        raise
     gc.collect()
     gc.freeze()  # what the models brought along will not be garbage
     return Server(models, config, dispatcher, listener).run_until_stopped()

@@ -7,7 +7,16 @@ A null field means an absent one. Fields that we don't know are ignored, as Open
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 MAX_LOGPROBS = 20
@@ -123,7 +132,8 @@ class ResponseFormat(Body):
 class GenerationBody(Body):
     """What completions and chat have in common."""
 
-    model: str = Field("default", description="A served model; `default` always names the first")
+    model: str = Field("default", description="A served model or adapter; `default` always names the first model")
+    lora_adapter: str | None = Field(None, min_length=1, description="An adapter of the model, as name or name@version")
     temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=INT64, description="Sample from the k likeliest tokens; 0 or -1: off")
@@ -365,3 +375,32 @@ class DetokenizeBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [19556, 28, 905, 17]}})
     model: str = "default"
     tokens: list[TokenId] = Field(max_length=1_000_000)
+
+
+class LoadAdapterBody(Body):
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"name": "math", "path": "adapters/math"}}, strict=True, extra="ignore"
+    )
+    name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
+    path: str = Field(min_length=1, validation_alias=AliasChoices("path", "lora_path", "adapter_path"))
+    version: int | None = Field(None, ge=1, le=INT64, description="Must be newer than the newest; default: the next")
+    model: str = Field("default", description="The model that it is for")
+
+
+class UnloadAdapterBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "math"}}, strict=True, extra="ignore")
+    name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
+
+
+class RollbackBody(UnloadAdapterBody):
+    version: int | None = Field(None, ge=1, le=INT64, description="Default: the one before")
+
+
+class VllmLoadBody(Body):
+    lora_name: str
+    lora_path: str = Field(min_length=1)
+    load_inplace: bool = False
+
+
+class VllmUnloadBody(Body):
+    lora_name: str

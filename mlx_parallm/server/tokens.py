@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.adapters.registry import Entry
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
@@ -60,11 +61,15 @@ class Catalogue:
 
     async def models(self) -> Response:
         """Every model this server answers for; `default` names the first of them."""
-        return JSONResponse({"object": "list", "data": [_describe(served) for served in self._table]})
+        data = [_describe(served) for served in self._table]
+        data += [_describe_adapter(served, entry) for served in self._table for entry in served.engine.adapters]
+        return JSONResponse({"object": "list", "data": data})
 
     async def model(self, model_id: str) -> Response:
         """One of them by its id."""
-        return JSONResponse(_describe(self._table.find(model_id)))
+        served = self._table.find(model_id)
+        entry = next((entry for entry in served.engine.adapters if entry.name == model_id), None)
+        return JSONResponse(_describe(served) if entry is None else _describe_adapter(served, entry))
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Splits a prompt, or the prompt that messages make, as the completion routes would."""
@@ -111,4 +116,14 @@ def _describe(served: ServedModel) -> dict[str, Any]:
         "root": served.model.source,
         "parent": None,
         "max_model_len": served.context_length,
+    }
+
+
+def _describe_adapter(served: ServedModel, entry: Entry) -> dict[str, Any]:
+    version = entry.versions[entry.current]
+    return _describe(served) | {
+        "id": entry.name,
+        "created": int(version.created),
+        "root": version.source,
+        "parent": served.name,
     }

@@ -1,0 +1,144 @@
+"""What a different LoRA in every row costs: decode steps with adapters beside the same steps without.
+
+    python benchmarks/multi_lora.py                                     # the embedded model
+    python benchmarks/multi_lora.py --model FOLDER --rows 64            # a GPU
+
+Steps of the engine's own decode path over rows of one length, in turns: the bare model, the same with room for
+adapters and none in use, one adapter for all rows, and `--adapters` of them spread over the rows; on q and v, then on
+all linear layers. Each is given as a ratio of the bare model's tokens per second.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import mlx_parallm  # noqa: F401  (a fast BLAS, before MLX)
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import servers
+from rich.console import Console
+from rich.table import Table
+
+from mlx_parallm.adapters.layers import Choice, Layout
+from mlx_parallm.adapters.registry import Registry, Version
+from mlx_parallm.adapters.weights import Adapter, Part
+from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.kv.slots import SlotCache
+from mlx_parallm.models.device import device_kind, device_name
+from mlx_parallm.models.forward import Forward
+from mlx_parallm.models.loader import load
+
+ATTENTION = ("q_proj", "v_proj")
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", help="folder, GGUF or hub id (default: the embedded model)")
+    add("--rows", type=int, nargs="+", default=[32, 64])
+    add("--adapters", type=int, default=8)
+    add("--rank", type=int, default=16)
+    add("--length", type=int, default=96, help="tokens that each row has already (default: %(default)s)")
+    add("--steps", type=int, default=8, help="in a turn (default: %(default)s)")
+    add("--turns", type=int, default=7)
+    return parser.parse_args()
+
+
+def random_adapter(layout: Layout, names: tuple[str, ...], rank: int, seed: int) -> Adapter:
+    random = np.random.default_rng(seed)
+    return Adapter(
+        {
+            path: Part(
+                random.standard_normal((rank, target.size)).astype(np.float32) * 0.02,
+                random.standard_normal((target.lines, rank)).astype(np.float32) * 0.02,
+            )
+            for path, target in layout.targets.items()
+            if path.rsplit(".", 1)[-1] in names
+        }
+    )
+
+
+class Batch:
+    """Rows in slots, decoded with one choice of adapters or another."""
+
+    def __init__(self, forward: Forward, layers: int, rows: int, length: int) -> None:
+        tuning = Tuning.of(device_kind())
+        self._forward = forward
+        self._cache = SlotCache(layers, rows, 1 << 50, tuning.view_step, tuning.compiled, fused=tuning.fused)
+        staged = self._cache.stage(1, length)
+        mx.eval(forward.at(mx.ones((1, length), mx.int32), staged, mx.array([length - 1])))
+        self._cache.expect(rows)
+        self._cache.join(staged, [(0, length)] * rows)
+        self._rows, self._length, self._ahead = rows, length, tuning.ahead
+        self._tokens = mx.zeros((rows,), mx.int32)
+
+    def rate(self, choice: Choice | None, steps: int) -> float:
+        """Tokens a second."""
+        under_way: list[mx.array] = []
+        begin = time.perf_counter()
+        for step in range(steps):
+            logits = self._cache.decode(self._forward, self._tokens, [self._length + step] * self._rows, choice)
+            self._tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+            mx.async_eval(self._tokens)
+            under_way.append(self._tokens)
+            if len(under_way) > self._ahead:
+                mx.eval(under_way.pop(0))
+        mx.eval(self._tokens)
+        return steps * self._rows / (time.perf_counter() - begin)
+
+
+def measure(args: argparse.Namespace, rows: int) -> dict[str, list[float]]:
+    bare, adapted = (load(args.model, name="model") for _ in range(2))
+    layout = Layout(adapted.module)
+    layout.attach()
+    forward = Forward(adapted.module, layout.selection)
+    layers = len(adapted.module.layers)
+    plain = Batch(Forward(bare.module), layers, rows, args.length)
+    batch = Batch(forward, layers, rows, args.length)
+    ways: dict[str, Callable[[], float]] = {
+        "bare": lambda: plain.rate(None, args.steps),
+        "none in use": lambda: batch.rate(None, args.steps),
+    }
+    for label, names in (("q and v", ATTENTION), ("all linear layers", ALL)):
+        registry = Registry(layout, args.adapters)
+        versions = [
+            registry.publish(f"{label} {number}", registry.pack(random_adapter(layout, names, args.rank, number)), "")
+            for number in range(args.adapters)
+        ]
+        one = choice_of(registry, [versions[0]] * rows)
+        many = choice_of(registry, [versions[row % len(versions)] for row in range(rows)])
+        ways[f"{label}: one for all"] = lambda choice=one: batch.rate(choice, args.steps)
+        ways[f"{label}: {args.adapters}"] = lambda choice=many: batch.rate(choice, args.steps)
+    for way in ways.values():
+        way()  # kernels are built, memory is touched
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(args.turns):
+        for name, way in ways.items():
+            rates[name].append(way())
+    return rates
+
+
+def choice_of(registry: Registry, versions: list[Version]) -> Choice:
+    choice = Choice.of(*registry.present(versions))
+    mx.eval(choice.arrays())
+    return choice
+
+
+def main() -> int:
+    args = parse_args()
+    console = Console()
+    console.print(f"{device_name()}, {args.adapters} adapters of rank {args.rank}")
+    for rows in args.rows:
+        rates = {name: statistics.median(turns) for name, turns in measure(args, rows).items()}
+        table = Table("adapters", "tok/s", "ratio", title=f"{rows} rows")
+        for name, rate in rates.items():
+            table.add_row(name, f"{rate:,.1f}", f"{rate / rates['bare']:.3f}×")
+        console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    servers.script(main)

@@ -29,6 +29,7 @@ from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.models.device import device_kind, device_name
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.loader import load
+from mlx_parallm.models.native.layers import low_rank_adder
 
 ATTENTION = ("q_proj", "v_proj")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -92,7 +93,7 @@ class Batch:
 
 def measure(args: argparse.Namespace, rows: int) -> dict[str, list[float]]:
     bare, adapted = (load(args.model, name="model") for _ in range(2))
-    layout = Layout(adapted.module)
+    layout = Layout(adapted.module, low_rank_adder() if device_kind() == "cpu" else None)
     layout.attach()
     forward = Forward(adapted.module, layout.selection)
     layers = len(adapted.module.layers)

@@ -11,7 +11,7 @@ these on the engine thread.
 
 import functools
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ class Group:
 @dataclass(slots=True)
 class PackedGroup:
     a: Any  # (layers, rank, size)
-    b: Any  # (layers, lines, rank)
+    b: Any  # (layers, rank, lines)
     m: Array | None  # (layers, lines); NaN where a layer keeps the lengths of its lines
 
 
@@ -66,7 +66,7 @@ class Resident:
 
 @dataclass(slots=True, eq=False)
 class Present:
-    """Adapters side by side: for each group a (L, C, size), b (L, lines, C), factors (L, adapters + 1, lines)."""
+    """Adapters side by side: for each group a (L, C, size), b (L, C, lines), factors (L, adapters + 1, lines)."""
 
     members: tuple[Resident, ...]
     groups: Groups = field(default_factory=dict)
@@ -77,14 +77,14 @@ class Present:
 
     def _joined(self, number: int) -> tuple[mx.array, mx.array, mx.array | None]:
         some_a, some_b, _ = next(member.groups[number] for member in self.members if number in member.groups)
-        layers, lines = some_b.shape[:2]
+        layers, _, lines = some_b.shape
         ones = mx.ones((layers, 1, lines), some_b.dtype)
         a, b, factors = [], [], [ones]
         for member in self.members:
             part = member.groups.get(number)
             if part is None:
                 a.append(mx.zeros((layers, member.rank, some_a.shape[2]), some_a.dtype))
-                b.append(mx.zeros((layers, lines, member.rank), some_b.dtype))
+                b.append(mx.zeros((layers, member.rank, lines), some_b.dtype))
                 factors.append(ones)
             else:
                 a.append(part[0])
@@ -95,7 +95,7 @@ class Present:
             return a[0], b[0], mx.concatenate(factors, axis=1) if scaled else None
         return (
             mx.concatenate(a, axis=1),
-            mx.concatenate(b, axis=2),
+            mx.concatenate(b, axis=1),
             mx.concatenate(factors, axis=1) if scaled else None,
         )
 
@@ -103,13 +103,27 @@ class Present:
         """(B, 1, C): which columns are a row's own; None where all are every row's."""
         if len(self.members) == 1 and all(row is self.members[0] for row in rows):
             return None
-        ends = np.cumsum([member.rank for member in self.members])
-        mask = np.zeros((len(rows), 1, int(ends[-1])), np.float32)
-        for line, row in zip(mask, rows, strict=True):
-            if row is not None:
-                place = self.members.index(row)
-                line[:, ends[place] - row.rank : ends[place]] = 1.0
+        mask = np.zeros((len(rows), 1, sum(member.rank for member in self.members)), np.float32)
+        for line, (begin, rank) in zip(mask, self.spans(rows), strict=True):
+            line[:, begin : begin + rank] = 1.0
         return mx.array(mask).astype(next(iter(self.groups.values()))[0].dtype)
+
+    def spans(self, rows: Sequence[Resident | None]) -> Any:
+        """(B, 2): where each row's own columns begin, and how many there are."""
+        begins = dict(zip(self.members, np.cumsum([0, *(member.rank for member in self.members)]), strict=False))
+        return np.array([(0, 0) if row is None else (begins[row], row.rank) for row in rows], np.int64)
+
+    def parties(self, rows: Sequence[Resident | None]) -> Any:
+        """(count, 6): where rows' own columns begin, how many they are, and up to four rows that have them, or -1."""
+        users: dict[tuple[int, int], list[int]] = {}
+        for number, span in enumerate(self.spans(rows).tolist()):
+            users.setdefault(tuple(span), []).append(number)
+        found = []
+        for span, numbers in users.items():
+            for first in range(0, len(numbers), 4):
+                some = numbers[first : first + 4]
+                found.append([*span, *some, *[-1] * (4 - len(some))])
+        return np.array(found, np.int64)
 
     def numbers(self, rows: Sequence[Resident | None]) -> mx.array:
         """(B,): each row's line among the factors; 0 is the base."""
@@ -123,10 +137,11 @@ class Choice:
     groups: Groups = field(default_factory=dict)
     mask: mx.array | None = None  # (B, 1, C)
     numbers: mx.array | None = None  # (B,)
+    parties: Any = None  # (count, 6): where some rows' own columns begin, how many they are, and up to four rows
 
     @classmethod
     def of(cls, present: Present, rows: Sequence[Resident | None]) -> "Choice":
-        return cls(present.groups, present.mask(rows), present.numbers(rows))
+        return cls(present.groups, present.mask(rows), present.numbers(rows), present.parties(rows))
 
     @property
     def form(self) -> Hashable:
@@ -148,7 +163,7 @@ class Choice:
         groups = {
             number: (next(rest), next(rest), next_or_none(factors)) for number, (_, _, factors) in self.groups.items()
         }
-        return Choice(groups, next_or_none(self.mask), next_or_none(self.numbers))
+        return Choice(groups, next_or_none(self.mask), next_or_none(self.numbers), self.parties)
 
     def row(self, number: int) -> "Choice":
         """For a pass over one of the rows."""
@@ -165,6 +180,7 @@ class Selection:
     """What the layers read: set before a pass, for its rows."""
 
     choice: Choice = BASE
+    add: Callable[..., mx.array | None] | None = None  # a kernel that adds a few rows' own products
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +197,12 @@ class Seat:
         if chosen is None:
             return y
         a, b, factors = chosen
-        z = self._own(x @ a[self.number].T) @ b[self.number].T
+        parties = self.selection.choice.parties
+        if factors is None and parties is not None and self.selection.add is not None:
+            added = self.selection.add(x, y, a, b, self.number, parties)
+            if added is not None:
+                return added
+        z = self._own(x @ a[self.number].T) @ b[self.number]
         return self._scaled(y, z, bias, None if factors is None else self._lines(factors))
 
     def looked_up(self, tokens: mx.array, y: mx.array) -> mx.array:
@@ -190,7 +211,7 @@ class Seat:
         if chosen is None:
             return y
         a, b, factors = chosen
-        z = self._own(b[self.number][tokens]) @ a[self.number]
+        z = self._own(mx.take(b[self.number], tokens, axis=1).transpose(1, 2, 0)) @ a[self.number]
         if factors is None:
             return y + z
         lines = factors[self.number].reshape(-1)  # (adapters + 1) * lines
@@ -216,8 +237,8 @@ class Seat:
 class Layout:
     """The layers of a model that adapters may change, in groups."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.selection = Selection()
+    def __init__(self, module: nn.Module, add: Callable[..., mx.array | None] | None = None) -> None:
+        self.selection = Selection(add=add)
         self._layers = {path: layer for path, layer in module.named_modules() if _kind(layer) is not None}
         self.dtype = _computed_in(self._layers.values())
         self.targets = {path: _target(layer) for path, layer in self._layers.items()}
@@ -251,11 +272,11 @@ class Layout:
     def _packed(self, group: Group, paths: Mapping[int, str], adapter: Adapter, rank: int) -> PackedGroup:
         layers = len(group.paths)
         a = np.zeros((layers, rank, group.size), np.float32)
-        b = np.zeros((layers, group.lines, rank), np.float32)
+        b = np.zeros((layers, rank, group.lines), np.float32)
         m = np.full((layers, group.lines), np.nan, np.float32)
         for number, path in paths.items():
             part = adapter.parts[path]
-            a[number, : part.rank], b[number, :, : part.rank] = part.a, part.b
+            a[number, : part.rank], b[number, : part.rank] = part.a, part.b.T
             if part.m is not None:
                 m[number] = part.m
         return PackedGroup(_cast(a, self.dtype), _cast(b, self.dtype), None if np.isnan(m).all() else m)
@@ -277,7 +298,7 @@ class Layout:
             if np.isnan(m[number]).any():
                 lengths.append(mx.ones((group.lines,)))
                 continue
-            adapted = _weight(self._layers[path]).astype(mx.float32) + (b[number] @ a[number]).astype(mx.float32)
+            adapted = _weight(self._layers[path]).astype(mx.float32) + (b[number].T @ a[number]).astype(mx.float32)
             lengths.append(mx.linalg.norm(adapted, axis=1))
         wanted = mx.array(np.where(np.isnan(m), 1.0, m).astype(np.float32))
         return (wanted / mx.stack(lengths)).astype(self.dtype)

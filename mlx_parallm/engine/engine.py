@@ -36,6 +36,7 @@ from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_for_cache
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.native.layers import low_rank_adder
 from mlx_parallm.types import Delta, Request
 
 log = logging.getLogger(__name__)
@@ -250,7 +251,7 @@ class Engine:
         # Of the memory at hand two thirds are for rows that run, one third for cached blocks.
         limit = config.kv_cache_memory or memory_for_cache() * 2 // 3
         mx.set_cache_limit(min(limit // 8, MAX_SPARE_BYTES))
-        layout = Layout(self.model.module)
+        layout = Layout(self.model.module, None if tuning.compiled else low_rank_adder())
         layout.attach()
         self.adapters = Registry(layout, config.max_loras)
         forward = Forward(self.model.module, layout.selection)

@@ -16,6 +16,7 @@ from safetensors.numpy import save
 from mlx_parallm.adapters.files import parse, parse_config, read_folder
 from mlx_parallm.adapters.layers import BASE, Choice, Layout, Present
 from mlx_parallm.adapters.weights import Adapter, AdapterError, check_fit, check_name
+from mlx_parallm.models.native.layers import low_rank_adder
 from tests.tiny import tiny
 
 LIMIT = 1 << 24
@@ -72,18 +73,21 @@ def written(folder: Path, name: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("tied", [False, True])
-def test_rows_with_different_adapters_equal_models_with_them(tmp_path: Path, bits: int | None, tied: bool) -> None:
+@pytest.mark.parametrize("length", [12, 1])
+def test_rows_with_different_adapters_equal_models_with_them(
+    tmp_path: Path, bits: int | None, tied: bool, length: int
+) -> None:
     changes = {"bits": bits, "tie_word_embeddings": tied}
     names = [name for name in ADAPTERS if not (tied and name == "embedding-dora")]
     folders = {name: written(tmp_path, name, **changes) for name in names}
-    tokens = mx.random.randint(3, 250, (8, 12), key=mx.random.key(1))
+    tokens = mx.random.randint(3, 250, (8, length), key=mx.random.key(1))
     expected: dict[str | None, mx.array] = {None: base(**changes)(tokens)}
     for name, folder in folders.items():
         expected[name] = load_adapters(base(**changes), str(folder))(tokens)
         assert not mx.allclose(expected[name], expected[None], atol=0.1)
 
     module = base(**changes)
-    layout = Layout(module)
+    layout = Layout(module, low_rank_adder())
     layout.attach()
     residents = {name: layout.place(layout.pack(read(folder, layout))) for name, folder in folders.items()}
     assert mx.array_equal(module(tokens), expected[None])

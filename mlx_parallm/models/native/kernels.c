@@ -445,3 +445,63 @@ int product(const float *x, const float *weights, const float *bias, float *out,
     free(rows);
     return failed;
 }
+
+/* sums[i][j] = x[i] · lines[j] for four of each. */
+static void sixteen_dots(const float *const *x, const float *lines, int64_t size, float sums[4][4]) {
+    vec s[4][4];
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) s[i][j] = (vec){0};
+    int64_t k = 0;
+    for (; k + 4 <= size; k += 4) {
+        vec line[4];
+        for (int j = 0; j < 4; j++) line[j] = at(lines + j * size + k);
+        for (int i = 0; i < 4; i++) {
+            const vec row = at(x[i] + k);
+            for (int j = 0; j < 4; j++) s[i][j] += row * line[j];
+        }
+    }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            sums[i][j] = (s[i][j][0] + s[i][j][2]) + (s[i][j][1] + s[i][j][3]);
+            for (int64_t rest = k; rest < size; rest++) sums[i][j] += x[i][rest] * lines[j * size + rest];
+        }
+}
+
+struct added {
+    const float *x, *y, *a, *b;
+    const int64_t *parties;
+    float *out;
+    int64_t N, K;
+};
+
+/* Rows that use the same lines, four at a time. */
+static int add_some(const void *context, int64_t first, int64_t end) {
+    const struct added *p = context;
+    for (const int64_t *party = p->parties + 6 * first; party < p->parties + 6 * end; party += 6) {
+        const int64_t from = party[0], rank = party[1], *rows = party + 2;
+        const float *x[4];
+        float *z = calloc(rank ? 4 * rank : 1, sizeof(float));
+        if (!z) return 1;
+        for (int i = 0; i < 4; i++) x[i] = p->x + (rows[i] < 0 ? rows[0] : rows[i]) * p->K;
+        for (int64_t r = 0; r < rank; r += 4) {
+            float sums[4][4];
+            sixteen_dots(x, p->a + (from + r) * p->K, p->K, sums);
+            for (int i = 0; i < 4; i++) memcpy(z + i * rank + r, sums[i], sizeof sums[i]);
+        }
+        for (int i = 0; i < 4 && rows[i] >= 0; i++) {
+            float *out = p->out + rows[i] * p->N;
+            memcpy(out, p->y + rows[i] * p->N, sizeof(float) * p->N);
+            mix(z + i * rank, p->b + from * p->N, p->N, rank, p->N, out);
+        }
+        free(z);
+    }
+    return 0;
+}
+
+/* out (M, N) = y + (x (M, K) · aᵀ) · b, with each row's own lines of a (C, K) and b (C, N). `parties` (count, 6) says
+ * where they begin and how many there are, a multiple of four, and which rows use them: up to four, then -1. */
+int add_low_rank(const float *x, const float *y, const float *a, const float *b, const int64_t *parties, float *out,
+                 int64_t count, int64_t N, int64_t K) {
+    const struct added p = {x, y, a, b, parties, out, N, K};
+    return share(add_some, &p, count, count > 1);
+}

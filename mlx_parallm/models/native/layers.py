@@ -8,6 +8,7 @@ float32 goes the way it went before.
 import ctypes
 import functools
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -50,6 +51,34 @@ def _fast_class(library: Any, original: type) -> type | None:
             "swiglu": (mlx_swiglu, functools.partial(_swiglu, library)),
         },
     )
+
+
+def low_rank_adder() -> Callable[..., mx.array | None] | None:
+    """Adds each row's own low-rank product to what a layer gave, for a few rows; None where there are no kernels."""
+    library = kernels()
+    return None if library is None else functools.partial(_add_low_rank, library)
+
+
+def _add_low_rank(
+    library: Any, x: mx.array, y: mx.array, a: mx.array, b: mx.array, number: int, parties: Array
+) -> mx.array | None:
+    """y (B, 1, N) + x (B, 1, K) · own lines of a[number] (C, K) · own lines of b[number] (C, N).
+
+    `parties` (count, 6): where lines begin, how many, and up to four rows that use them. None where MLX should do it.
+    """
+    arrays = (x, y, a, b)
+    if x.ndim != 3 or x.shape[1] != 1 or any(array.dtype != mx.float32 for array in arrays):
+        return None
+    mx.eval(arrays)
+    views = [np.ascontiguousarray(np.asarray(array)) for array in (x, y)]
+    thin = [np.asarray(array)[number] for array in (a, b)]  # not of MLX: its slices would be copied
+    if not all(view.flags.c_contiguous for view in thin):
+        return None
+    out = np.empty(y.shape, np.float32)
+    pointers = [_at(view) for view in (*views, *thin, parties, out)]
+    if library.add_low_rank(*pointers, len(parties), y.shape[2], x.shape[2]):
+        raise MemoryError
+    return mx.array(out)
 
 
 class Rope(nn.RoPE):

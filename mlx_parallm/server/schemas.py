@@ -378,9 +378,7 @@ class DetokenizeBody(Body):
 
 
 class LoadAdapterBody(Body):
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"name": "math", "path": "adapters/math"}}, strict=True, extra="ignore"
-    )
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "math", "path": "adapters/math"}})
     name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
     path: str = Field(min_length=1, validation_alias=AliasChoices("path", "lora_path", "adapter_path"))
     version: int | None = Field(None, ge=1, le=INT64, description="Must be newer than the newest; default: the next")
@@ -388,7 +386,7 @@ class LoadAdapterBody(Body):
 
 
 class UnloadAdapterBody(Body):
-    model_config = ConfigDict(json_schema_extra={"example": {"name": "math"}}, strict=True, extra="ignore")
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "math"}})
     name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
 
 
@@ -397,10 +395,12 @@ class RollbackBody(UnloadAdapterBody):
 
 
 class VllmLoadBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "math", "lora_path": "adapters/math"}})
     lora_name: str
     lora_path: str = Field(min_length=1)
     load_inplace: bool = False
 
 
 class VllmUnloadBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "math"}})
     lora_name: str

@@ -28,13 +28,20 @@ PEFT_KEY = re.compile(
     r"(?P<leaf>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.[^.]+)??(?:\.weight)?"
 )
 MLX_KEY = re.compile(r"(?P<path>.+)\.(?P<leaf>lora_a|lora_b|m)")
-UNSUPPORTED = (
-    "modules_to_save",
+UNSUPPORTED = (  # what makes PEFT compute something else than W + b · a
+    "alora_invocation_tokens",
+    "fan_in_fan_out",
+    "kasa_config",
     "layer_replication",
     "lora_bias",
-    "fan_in_fan_out",
     "megatron_config",
-    "alora_invocation_tokens",
+    "modules_to_save",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
 )
 
 Tensors = dict[str, Array]

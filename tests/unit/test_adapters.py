@@ -150,6 +150,24 @@ def test_peft_and_mlx_lm_say_the_same(changes: dict[str, Any], scale: float) -> 
     assert np.allclose(part.b, other.b, atol=1e-5)
 
 
+GOLDEN = Path(__file__).parent.parent / "golden"
+GOLD = json.loads((GOLDEN / "peft.json").read_text())
+
+
+@pytest.mark.parametrize("name", list(GOLD["logits"]))
+def test_pefts_files_give_what_peft_gives(name: str) -> None:
+    """Numbers that PEFT computed with torch, once; tests/golden/make_peft.py says how."""
+    module = base()
+    layout = Layout(module, low_rank_adder())
+    layout.attach()
+    if name != "base":
+        resident = layout.place(layout.pack(read(GOLDEN / f"peft_{name}", layout)))
+        rows = [resident] * len(GOLD["tokens"])
+        layout.selection.choice = Choice.of(Present((resident,)), rows)
+    found = module(mx.array(GOLD["tokens"]))[:, -1]
+    assert mx.allclose(found, mx.array(GOLD["logits"][name]), atol=1e-4)
+
+
 def test_embeddings_lie_the_other_way_round_in_peft() -> None:
     random = np.random.default_rng(3)
     a, b = random.standard_normal((4, 284)).astype(np.float32), random.standard_normal((64, 4)).astype(np.float32)

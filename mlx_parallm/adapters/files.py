@@ -48,14 +48,14 @@ Tensors = dict[str, Array]
 Leaves = dict[str, dict[str, Array]]
 
 
-def read_folder(folder: Path, max_bytes: int) -> Adapter:
-    """An adapter's folder, as mlx-lm's and PEFT's trainers leave it."""
+def read_folder(folder: Path, max_bytes: int) -> tuple[Adapter, dict[str, Any]]:
+    """An adapter's folder, as mlx-lm's and PEFT's trainers leave it, and its config."""
     config_file = folder / CONFIG
     weights_file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if not config_file.is_file() or weights_file is None:
         raise AdapterError(f"{folder} holds no {CONFIG} with {' or '.join(WEIGHTS)} beside it", param="lora_path")
     config = parse_config(_bytes_of(config_file, MAX_CONFIG_BYTES))
-    return parse(config, _bytes_of(weights_file, max_bytes), max_bytes)
+    return parse(config, _bytes_of(weights_file, max_bytes), max_bytes), config
 
 
 def parse_config(data: bytes) -> dict[str, Any]:
@@ -72,6 +72,17 @@ def parse(config: Mapping[str, Any], data: bytes, max_bytes: int) -> Adapter:
     """An adapter from the contents of its two files."""
     tensors = parse_tensors(data, max_bytes)
     return from_peft(config, tensors) if "peft_type" in config else from_mlx_lm(config, tensors)
+
+
+def usual_config(data: bytes, max_bytes: int) -> dict[str, Any]:
+    """For weights that come without a config: the format that their names tell, and a scale of 1."""
+    tensors = parse_tensors(data, max_bytes)
+    ranks = {array.shape[0] for name, array in tensors.items() if "lora_A" in name and array.ndim == 2}
+    if not any("lora_A" in name or "lora_embedding_A" in name for name in tensors):
+        return {"fine_tune_type": "lora", "lora_parameters": {"scale": 1.0}}
+    if len(ranks) != 1:
+        raise AdapterError("weights of several ranks need a config that says their scale", param="config")
+    return {"peft_type": "LORA", "lora_alpha": ranks.pop()}
 
 
 def parse_tensors(data: bytes, max_bytes: int) -> Tensors:

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_parallm.adapters.layers import Layout, Packed, Present, Resident
 from mlx_parallm.adapters.weights import Adapter, AdapterError, Target
@@ -25,6 +26,7 @@ class Version:
     number: int
     packed: Packed
     source: str
+    config: Mapping[str, Any] | None = None  # as it came: for weights that come later without one
     created: float = field(default_factory=time.time)
     rows: int = 0  # that use it, or wait to
     requests: int = 0  # since it was published
@@ -84,13 +86,20 @@ class Registry:
 
     # On the engine thread.
 
-    def publish(self, name: str, packed: Packed, source: str, number: int | None = None) -> Version:
+    def publish(
+        self,
+        name: str,
+        packed: Packed,
+        source: str,
+        number: int | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Version:
         """A new version, which the name means from now on."""
         entry = self._entries.get(name) or Entry(name)
         newest = max(entry.versions, default=0)
         if number is not None and number <= newest:
             raise AdapterError(f"version {number} of {name!r} is not newer than {newest}", param="version")
-        version = Version(name, newest + 1 if number is None else number, packed, source)
+        version = Version(name, newest + 1 if number is None else number, packed, source, config)
         entry.versions[version.number] = version
         entry.current = version.number
         self._entries[name] = entry

@@ -10,8 +10,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
@@ -147,12 +147,19 @@ class Engine:
             self._prefix.disk.settle(FLUSH_SECONDS)
         return flushed
 
-    def publish(self, name: str, adapter: Adapter, source: str, number: int | None = None) -> Version:
+    def publish(
+        self,
+        name: str,
+        adapter: Adapter,
+        source: str,
+        number: int | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Version:
         """Makes an adapter's weights what `name` means, for requests from now on."""
         check_name(name)
         check_fit(adapter, self.adapters.targets, self._config.max_lora_rank)
         packed = self.adapters.pack(adapter)  # here, not on the engine thread
-        return self._try(lambda: self.adapters.publish(name, packed, source, number))
+        return self._try(lambda: self.adapters.publish(name, packed, source, number, config))
 
     def unload(self, name: str) -> None:
         self._try(lambda: self.adapters.unload(name))

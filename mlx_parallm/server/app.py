@@ -70,5 +70,6 @@ def _middleware(config: ServeConfig) -> list[Middleware]:
         Middleware(RequestLog),
         *([cors] if config.cors_allow_origin else []),
         Middleware(Authentication, api_key=config.api_key, admin_key=config.admin_key),
-        Middleware(BodyLimit, limit=config.max_body_size),
+        # In base64 an adapter grows by a third.
+        Middleware(BodyLimit, limit=config.max_body_size, upload_limit=config.max_lora_bytes * 4 // 3 + (1 << 20)),
     ]

@@ -21,7 +21,17 @@ log = logging.getLogger("mlx_parallm.access")
 
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/metrics"})  # for probes and scrapers, as vLLM leaves them
-ADMIN_PREFIXES = ("/debug/", "/v1/adapters/", "/load_adapter", "/unload_adapter", "/v1/load_lora", "/v1/unload_lora")
+UPLOAD_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter", "/update_adapter_weights"})
+ADMIN_PREFIXES = (
+    "/debug/",
+    "/v1/adapters/",
+    "/load_adapter",
+    "/unload_adapter",
+    "/upload_adapter",
+    "/update_adapter_weights",
+    "/v1/load_lora",
+    "/v1/unload_lora",
+)
 
 
 class RequestLog:
@@ -111,17 +121,19 @@ def _same(given: str, key: str | None) -> bool:
 class BodyLimit:
     """Refuses bodies over the limit, by their Content-Length or, when they have none, as they come in."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, upload_limit: int) -> None:
         self.app = app
         self._limit = limit
+        self._upload_limit = upload_limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        limit = max(self._limit, self._upload_limit) if scope["path"] in UPLOAD_PATHS else self._limit
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isdigit() and int(length) > self._limit:
-            await error_response(self._error())(scope, receive, send)
+        if length.isdigit() and int(length) > limit:
+            await error_response(self._error(limit))(scope, receive, send)
             return
         seen = 0
 
@@ -129,11 +141,11 @@ class BodyLimit:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self._limit:
-                raise HTTPException(413) from self._error()
+            if seen > limit:
+                raise HTTPException(413) from self._error(limit)
             return message
 
         await self.app(scope, counted, send)
 
-    def _error(self) -> PayloadTooLargeError:
-        return PayloadTooLargeError(f"the body is larger than {self._limit} bytes")
+    def _error(self, limit: int) -> PayloadTooLargeError:
+        return PayloadTooLargeError(f"the body is larger than {limit} bytes")

@@ -385,6 +385,15 @@ class LoadAdapterBody(Body):
     model: str = Field("default", description="The model that it is for")
 
 
+class UpdateWeightsBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "policy", "tensors": "UEsDBA==", "version": 2}})
+    name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
+    tensors: str = Field(min_length=1, description="A safetensors file in base64")
+    config: dict[str, Any] | None = Field(None, description="adapter_config.json, of mlx-lm or PEFT")
+    version: int | None = Field(None, ge=1, le=INT64, description="Must be newer than the newest; default: the next")
+    model: str = Field("default", description="The model that it is for")
+
+
 class UnloadAdapterBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"name": "math"}})
     name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))

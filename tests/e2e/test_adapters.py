@@ -1,5 +1,6 @@
 """Adapters behind a real server: named at start and over HTTP, in one batch with the base, refused when wrong."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -100,6 +101,41 @@ def test_load_serve_unload(
     missing = client.post("/v1/completions", json={"model": "d", "prompt": "x"})
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
     assert client.post("/flush_cache").json()["success"]
+
+
+def test_uploads(client: httpx.Client, expected: dict[str | None, list[int]], folders: dict[str, Path]) -> None:
+    def files(name: str) -> tuple[bytes, bytes]:
+        return tuple((folders[name] / file).read_bytes() for file in ("adapters.safetensors", "adapter_config.json"))  # type: ignore[return-value]
+
+    weights, config = files("few")
+    form = {"weights": ("adapters.safetensors", weights), "config": ("adapter_config.json", config)}
+    first = client.post("/v1/adapters/upload", data={"name": "up"}, files=form)
+    assert (first.status_code, first.json()["policy_version"]) == (200, 1), first.text
+    assert ask(client, "up") == expected["few"]
+    dora, dora_config = files("dora")
+    body = {"name": "up", "tensors": base64.b64encode(dora).decode(), "config": json.loads(dora_config), "version": 7}
+    second = client.post("/update_adapter_weights", json=body)
+    assert (second.status_code, second.json()["policy_version"]) == (200, 7), second.text
+    assert ask(client, "up") == expected["dora"]
+    body = {"name": "up", "tensors": base64.b64encode(dora).decode()}  # the config is known
+    third = client.post("/update_adapter_weights", json=body)
+    assert (third.status_code, third.json()["policy_version"]) == (200, 8), third.text
+    assert ask(client, "up") == expected["dora"]
+    for answer, param in (
+        (client.post("/upload_adapter", data={"name": "up"}), "weights"),
+        (client.post("/upload_adapter", files=form), "name"),
+        (client.post("/upload_adapter", content=b"garbage", headers={"Content-Type": "multipart/form-data"}), None),
+        (client.post("/upload_adapter", data={"name": "a b"}, files=form), "name"),
+        (client.post("/upload_adapter", data={"name": "up"}, files={**form, "config": ("c", b"[]")}), None),
+        (client.post("/upload_adapter", data={"name": "up"}, files={**form, "weights": ("w", weights[:-9])}), None),
+        (client.post("/update_adapter_weights", json={**body, "tensors": "?"}), "tensors"),
+        (client.post("/update_adapter_weights", json={**body, "version": 8}), "version"),
+        (client.post("/update_adapter_weights", json={**body, "config": {"fine_tune_type": "full"}}), None),
+    ):
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param, answer.text
+    assert ask(client, "up") == expected["dora"]
+    assert client.post("/v1/adapters/unload", json={"name": "up"}).status_code == 200
 
 
 def test_what_is_refused_changes_nothing(

@@ -39,7 +39,7 @@ def bare(folders: dict[str, Path]) -> dict[str | None, Bare]:
 def running(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Driver]:
     with driver("llama", tuning=request.param, max_batch_size=8, block_size=8, max_loras=4) as found:
         for name, folder in folders.items():
-            found.engine.publish(name, read_folder(folder, LIMIT), str(folder))
+            found.engine.publish(name, read_folder(folder, LIMIT)[0], str(folder))
         yield found
         found.settle()
         found.engine.check_integrity()
@@ -71,10 +71,10 @@ def test_a_new_version_is_for_new_requests(
     running: Driver, bare: dict[str | None, Bare], folders: dict[str, Path]
 ) -> None:
     engine = running.engine
-    engine.publish("policy", read_folder(folders["few"], LIMIT), "")
+    engine.publish("policy", read_folder(folders["few"], LIMIT)[0], "")
     pending = running.submit(PROMPT, max_tokens=40, ignore_eos=True, stream=True, adapter="policy")[1]
     pending.wait_for_tokens(3)
-    second = engine.publish("policy", read_folder(folders["all"], LIMIT), "")
+    second = engine.publish("policy", read_folder(folders["all"], LIMIT)[0], "")
     assert second.number == 2
     newer = running.ask(PROMPT, max_tokens=6, ignore_eos=True, adapter="policy")
     older = running.ask(PROMPT, max_tokens=6, ignore_eos=True, adapter="policy", adapter_version=1)
@@ -84,7 +84,7 @@ def test_a_new_version_is_for_new_requests(
     assert engine.rollback("policy").number == 1
     assert running.ask(PROMPT, max_tokens=6, ignore_eos=True, adapter="policy").tokens == older.tokens
     with pytest.raises(AdapterError, match="not newer"):
-        engine.publish("policy", read_folder(folders["few"], LIMIT), "", number=2)
+        engine.publish("policy", read_folder(folders["few"], LIMIT)[0], "", number=2)
 
 
 def test_an_adapter_that_is_unloaded_stays_for_its_rows(
@@ -98,14 +98,14 @@ def test_an_adapter_that_is_unloaded_stays_for_its_rows(
     assert pending.wait()[0].tokens == bare["dora"].greedy(PROMPT, 40, ignore_eos=True)[0]
     with pytest.raises(ModelNotFoundError):
         running.engine.unload("dora")
-    running.engine.publish("dora", read_folder(folders["dora"], LIMIT), "")
+    running.engine.publish("dora", read_folder(folders["dora"], LIMIT)[0], "")
 
 
 def test_more_adapters_than_places(running: Driver, bare: dict[str | None, Bare], folders: dict[str, Path]) -> None:
     """Twelve names on four places: all answer, and no more than four are on the device."""
     kinds = ["few", "all", "dora"]
     for number in range(12):
-        running.engine.publish(f"n{number}", read_folder(folders[kinds[number % 3]], LIMIT), "")
+        running.engine.publish(f"n{number}", read_folder(folders[kinds[number % 3]], LIMIT)[0], "")
     under_way = [
         running.submit(PROMPT[number:], max_tokens=5, ignore_eos=True, adapter=f"n{number}")[1] for number in range(12)
     ]

@@ -109,7 +109,7 @@ def test_rows_with_different_adapters_equal_models_with_them(
 
 
 def read(folder: Path, layout: Layout) -> Adapter:
-    adapter = read_folder(folder, LIMIT)
+    adapter = read_folder(folder, LIMIT)[0]
     check_fit(adapter, layout.targets, 64)
     return adapter
 
@@ -207,7 +207,7 @@ def test_npz(tmp_path: Path) -> None:
     arrays = {f"{PATHS[0]}.lora_a": np.ones((64, 2), np.float32), f"{PATHS[0]}.lora_b": np.ones((2, 64), np.float32)}
     np.savez(tmp_path / "adapters.npz", **arrays)
     (tmp_path / "adapter_config.json").write_text('{"lora_parameters": {"scale": 3}}')
-    assert read_folder(tmp_path, LIMIT).parts[PATHS[0]].b.max() == 3
+    assert read_folder(tmp_path, LIMIT)[0].parts[PATHS[0]].b.max() == 3
 
 
 def bad_files() -> list[tuple[str, dict[str, Any], bytes, str]]:
@@ -292,6 +292,6 @@ def test_names_that_are_none(name: str) -> None:
 
 def test_folders_without_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="holds no adapter_config"):
-        read_folder(tmp_path, LIMIT)
+        read_folder(tmp_path, LIMIT)[0]
     with pytest.raises(AdapterError, match="holds no adapter_config"):
         read_folder(tmp_path / "nowhere", LIMIT)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import mlx.core as mx
 
@@ -42,6 +42,7 @@ from mlx_parallm.types import Delta, Request
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+PauseMode = Literal["keep", "wait", "abort"]
 News = list[tuple[Request, Delta]]
 DEADLINE_CHECK_SECONDS = 0.1
 MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shapes change too often to keep all
@@ -69,6 +70,8 @@ class Engine:
         self._load_error: ParallmError | None = None
         self._closed: str | None = None  # why new requests are refused
         self._stopping = False
+        self._paused = False
+        self._quiet = threading.Event()  # a pause has begun
         self._pending = 0  # requests in the inbox
         self._pending_lock = threading.Lock()
         self._book = Book(share=config.dedupe)
@@ -128,6 +131,7 @@ class Engine:
         self._closed = self._closed or "the server is shutting down"
         if self.failure is not None or not self._thread.is_alive():
             return True
+        self._inbox.put(self._end_pause)  # what runs must be able to end
         checked = threading.Event()
         self._inbox.put(checked.set)  # what was handed in before has been taken by then
         deadline = time.monotonic() + timeout
@@ -139,6 +143,26 @@ class Engine:
         self._inbox.put(lambda: None)
         if self._thread.is_alive():
             self._thread.join()
+
+    def pause(self, mode: PauseMode, timeout: float) -> bool:
+        """Stops between two steps, until `resume`; what is sent meanwhile waits.
+
+        keep: what runs stops where it is and goes on later. wait: what runs is finished first. abort: it ends now.
+        False when what runs was not finished in time, and goes on.
+        """
+        self._quiet.clear()
+        self._ask(lambda: self._begin_pause(mode))
+        if self._quiet.wait(timeout):
+            return True
+        self.resume()
+        return False
+
+    def resume(self) -> None:
+        self._ask(self._end_pause)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
 
     def flush_cache(self) -> int:
         """Forgets every cached block that is not in use, and says how many."""
@@ -290,8 +314,12 @@ class Engine:
         if self._stopping:
             return
         self._expire()
+        if self._paused:
+            self._settle_all()
+            return
         self._make_room()
-        plan = self._scheduler.plan()
+        scheduler = self._scheduler
+        plan = scheduler.plan()
         if plan.decode:
             self._advance(self._runner.decode(plan.decode))
         for work in plan.prefills:
@@ -302,11 +330,50 @@ class Engine:
         # While a step is under way, news waits until the next is being started: the interpreter is free then.
         if not self._under_way:
             self._hand_over()
+        if not scheduler.admitting and not scheduler.running and not scheduler.partial:
+            self._stand_still()
+
+    def _stand_still(self) -> None:
+        self._paused = True
+        self._settle_all()
+        if self._scheduler.idle:
+            self._rest()
+        self._quiet.set()
+
+    def _settle_all(self) -> None:
+        while self._under_way:
+            self._settle(self._under_way.popleft())
+        self._hand_over()
+
+    def _begin_pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            for request in self._book.requests():
+                self._abort(request)
+        if mode == "wait" and not self._paused:
+            self._scheduler.admitting = False  # the turn in which nothing runs any more is the pause
+            return
+        self._stand_still()
+
+    def _end_pause(self) -> None:
+        self._paused, self._scheduler.admitting = False, True
+
+    def _abort(self, request: Request) -> None:
+        """Ends a request with what it has."""
+        for row, reader in self._book.entries(request.id):
+            delta = row.news(reader)
+            delta.finish_reason = "abort"
+            self._news.append((request, delta))
+            self._end(row, reader, "abort")
 
     def _read_inbox(self) -> None:
         """Does what was handed in; sleeps while there is nothing else to do."""
         scheduler = self._scheduler
-        if not self._under_way and scheduler.idle:
+        if self._paused and not self._under_way:
+            try:
+                self._inbox.get(timeout=DEADLINE_CHECK_SECONDS if len(self._book) else None)()
+            except queue.Empty:
+                return
+        elif not self._under_way and scheduler.idle and scheduler.admitting:
             if self._inbox.empty():
                 self._rest()
             self._await_work()

@@ -40,6 +40,7 @@ class Scheduler:
     waiting: list[Job] = field(default_factory=list)  # in order of (priority, number)
     partial: Job | None = None  # a long prompt under way
     running: list[Row] = field(default_factory=list)
+    admitting: bool = True  # False: who has not begun waits
     prompt_rate: float = 0.0  # measured prompt tokens per second
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 62)))
 
@@ -108,7 +109,7 @@ class Scheduler:
         if self.partial:
             pieces.append(self._piece(self.partial, budget))
             budget -= pieces[0].count
-        gathered = self._may_gather()  # once the first has waited long enough, all go
+        gathered = self.admitting and self._may_gather()  # once the first has waited long enough, all go
         while gathered and budget > 0 and not self.partial:
             job = next((job for job in self.waiting if not self._fetching(job)), None)
             if job is None:

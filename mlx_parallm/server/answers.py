@@ -285,6 +285,14 @@ class AdapterChanged(Answer):
     message: str
 
 
+class Status(Answer):
+    status: str
+
+
+class Paused(Answer):
+    is_paused: bool
+
+
 ERRORS = {
     400: "The request is wrong; `param` says where",
     401: "No key, or a wrong one",

@@ -13,6 +13,7 @@ from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.server import errors
 from mlx_parallm.server.adapters import Adapters
+from mlx_parallm.server.control import Control
 from mlx_parallm.server.middleware import Authentication, BodyLimit, RequestLog
 from mlx_parallm.server.models import ModelTable, ServedModel
 from mlx_parallm.server.openai import OpenAI, Workers
@@ -53,6 +54,7 @@ def create_app(
     app.include_router(OpenAI(table, config, workers).router())
     app.include_router(Catalogue(table, workers).router())
     app.include_router(Adapters(table, config).router())
+    app.include_router(Control(table, config).router())
     app.include_router(Operations(table, config, state or ServerState()).router())
     return app
 

@@ -29,6 +29,9 @@ ADMIN_PREFIXES = (
     "/unload_adapter",
     "/upload_adapter",
     "/update_adapter_weights",
+    "/pause",
+    "/resume",
+    "/continue_generation",
     "/v1/load_lora",
     "/v1/unload_lora",
 )

@@ -413,3 +413,8 @@ class VllmLoadBody(Body):
 class VllmUnloadBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "math"}})
     lora_name: str
+
+
+class PauseBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"mode": "in_place"}})
+    mode: Literal["abort", "in_place", "retract", "keep", "wait"] = "abort"

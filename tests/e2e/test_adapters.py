@@ -179,3 +179,35 @@ def test_a_wrong_adapter_at_start_ends_the_server_with_its_reason(tiny_folder: P
     assert ended.returncode != 0
     assert "holds no adapter_config.json" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_trainer_pauses_loads_and_resumes(
+    client: httpx.Client, expected: dict[str | None, list[int]], folders: dict[str, Path]
+) -> None:
+    """What TRL's asynchronous trainer sends to a vLLM server."""
+
+    def load(name: str, kind: str) -> None:
+        answer = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folders[kind])})
+        assert answer.status_code == 200, answer.text
+
+    load("X-v1", "few")
+    long = {"model": "X-v1", "prompt": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=long | {"return_token_ids": True}) as stream:
+        lines = stream.iter_lines()
+        chunks = [json.loads(next(line for line in lines if line.startswith("data: "))[6:])]
+        assert client.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+        assert client.get("/is_paused").json() == {"is_paused": True}
+        load("X-v2", "all")
+        assert client.post("/resume").json() == {"status": "resumed"}
+        assert ask(client, "X-v2") == expected["all"]
+        unloaded = client.post("/v1/unload_lora_adapter", json={"lora_name": "X-v1"})
+        assert unloaded.status_code == 200
+        chunks += [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    tokens = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids") or []]
+    assert len(tokens) == 600
+    assert tokens[:10] == expected["few"]
+    assert client.get("/is_paused").json() == {"is_paused": False}
+    assert client.post("/pause", params={"mode": "never"}).status_code == 400
+    for path, body in (("/pause_generation", {"mode": "in_place"}), ("/continue_generation", {})):
+        assert client.post(path, json=body).status_code == 200
+    client.post("/v1/unload_lora_adapter", json={"lora_name": "X-v2"})

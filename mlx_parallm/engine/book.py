@@ -30,7 +30,7 @@ class Book:
 
     def enter(self, request: Request, rows: list[Row], arrival: float) -> bool:
         """Gives the rows their reader. False when rows that run already compute the same: these are not needed."""
-        twin = self._twin(request) if self._share else None
+        twin = self._twin(request, rows[0]) if self._share else None
         shared = self._twins.get(twin) if twin is not None else None
         if shared is None and twin is not None:
             self._twins[twin] = rows
@@ -65,10 +65,12 @@ class Book:
             if timeout is not None and now - reader.arrival > timeout:
                 yield reader.request
 
-    def _twin(self, request: Request) -> str | None:
+    def _twin(self, request: Request, row: Row) -> str | None:
         """What a deterministic request computes; None for one that draws at random."""
         sampling = request.sampling
         if not sampling.greedy and sampling.seed is None:
             return None
         sampling = replace(sampling, stop=(), seed=None if sampling.greedy else sampling.seed)
-        return repr((request.prompt, sampling, request.cache_salt, request.adapter, request.adapter_version))
+        # An adapter by its weights: a name may mean others by now, and a number too once it was unloaded.
+        adapter = None if row.adapter is None else row.adapter.packed.digest
+        return repr((request.prompt, sampling, request.cache_salt, adapter))

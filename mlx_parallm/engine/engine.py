@@ -148,12 +148,12 @@ class Engine:
         """Stops between two steps, until `resume`; what is sent meanwhile waits.
 
         keep: what runs stops where it is and goes on later. wait: what runs is finished first. abort: it ends now.
-        False when what runs was not finished in time, and goes on.
+        False when it did not come to that: what runs was not finished in time, or somebody else resumed.
         """
         self._quiet.clear()
         self._ask(lambda: self._begin_pause(mode))
         if self._quiet.wait(timeout):
-            return True
+            return self._paused
         self.resume()
         return False
 
@@ -272,6 +272,7 @@ class Engine:
                 self.on_failure(self.failure)
         finally:
             self._idle.set()
+            self._quiet.set()
 
     def _set_up(self) -> None:
         config = self._config
@@ -356,6 +357,7 @@ class Engine:
 
     def _end_pause(self) -> None:
         self._paused, self._scheduler.admitting = False, True
+        self._quiet.set()
 
     def _abort(self, request: Request) -> None:
         """Ends a request with what it has."""

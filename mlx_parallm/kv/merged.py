@@ -51,24 +51,17 @@ class _RowCaches:
     def expect(self, rows: int) -> None:
         """Rows are appended one by one: there is nothing to prepare."""
 
-    def join(self, staged: list[Any], prompts: Sequence[tuple[int, int]]) -> list[int]:
-        for _, length in prompts:
-            self._measure(staged, length)
-            self._add(staged)
-            self._used.append(True)
-        return list(range(len(self._used)))[-len(prompts) :]
-
     def leave(self, position: int) -> None:
         assert self._used[position], f"position {position} is free already"
         self._used[position] = False
 
-    def _add(self, staged: list[Any]) -> None:
-        raise NotImplementedError
-
-    def _measure(self, staged: list[Any], length: int) -> None:
+    def _entered(self, staged: list[Any], length: int) -> int:
+        """Takes note of a row that was added, and returns its position."""
         size = sum(cache.nbytes for cache in staged)
         self._bytes_per_row = max(self._bytes_per_row, size)
         self._bytes_per_token = size / max(length, 256)
+        self._used.append(True)
+        return len(self._used) - 1
 
 
 class MergedCache(_RowCaches):
@@ -80,13 +73,17 @@ class MergedCache(_RowCaches):
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
-    def _add(self, staged: list[Any]) -> None:
+    def join(self, staged: list[Any], prompts: Sequence[tuple[int, int]]) -> list[int]:
+        return [self._add(staged, length) for _, length in prompts]
+
+    def _add(self, staged: list[Any], length: int) -> int:
         merged = [type(cache).merge([cache]) for cache in staged]
         if self.layers:
             for layer, other in zip(self.layers, merged, strict=True):
                 layer.extend(other)
         else:
             self.layers = merged
+        return self._entered(staged, length)
 
     def compact(self, longest: int) -> list[int] | None:
         """These caches can't reuse a row's place, so every leave ends in a filter."""
@@ -120,8 +117,9 @@ class SerialCache(_RowCaches):
     def nbytes(self) -> int:
         return sum(cache.nbytes for row in self._rows for cache in row)
 
-    def _add(self, staged: list[Any]) -> None:
-        self._rows.append([copied(cache) for cache in staged])
+    def join(self, staged: list[Any], prompts: Sequence[tuple[int, int]]) -> list[int]:
+        self._rows += [[copied(cache) for cache in staged] for _ in prompts]
+        return [self._entered(staged, length) for _, length in prompts]
 
     def compact(self, longest: int) -> list[int] | None:
         if all(self._used):

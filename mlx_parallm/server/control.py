@@ -76,7 +76,9 @@ class Control:
         patience = self._config.request_timeout_seconds or 600.0
         for served in self._table:
             if not await asyncio.to_thread(served.engine.pause, mode, patience):
-                raise RequestTimeoutError(f"what runs was not finished within {patience:g} seconds, and goes on")
+                raise RequestTimeoutError(
+                    f"there is no pause: what runs was not finished within {patience:g} seconds, or it was resumed"
+                )
             if clear_cache:
                 await asyncio.to_thread(served.engine.flush_cache)
         return JSONResponse({"status": "paused"})

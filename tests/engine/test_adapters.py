@@ -117,6 +117,21 @@ def test_more_adapters_than_places(running: Driver, bare: dict[str | None, Bare]
         running.engine.unload(f"n{number}")
 
 
+def test_equal_requests_for_other_weights_of_one_name_share_nothing(
+    bare: dict[str | None, Bare], folders: dict[str, Path]
+) -> None:
+    with driver("llama", dedupe=True) as running:
+        running.engine.publish("x", read_folder(folders["few"], LIMIT)[0], "")
+        first = running.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=True, adapter="x")[1]
+        first.wait_for_tokens(2)
+        running.engine.unload("x")
+        assert running.engine.publish("x", read_folder(folders["all"], LIMIT)[0], "").number == 1  # the number again
+        second = running.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=True, adapter="x")[1]
+        assert second.wait()[0].tokens == bare["all"].greedy(PROMPT, 300, ignore_eos=True)[0]
+        assert first.wait()[0].tokens == bare["few"].greedy(PROMPT, 300, ignore_eos=True)[0]
+        assert running.engine.metrics.deduplicated == 0
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "hybrid"])
 def test_other_caches(kind: str, tmp_path: Path) -> None:
     """A batch through mlx-lm's caches; the adapter is on the attention layers that this model has."""

@@ -84,3 +84,17 @@ def test_a_pause_does_not_keep_the_server_from_ending() -> None:
         assert len(first.wait()[0].tokens) == 40
         ended.join(30)
         assert not ended.is_alive()
+
+
+def test_a_pause_that_somebody_ends_before_it_began_returns() -> None:
+    with driver("llama") as running:
+        first = running.submit(PROMPT, max_tokens=1500, ignore_eos=True, stream=True)[1]
+        first.wait_for_tokens(2)
+        outcome: list[bool] = []
+        waiting = threading.Thread(target=lambda: outcome.append(running.engine.pause("wait", 60)))
+        waiting.start()
+        time.sleep(0.1)
+        running.engine.resume()
+        waiting.join(5)
+        assert outcome == [False]
+        assert running.engine.pause("abort", 10)

@@ -24,12 +24,12 @@ from rich.table import Table
 from mlx_parallm.adapters.layers import Choice, Layout
 from mlx_parallm.adapters.registry import Registry, Version
 from mlx_parallm.adapters.weights import Adapter, Part
+from mlx_parallm.engine.batching import adapter_layout
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.models.device import device_kind, device_name
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.loader import load
-from mlx_parallm.models.native.layers import low_rank_adder
 
 ATTENTION = ("q_proj", "v_proj")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -93,8 +93,7 @@ class Batch:
 
 def measure(args: argparse.Namespace, rows: int) -> dict[str, list[float]]:
     bare, adapted = (load(args.model, name="model") for _ in range(2))
-    layout = Layout(adapted.module, low_rank_adder() if device_kind() == "cpu" else None)
-    layout.attach()
+    layout = adapter_layout(adapted.module, Tuning.of(device_kind()))
     forward = Forward(adapted.module, layout.selection)
     layers = len(adapted.module.layers)
     plain = Batch(Forward(bare.module), layers, rows, args.length)

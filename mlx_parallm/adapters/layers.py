@@ -22,6 +22,7 @@ import numpy as np
 from mlx_parallm.adapters.weights import Adapter, Array, Target
 
 RANK_STEP = 8  # ranks are padded to multiples of this
+BUNDLES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of a block that read the same inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Present:
     """Adapters side by side: for each group a (L, C, size), b (L, C, lines), factors (L, adapters + 1, lines)."""
 
     members: tuple[Resident, ...]
+    rounded: bool = False  # to few different widths, since a traced pass is for one
     groups: Groups = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,7 +93,11 @@ class Present:
                 b.append(part[1])
                 factors.append(ones if part[2] is None else part[2][:, None])
         scaled = any(factor is not ones for factor in factors)
-        if len(self.members) == 1:
+        columns = sum(member.rank for member in self.members)
+        if self.rounded and (unused := (1 << (columns - 1).bit_length()) - columns):
+            a.append(mx.zeros((layers, unused, some_a.shape[2]), some_a.dtype))
+            b.append(mx.zeros((layers, unused, lines), some_b.dtype))
+        if len(a) == 1:
             return a[0], b[0], mx.concatenate(factors, axis=1) if scaled else None
         return (
             mx.concatenate(a, axis=1),
@@ -103,10 +109,11 @@ class Present:
         """(B, 1, C): which columns are a row's own; None where all are every row's."""
         if len(self.members) == 1 and all(row is self.members[0] for row in rows):
             return None
-        mask = np.zeros((len(rows), 1, sum(member.rank for member in self.members)), np.float32)
+        some = next(iter(self.groups.values()))[0]
+        mask = np.zeros((len(rows), 1, some.shape[1]), np.float32)
         for line, (begin, rank) in zip(mask, self.spans(rows), strict=True):
             line[:, begin : begin + rank] = 1.0
-        return mx.array(mask).astype(next(iter(self.groups.values()))[0].dtype)
+        return mx.array(mask).astype(some.dtype)
 
     def spans(self, rows: Sequence[Resident | None]) -> Any:
         """(B, 2): where each row's own columns begin, and how many there are."""
@@ -137,33 +144,44 @@ class Choice:
     groups: Groups = field(default_factory=dict)
     mask: mx.array | None = None  # (B, 1, C)
     numbers: mx.array | None = None  # (B,)
+    spans: mx.array | None = None  # (B, 2): where each row's own columns begin, and how many there are
+    max_rank: int = 0
     parties: Any = None  # (count, 6): where some rows' own columns begin, how many they are, and up to four rows
 
     @classmethod
     def of(cls, present: Present, rows: Sequence[Resident | None]) -> "Choice":
-        return cls(present.groups, present.mask(rows), present.numbers(rows), present.parties(rows))
+        return cls(
+            present.groups,
+            present.mask(rows),
+            present.numbers(rows),
+            mx.array(present.spans(rows), mx.int32),
+            max(member.rank for member in present.members),
+            present.parties(rows),
+        )
 
     @property
     def form(self) -> Hashable:
         """Equal for choices that a traced pass can take in turn."""
-        groups = ((number, a.shape, factors is None) for number, (a, _, factors) in self.groups.items())
-        return tuple(groups), self.mask is None
+        groups = tuple((number, a.shape, factors is None) for number, (a, _, factors) in self.groups.items())
+        return groups, self.mask is None, self.spans is None, self.max_rank
 
     def arrays(self) -> list[mx.array]:
-        every = [array for group in self.groups.values() for array in group] + [self.mask, self.numbers]
+        every = [array for group in self.groups.values() for array in group] + [self.mask, self.numbers, self.spans]
         return [array for array in every if array is not None]
 
-    def with_arrays(self, arrays: Sequence[mx.array]) -> "Choice":
-        """The same with other arrays, in the order of `arrays`."""
-        rest = iter(arrays)
+    def maker(self) -> "Callable[[Sequence[mx.array]], Choice]":
+        """Makes the same of other arrays, given in the order of `arrays`; holds on to none of this one's."""
+        factored = {number: factors is not None for number, (_, _, factors) in self.groups.items()}
+        given = [array is not None for array in (self.mask, self.numbers, self.spans)]
+        max_rank = self.max_rank
 
-        def next_or_none(old: mx.array | None) -> mx.array | None:
-            return None if old is None else next(rest)
+        def make(arrays: Sequence[mx.array]) -> Choice:
+            rest = iter(arrays)
+            groups = {number: (next(rest), next(rest), next(rest) if has else None) for number, has in factored.items()}
+            mask, numbers, spans = (next(rest) if has else None for has in given)
+            return Choice(groups, mask, numbers, spans, max_rank)
 
-        groups = {
-            number: (next(rest), next(rest), next_or_none(factors)) for number, (_, _, factors) in self.groups.items()
-        }
-        return Choice(groups, next_or_none(self.mask), next_or_none(self.numbers), self.parties)
+        return make
 
     def row(self, number: int) -> "Choice":
         """For a pass over one of the rows."""
@@ -175,35 +193,79 @@ class Choice:
 BASE = Choice()
 
 
+# A kernel that adds rows' own products to what layers of the same inputs x gave: x, (y, a, b, number) of each layer,
+# the choice -> each layer's sum; None where MLX's operations should do it.
+Adder = Callable[[mx.array, Sequence[tuple[mx.array, mx.array, mx.array, int]], Choice], list[mx.array] | None]
+
+
 @dataclass(slots=True, eq=False)
 class Selection:
     """What the layers read: set before a pass, for its rows."""
 
     choice: Choice = BASE
-    add: Callable[..., mx.array | None] | None = None  # a kernel that adds a few rows' own products
+    add: Adder | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class Bundle:
+    """Layers that read the same inputs: the first that is asked finds the others' outputs too, and leaves them here."""
+
+    members: "list[tuple[Seat, Callable[[mx.array], mx.array]]]" = field(default_factory=list)  # and their base passes
+    asked: tuple[mx.array, Choice] | None = None  # the inputs and adapters that they are of
+    ready: "dict[Seat, mx.array]" = field(default_factory=dict)
+
+    def leave(self, x: mx.array, choice: Choice, outputs: "dict[Seat, mx.array]") -> None:
+        self.asked, self.ready = (x, choice) if outputs else None, outputs
+
+    def take(self, seat: "Seat", x: mx.array, choice: Choice) -> mx.array | None:
+        if self.asked is None or self.asked[0] is not x or self.asked[1] is not choice:
+            return None
+        found = self.ready.pop(seat, None)
+        if not self.ready:
+            self.asked = None
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Seat:
     """Where one layer finds its part of what is selected."""
 
     selection: Selection
     group: int
     number: int
+    bundle: Bundle | None = None
 
-    def added(self, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
-        """What a linear layer of inputs x gives with each row's adapter, where without it is y (B, T, lines)."""
-        chosen = self.selection.choice.groups.get(self.group)
+    def linear(self, x: mx.array, base: Callable[[mx.array], mx.array], bias: mx.array | None) -> mx.array:
+        """What a linear layer gives for inputs x with each row's adapter, where without it is base(x) (B, T, lines)."""
+        choice = self.selection.choice
+        chosen = choice.groups.get(self.group)
         if chosen is None:
-            return y
+            return base(x)
+        if self.bundle is not None and (ready := self.bundle.take(self, x, choice)) is not None:
+            return ready
+        y = base(x)
+        if (added := self._by_kernel(x, y)) is not None:
+            return added
         a, b, factors = chosen
-        parties = self.selection.choice.parties
-        if factors is None and parties is not None and self.selection.add is not None:
-            added = self.selection.add(x, y, a, b, self.number, parties)
-            if added is not None:
-                return added
         z = self._own(x @ a[self.number].T) @ b[self.number]
         return self._scaled(y, z, bias, None if factors is None else self._lines(factors))
+
+    def _by_kernel(self, x: mx.array, y: mx.array) -> mx.array | None:
+        choice, add = self.selection.choice, self.selection.add
+        groups = choice.groups
+        if add is None or groups[self.group][2] is not None:
+            return None
+        others = [
+            (seat, base)
+            for seat, base in (self.bundle.members if self.bundle is not None else ())
+            if seat is not self and seat.group in groups and groups[seat.group][2] is None
+        ]
+        outputs = [(self, y), *((seat, base(x)) for seat, base in others)]
+        parts = [(output, *groups[seat.group][:2], seat.number) for seat, output in outputs]
+        added = add(x, parts, choice)
+        if added is not None and self.bundle is not None:
+            self.bundle.leave(x, choice, {seat: output for (seat, _), output in zip(others, added[1:], strict=True)})
+        return None if added is None else added[0]
 
     def looked_up(self, tokens: mx.array, y: mx.array) -> mx.array:
         """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""
@@ -237,8 +299,9 @@ class Seat:
 class Layout:
     """The layers of a model that adapters may change, in groups."""
 
-    def __init__(self, module: nn.Module, add: Callable[..., mx.array | None] | None = None) -> None:
+    def __init__(self, module: nn.Module, add: Adder | None = None, traced: bool = False) -> None:
         self.selection = Selection(add=add)
+        self.traced = traced  # passes are traced once per shape: few shapes, and few kernels
         self._layers = {path: layer for path, layer in module.named_modules() if _kind(layer) is not None}
         self.dtype = _computed_in(self._layers.values())
         self.targets = {path: _target(layer) for path, layer in self._layers.items()}
@@ -254,10 +317,23 @@ class Layout:
 
     def attach(self) -> None:
         """From now on the layers add what is selected."""
+        bundles: dict[tuple[str, tuple[str, ...]], Bundle] = {}
         for path, layer in self._layers.items():
             kind: Any = type(layer)
+            parent, _, name = path.rpartition(".")
+            names = next((names for names in BUNDLES if name in names), None) if self.traced else None
+            bundle = None if names is None else bundles.setdefault((parent, names), Bundle())
+            seat = Seat(self.selection, *self._seats[path], bundle)
+            if bundle is not None:
+                bundle.members.append((seat, functools.partial(kind.__call__, layer)))
             layer.__class__ = _adapting_class(kind)
-            layer.seat = Seat(self.selection, *self._seats[path])
+            layer.seat = seat
+
+    def present(self, members: tuple[Resident, ...]) -> Present:
+        present = Present(members, self.traced)
+        if not self.traced:  # where a step runs while it is started, it would wait for these
+            mx.eval([array for group in present.groups.values() for array in group if array is not None])
+        return present
 
     def pack(self, adapter: Adapter) -> Packed:
         """NumPy alone: on any thread."""
@@ -355,16 +431,16 @@ def _adapting_class(original: Any) -> type:
     """The same layer, which asks its seat what to add."""
 
     def call(self: Any, x: mx.array) -> mx.array:
-        added: mx.array = self.seat.added(x, original.__call__(self, x), self.get("bias"))
-        return added
+        adapted: mx.array = self.seat.linear(x, functools.partial(original.__call__, self), self.get("bias"))
+        return adapted
 
     def embed(self: Any, tokens: mx.array) -> mx.array:
-        added: mx.array = self.seat.looked_up(tokens, original.__call__(self, tokens))
-        return added
+        adapted: mx.array = self.seat.looked_up(tokens, original.__call__(self, tokens))
+        return adapted
 
     def as_linear(self: Any, x: mx.array) -> mx.array:
-        added: mx.array = self.seat.added(x, original.as_linear(self, x), None)
-        return added
+        adapted: mx.array = self.seat.linear(x, functools.partial(original.as_linear, self), None)
+        return adapted
 
     if issubclass(original, (nn.Embedding, nn.QuantizedEmbedding)):
         return type(original.__name__, (original,), {"__call__": embed, "as_linear": as_linear})

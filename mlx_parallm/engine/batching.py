@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_parallm.adapters import kernel
+from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
@@ -26,13 +29,26 @@ from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix, can_be_restored
 from mlx_parallm.kv.store import BlockStore, Packing
+from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel, fingerprint
+from mlx_parallm.models.native.layers import low_rank_adder
 from mlx_parallm.paths import user_cache
 
 log = logging.getLogger(__name__)
 
 PROBE = ([3, 1, 4, 1, 5], [9, 2, 6])  # two short prompts; any ids do
+
+
+def adapter_layout(module: nn.Module, tuning: Tuning) -> Layout:
+    """Gives a model's layers room for adapters, which are added in the way that is fastest here."""
+    layout = Layout(module, traced=tuning.compiled)
+    if not tuning.compiled:
+        layout.selection.add = low_rank_adder()
+    elif device_kind() == "cuda" and kernel.tried(layout.dtype):
+        layout.selection.add = kernel.add_own
+    layout.attach()
+    return layout
 
 
 def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes: int, tuning: Tuning) -> BatchCache:

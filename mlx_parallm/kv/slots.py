@@ -18,6 +18,7 @@ from mlx_parallm.kv.store import Side, groups_of
 
 SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CAPACITY_STEP = 256
+MAX_TRACES = 64
 
 
 class Choice(Protocol):
@@ -30,7 +31,9 @@ class Choice(Protocol):
 
     def arrays(self) -> list[mx.array]: ...
 
-    def with_arrays(self, arrays: Sequence[mx.array]) -> "Choice": ...
+    def maker(self) -> "Callable[[Sequence[mx.array]], Choice]":
+        """Makes the same of other arrays, given in the order of `arrays`."""
+        ...
 
     def row(self, number: int) -> "Choice":
         """For a pass over one of the rows."""
@@ -320,6 +323,8 @@ class SlotCache:
             return forward(tokens[:, None], self.layers, choice)[:, 0]
         key = (length, None if choice is None else choice.form)
         if key not in self._traces:
+            if len(self._traces) >= MAX_TRACES:
+                del self._traces[next(iter(self._traces))]
             self._traces[key] = mx.compile(self._traceable(forward, length, choice))
         logits, state = self._traces[key](tokens, offset, self._state(), [] if choice is None else choice.arrays())
         self._set_state(state)
@@ -327,13 +332,14 @@ class SlotCache:
         return result
 
     def _traceable(self, forward: Forward, length: int, choice: Choice | None) -> Callable[..., Any]:
+        make = None if choice is None else choice.maker()
+
         def step(
             tokens: mx.array, offset: mx.array, state: list[mx.array], chosen: list[mx.array]
         ) -> tuple[mx.array, list[mx.array]]:
             self._set_state(state)
             self._step.set(offset, length)
-            with_them = None if choice is None else choice.with_arrays(chosen)
-            return forward(tokens[:, None], self.layers, with_them)[:, 0], self._state()
+            return forward(tokens[:, None], self.layers, make and make(chosen))[:, 0], self._state()
 
         return step
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors.numpy import save
 
+from mlx_parallm.adapters import kernel
 from mlx_parallm.adapters.files import parse, parse_config, read_folder
 from mlx_parallm.adapters.layers import BASE, Choice, Layout, Present
 from mlx_parallm.adapters.weights import Adapter, AdapterError, check_fit, check_name
+from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.native.layers import low_rank_adder
 from tests.tiny import tiny
 
@@ -106,6 +109,70 @@ def test_rows_with_different_adapters_equal_models_with_them(
             assert mx.allclose(found[row], expected[name][row], atol=2e-4), f"row {row}: {name} among {rows}"
     layout.selection.choice = BASE
     assert mx.array_equal(module(tokens), expected[None])
+
+
+def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
+    """As a GPU does it: one kernel for q, k and v."""
+    folders = {name: written(tmp_path, name) for name in ("all", "few")}
+    tokens = mx.random.randint(3, 250, (4, 1), key=mx.random.key(1))
+    expected = {name: load_adapters(base(), str(folder))(tokens) for name, folder in folders.items()}
+    module = base()
+    calls: list[list[int]] = []
+
+    def add(x: mx.array, parts: Sequence[Any], choice: Choice) -> list[mx.array]:
+        calls.append([y.shape[-1] for y, *_ in parts])
+        assert choice.spans is not None
+        added = [y for y, *_ in parts]
+        for row, (begin, rank) in enumerate(choice.spans.tolist()):
+            for i, (_, a, b, number) in enumerate(parts):
+                own = x[row] @ a[number, begin : begin + rank].T @ b[number, begin : begin + rank]
+                added[i] = added[i] + mx.where(mx.arange(len(x))[:, None, None] == row, own, 0)
+        return added
+
+    layout = Layout(module, add, traced=True)
+    layout.attach()
+    residents = {name: layout.place(layout.pack(read(folder, layout))) for name, folder in folders.items()}
+    for rows in (["all", "few", "few", "all"], ["few"] * 4):
+        chosen = [residents[name] for name in rows]
+        present = layout.present(tuple(dict.fromkeys(chosen)))
+        columns = next(iter(present.groups.values()))[0].shape[1]
+        assert columns & (columns - 1) == 0, "few widths, since each is traced"
+        layout.selection.choice = Choice.of(present, chosen)
+        calls.clear()
+        found = module(tokens)
+        for row, name in enumerate(rows):
+            assert mx.allclose(found[row], expected[name][row], atol=2e-4)
+        assert len(calls) == (4 if "all" in rows else 1) * len(module.layers)
+        assert max(map(len, calls)) == (3 if "all" in rows else 2)
+
+
+@pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_kernel_adds_each_rows_own(count: int, dtype: mx.Dtype) -> None:
+    assert kernel.tried(dtype)
+    rows, size, columns = 48, 576, 128
+    x = mx.random.normal((rows, 1, size)).astype(dtype)
+    parts = [
+        (
+            mx.random.normal((rows, 1, lines)).astype(dtype),
+            (0.05 * mx.random.normal((3, columns, size))).astype(dtype),
+            (0.05 * mx.random.normal((3, columns, lines))).astype(dtype),
+            number,
+        )
+        for number, lines in zip(range(count), (1536, 192, 8), strict=False)
+    ]
+    spans = [(0, 0), (0, 8), (8, 64), (72, 56), (120, 8)] * rows
+    choice = Choice(spans=mx.array(spans[:rows], mx.int32), max_rank=64)
+    added = kernel.add_own(x, parts, choice)
+    assert added is not None
+    for (y, a, b, number), found in zip(parts, added, strict=True):
+        for row, (begin, rank) in enumerate(spans[:rows]):
+            own = slice(begin, begin + rank)
+            given, thin, back = (side.astype(mx.float32) for side in (x[row], a[number, own], b[number, own]))
+            expected = y[row].astype(mx.float32) + given @ thin.T @ back
+            bound = {mx.float32: 1e-4, mx.float16: 5e-3, mx.bfloat16: 4e-2}[dtype]
+            assert mx.abs(found[row].astype(mx.float32) - expected).max().item() < bound
 
 
 def read(folder: Path, layout: Layout) -> Adapter:

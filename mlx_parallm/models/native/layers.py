@@ -8,7 +8,7 @@ float32 goes the way it went before.
 import ctypes
 import functools
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -53,23 +53,32 @@ def _fast_class(library: Any, original: type) -> type | None:
     )
 
 
-def low_rank_adder() -> Callable[..., mx.array | None] | None:
-    """Adds each row's own low-rank product to what a layer gave, for a few rows; None where there are no kernels."""
+def low_rank_adder() -> Callable[..., list[mx.array] | None] | None:
+    """Adds each row's own low-rank product to what layers gave, for a few rows; None where there are no kernels."""
     library = kernels()
     return None if library is None else functools.partial(_add_low_rank, library)
 
 
 def _add_low_rank(
-    library: Any, x: mx.array, y: mx.array, a: mx.array, b: mx.array, number: int, parties: Array
-) -> mx.array | None:
-    """y (B, 1, N) + x (B, 1, K) · own lines of a[number] (C, K) · own lines of b[number] (C, N).
+    library: Any, x: mx.array, parts: Sequence[tuple[mx.array, mx.array, mx.array, int]], choice: Any
+) -> list[mx.array] | None:
+    """For each part y (B, 1, N) + x (B, 1, K) · own lines of a[number] (C, K) · own lines of b[number] (C, N).
 
-    `parties` (count, 6): where lines begin, how many, and up to four rows that use them. None where MLX should do it.
+    `choice.parties` (count, 6): where lines begin, how many, and up to four rows that use them. None where MLX should
+    do it.
     """
-    arrays = (x, y, a, b)
-    if x.ndim != 3 or x.shape[1] != 1 or any(array.dtype != mx.float32 for array in arrays):
+    arrays = [x, *(array for *three, _ in parts for array in three)]
+    if choice.parties is None or x.ndim != 3 or x.shape[1] != 1 or any(one.dtype != mx.float32 for one in arrays):
         return None
     mx.eval(arrays)
+    added = [_with_low_rank(library, x, y, a, b, number, choice.parties) for y, a, b, number in parts]
+    whole = [one for one in added if one is not None]
+    return whole if len(whole) == len(added) else None
+
+
+def _with_low_rank(
+    library: Any, x: mx.array, y: mx.array, a: mx.array, b: mx.array, number: int, parties: Array
+) -> mx.array | None:
     views = [np.ascontiguousarray(np.asarray(array)) for array in (x, y)]
     thin = [np.asarray(array)[number] for array in (a, b)]  # not of MLX: its slices would be copied
     if not all(view.flags.c_contiguous for view in thin):

@@ -109,6 +109,7 @@ class EngineMetrics:
     time_to_first_token: Histogram = field(default_factory=Histogram)
     step_seconds: Histogram = field(default_factory=Histogram)
     request_seconds: Histogram = field(default_factory=Histogram)
+    adapter_seconds: Histogram = field(default_factory=Histogram)  # that adapters coming or changing cost the engine
 
     def count_decode(self, rows: int, capacity: int, streaming: bool) -> None:
         fill = rows / capacity

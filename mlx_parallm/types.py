@@ -34,6 +34,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the chosen token's; k: the k likeliest too
+    processed_logprobs: bool = False  # of generated tokens: as they were drawn, after temperature, penalties and cuts
     prompt_logprobs: int | None = None  # the same, for every prompt token but the first
     grammar: str | None = None  # an llguidance grammar that the output must follow
 
@@ -48,7 +49,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability under the model, before temperature, and the likeliest beside it."""
+    """A token's log-probability under the model, and the likeliest beside it."""
 
     token: int
     logprob: float
@@ -61,7 +62,8 @@ class Delta:
     """News of one choice of one request: tokens since the last news, or its end, or both.
 
     `tokens` never holds the end-of-sequence token or a stop id that ended the choice: that one is
-    `stop_token`. `prompt_logprobs` and `cached_tokens` come with a choice's first delta.
+    `stop_token`. `prompt_logprobs` and `cached_tokens` come with a choice's first delta. `versions` says of all its
+    tokens so far which adapter version made them: (the first token's number, version), 0 for none.
     """
 
     request_id: str
@@ -70,6 +72,8 @@ class Delta:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+    stop_logprob: TokenLogprob | None = None
+    versions: tuple[tuple[int, int], ...] = ()
     error: "ParallmError | None" = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
@@ -89,3 +93,4 @@ class Request:
     cache_salt: str = ""
     adapter: str | None = None
     adapter_version: int | None = None  # None: what the name means when the request arrives
+    follow: bool = False  # goes on with a newer version from the step after it is published

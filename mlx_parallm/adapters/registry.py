@@ -2,10 +2,12 @@
 
 A name has versions; the newest published is what the name means, until a rollback. A version that rows use is never
 given up under them: they hold it, and it goes when the last has ended. All known versions are kept packed in memory; a
-bounded number of them is on the device, the least recently used makes room. Changes happen on the engine thread; other
-threads may look names up.
+bounded number of them is on the device, the least recently used makes room. The model's own name may serve an adapter
+too, or several, each with its share of the requests. Changes happen on the engine thread; other threads may look names
+up.
 """
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +32,8 @@ class Version:
     created: float = field(default_factory=time.time)
     rows: int = 0  # that use it, or wait to
     requests: int = 0  # since it was published
-    pinned: bool = False
+    tokens: int = 0  # that it made
+    pinned: bool = False  # kept, however many newer ones there are
 
     @property
     def label(self) -> str:
@@ -44,11 +47,31 @@ class Entry:
     current: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class Route:
+    """An adapter that requests for the model's own name get; without a name, the model alone."""
+
+    name: str | None
+    number: int | None  # None: what the name means
+    share: float
+    credit: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return "base" if self.name is None else self.name if self.number is None else f"{self.name}@{self.number}"
+
+
 class Registry:
     def __init__(self, layout: Layout, max_resident: int) -> None:
         self._layout = layout
         self.max_resident = max_resident
         self.swaps = 0  # adapters copied to the device
+        self.joins = 0  # mixtures of adapters put together
+        self.base_requests = 0  # without an adapter
+        self.base_tokens = 0
+        self.routes: list[Route] = []  # empty: the model's own name is the model alone
+        self._routing = threading.Lock()
+        self._latest = ""  # the name published last
         self._entries: dict[str, Entry] = {}
         self._residents: OrderedDict[Version, Resident] = OrderedDict()  # the longest unused first
         self._presents: OrderedDict[tuple[Resident, ...], Present] = OrderedDict()
@@ -73,6 +96,39 @@ class Registry:
             known = ", ".join(map(str, sorted(entry.versions)))
             raise ModelNotFoundError(f"adapter {name!r} has no version {wanted}; it has {known}")
         return version
+
+    def versions(self, name: str) -> list[Version]:
+        entry = self._entries.get(name)
+        return [] if entry is None else list(entry.versions.values())
+
+    def newest(self, version: Version) -> Version:
+        """What the name of a version means now; itself, once the name is gone."""
+        entry = self._entries.get(version.name)
+        return version if entry is None else entry.versions[entry.current]
+
+    def route(self) -> Version | None:
+        """What the next request for the model's own name gets: each route in turn, by its share."""
+        with self._routing:
+            if not self.routes:
+                return None
+            for route in self.routes:
+                route.credit += route.share
+            chosen = max(self.routes, key=lambda route: route.credit)
+            chosen.credit -= 1.0
+        return None if chosen.name is None else self.find(chosen.name, chosen.number)
+
+    @property
+    def policy_version(self) -> int:
+        """The version that the model's own name serves, the largest share where there are several.
+
+        Where it serves the model alone: what the name that was published last means; 0 without any.
+        """
+        routes = self.routes
+        if routes:
+            largest = max(routes, key=lambda route: route.share)
+            return 0 if largest.name is None else self.find(largest.name, largest.number).number
+        entry = self._entries.get(self._latest)
+        return 0 if entry is None else entry.current
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -103,7 +159,23 @@ class Registry:
         entry.versions[version.number] = version
         entry.current = version.number
         self._entries[name] = entry
+        self._latest = name
         self._forget_old(entry)
+        return version
+
+    def serve(self, routes: list[Route]) -> None:
+        """What the model's own name serves from now on."""
+        for route in routes:
+            if route.name is not None:
+                self.find(route.name, route.number)
+        with self._routing:
+            self.routes = routes
+
+    def pin(self, name: str, number: int | None, pinned: bool) -> Version:
+        """Keeps a version, or lets it go the way of all others."""
+        version = self.find(name, number)
+        version.pinned = pinned
+        self._forget_old(self._entries[name])
         return version
 
     def rollback(self, name: str, number: int | None = None) -> Version:
@@ -121,6 +193,10 @@ class Registry:
     def unload(self, name: str) -> None:
         """Forgets a name; rows that use it keep what they hold."""
         self.find(name)
+        if any(route.name == name for route in self.routes):
+            raise AdapterError(
+                f"{name!r} is what the model's own name serves: /model/switch-lora to another first", param="name"
+            )
         entry = self._entries.pop(name)
         for version in entry.versions.values():
             if not version.rows:
@@ -141,13 +217,26 @@ class Registry:
             else:
                 self._forget_old(entry)
 
+    def count_request(self, version: Version | None) -> None:
+        if version is None:
+            self.base_requests += 1
+        else:
+            version.requests += 1
+
+    def count_tokens(self, version: Version | None, tokens: int) -> None:
+        if version is None:
+            self.base_tokens += tokens
+        else:
+            version.tokens += tokens
+
     def present(self, versions: Sequence[Version | None]) -> tuple[Present, list[Resident | None]]:
         """The adapters of a pass's rows side by side, and each row's own."""
         distinct = sorted({version for version in versions if version is not None}, key=lambda v: (v.name, v.number))
         residents = {version: self._resident(version, distinct) for version in distinct}
         members = tuple(residents.values())
         if members not in self._presents:
-            self._presents[members] = Present(members)
+            self.joins += 1
+            self._presents[members] = self._layout.present(members)
             while len(self._presents) > PRESENT_KEPT:
                 self._presents.popitem(last=False)
         self._presents.move_to_end(members)
@@ -172,7 +261,12 @@ class Registry:
 
     def _forget_old(self, entry: Entry) -> None:
         """Keeps the current version, those in use or pinned, and a few before."""
-        free = [v for v in entry.versions.values() if v.number != entry.current and not v.rows and not v.pinned]
+        routed = {route.number for route in self.routes if route.name == entry.name}
+        free = [
+            v
+            for v in entry.versions.values()
+            if v.number != entry.current and not v.rows and not v.pinned and v.number not in routed
+        ]
         for version in sorted(free, key=lambda v: v.number)[: max(0, len(free) - KEPT_VERSIONS)]:
             del entry.versions[version.number]
             self._residents.pop(version, None)

@@ -31,7 +31,15 @@ class Admission:
         if not sampling.ignore_eos:
             stop_ids |= self._model.eos_token_ids
         rows = [
-            Row(request.prompt, sampling, request.priority, row_seed(seed, index), max_tokens, stop_ids)
+            Row(
+                request.prompt,
+                sampling,
+                request.priority,
+                row_seed(seed, index),
+                max_tokens,
+                stop_ids,
+                follows=request.follow,
+            )
             for index in range(sampling.n)
         ]
         if sampling.grammar is not None:

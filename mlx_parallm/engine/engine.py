@@ -15,15 +15,15 @@ from typing import Any, Literal, TypeVar, cast
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.layers import Layout
-from mlx_parallm.adapters.registry import Registry, Version
+from mlx_parallm.adapters.registry import Registry, Route, Version
 from mlx_parallm.adapters.weights import Adapter, check_fit, check_name
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import Admission
-from mlx_parallm.engine.batching import batch_cache, prefix_cache
+from mlx_parallm.engine.batching import adapter_layout, batch_cache, prefix_cache
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.errands import Errands
 from mlx_parallm.engine.grammar import GrammarCompiler
+from mlx_parallm.engine.policies import Policies
 from mlx_parallm.engine.prompts import Prompts
 from mlx_parallm.engine.rows import Job, Reader, Row
 from mlx_parallm.engine.runner import Runner, Step
@@ -36,7 +36,6 @@ from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_for_cache
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.native.layers import low_rank_adder
 from mlx_parallm.types import Delta, Request
 
 log = logging.getLogger(__name__)
@@ -92,6 +91,7 @@ class Engine:
         self._errands: Errands | None = None
         self._runner: Runner
         self._scheduler: Scheduler
+        self._policies: Policies
         self._ahead: int
 
     # From any thread.
@@ -183,13 +183,33 @@ class Engine:
         check_name(name)
         check_fit(adapter, self.adapters.targets, self._config.max_lora_rank)
         packed = self.adapters.pack(adapter)  # here, not on the engine thread
-        return self._try(lambda: self.adapters.publish(name, packed, source, number, config))
+
+        def publish() -> Version:
+            begun = time.perf_counter()
+            version = self.adapters.publish(name, packed, source, number, config)
+            self._policies.changed()
+            self.metrics.adapter_seconds.observe(time.perf_counter() - begun)
+            return version
+
+        return self._try(publish)
 
     def unload(self, name: str) -> None:
         self._try(lambda: self.adapters.unload(name))
 
     def rollback(self, name: str, number: int | None = None) -> Version:
-        return self._try(lambda: self.adapters.rollback(name, number))
+        def rollback() -> Version:
+            version = self.adapters.rollback(name, number)
+            self._policies.changed()
+            return version
+
+        return self._try(rollback)
+
+    def pin(self, name: str, number: int | None, pinned: bool) -> Version:
+        return self._try(lambda: self.adapters.pin(name, number, pinned))
+
+    def serve(self, routes: list[Route]) -> None:
+        """What requests for the model's own name get from now on."""
+        self._try(lambda: self.adapters.serve(routes))
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance; the engine thread looks, between two steps."""
@@ -283,14 +303,20 @@ class Engine:
         # Of the memory at hand two thirds are for rows that run, one third for cached blocks.
         limit = config.kv_cache_memory or memory_for_cache() * 2 // 3
         mx.set_cache_limit(min(limit // 8, MAX_SPARE_BYTES))
-        layout = Layout(self.model.module, None if tuning.compiled else low_rank_adder())
-        layout.attach()
+        layout = adapter_layout(self.model.module, tuning)
         self.adapters = Registry(layout, config.max_loras)
         forward = Forward(self.model.module, layout.selection)
         cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
         self._prefix = prefix_cache(self.model, cache, config, limit // 2, tuning)
         self._runner = Runner(
-            forward, cache, self.model.vocab_size, self._hand_over, tuning.round_prompts, self._prefix, self.adapters
+            forward,
+            cache,
+            self.model.vocab_size,
+            self._hand_over,
+            tuning.round_prompts,
+            self._prefix,
+            self.adapters,
+            self.metrics.adapter_seconds.observe,
         )
         self._admission = Admission(self.model, self.grammars, cache.max_length, config.max_batch_size)
         limits = Limits(
@@ -303,6 +329,7 @@ class Engine:
             max_adapters=config.max_loras,
         )
         self._scheduler = Scheduler(limits, cache.fits, look_up=self._look_up, let_go=self._let_go)
+        self._policies = Policies(self.adapters, self._book, self._scheduler, self._runner, self._identify)
         if self._prefix is not None and self._prefix.disk is not None:
             self._errands = Errands(self._prefix, self._prefix.disk, self._scheduler, self._inbox.put)
         self.metrics.slots_total = config.max_batch_size
@@ -318,6 +345,7 @@ class Engine:
         if self._paused:
             self._settle_all()
             return
+        self._policies.follow()
         self._make_room()
         scheduler = self._scheduler
         plan = scheduler.plan()
@@ -409,11 +437,9 @@ class Engine:
         self._idle.clear()
         needed = self._book.enter(request, rows, arrival)
         if needed:
-            for row in rows:
-                if row.adapter is not None:
-                    self.adapters.hold(row.adapter)
+            self._policies.take(rows)
             job = Job(list(rows), request.prompt, request.priority, arrival)
-            self._identify(job, request.cache_salt)
+            self._identify(job)
             self._scheduler.add(job)
             if self._errands is not None:
                 self._errands.fetch(job)
@@ -422,11 +448,11 @@ class Engine:
         with self._pending_lock:
             self._pending -= 1
 
-    def _identify(self, job: Job, salt: str) -> None:
+    def _identify(self, job: Job) -> None:
         """Names the blocks of a prompt, so that the prefix cache can find and keep them."""
         if self._prefix is None:
             return
-        adapter = job.rows[0].adapter
+        adapter, salt = job.rows[0].adapter, job.rows[0].readers[0].request.cache_salt
         job.chain = self._prefix.chain(job.tokens, salt, "" if adapter is None else adapter.packed.digest)
         for row in job.rows:
             row.chain = Chain(job.chain.root, job.chain.size, list(job.chain.hashes))
@@ -520,8 +546,7 @@ class Engine:
             row.finish_reason = row.finish_reason or "abort"
             self._scheduler.remove(row)
             self._runner.leave(row)
-            if row.adapter is not None:
-                self.adapters.release(row.adapter)
+            self._policies.release(row)
 
     def _hand_over(self) -> None:
         if self._news:

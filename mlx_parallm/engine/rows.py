@@ -50,9 +50,12 @@ class Row:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+    stop_logprob: TokenLogprob | None = None
     chain: Chain | None = None  # the prefix cache's hashes of its blocks
     cached: int | None = None  # prompt tokens that were not computed; None before it began
     adapter: Any = None  # the registry's Version, which this row holds
+    policies: list[tuple[int, Any]] = field(default_factory=list)  # adapters so far, each with its first token's number
+    follows: bool = False
 
     @property
     def length(self) -> int:
@@ -72,13 +75,24 @@ class Row:
         if not self.max_tokens:  # only the prompt was to be scored
             self.finish_reason = "length"
         elif token in self.stop_ids and len(self.tokens) >= self.sampling.min_tokens:
-            self.finish_reason, self.stop_token = "stop", token
+            self.finish_reason, self.stop_token, self.stop_logprob = "stop", token, self._own(logprob)
         else:
             self.tokens.append(token)
-            if logprob is not None:  # the batch's widest `top` was read: this row asked for so many
-                self.logprobs.append(replace(logprob, top=logprob.top[: self.sampling.logprobs]))
+            if (own := self._own(logprob)) is not None:
+                self.logprobs.append(own)
             if len(self.tokens) >= self.max_tokens:
                 self.finish_reason = "length"
+
+    def _own(self, logprob: TokenLogprob | None) -> TokenLogprob | None:
+        """The batch's widest `top` was read: this row asked for so many."""
+        return None if logprob is None else replace(logprob, top=logprob.top[: self.sampling.logprobs])
+
+    def take_adapter(self, adapter: Any) -> None:
+        """From the next token asked for."""
+        if self.policies and self.policies[-1][0] == self.launched:
+            self.policies.pop()
+        self.adapter = adapter
+        self.policies.append((self.launched, adapter))
 
     def news(self, reader: Reader) -> Delta:
         """All that `reader` has not been told yet."""
@@ -89,6 +103,8 @@ class Row:
             self.logprobs[reader.sent :] if self.sampling.logprobs is not None else None,
             self.finish_reason,
             self.stop_token,
+            self.stop_logprob,
+            tuple((first, 0 if adapter is None else adapter.number) for first, adapter in self.policies),
             prompt_logprobs=None if reader.told else self.prompt_logprobs,
             cached_tokens=0 if reader.told else self.cached or 0,
         )

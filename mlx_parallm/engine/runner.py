@@ -63,7 +63,9 @@ class Runner:
         round_prompts: bool = False,
         prefix: Prefix | None = None,
         adapters: Registry | None = None,
+        on_adapters: Callable[[float], None] = lambda seconds: None,  # adapters were brought in or put together
     ) -> None:
+        self.on_adapters = on_adapters
         self._forward = forward
         self.cache = cache
         self._vocab = vocab_size
@@ -172,14 +174,23 @@ class Runner:
         row.epoch += 1
         if row.position is not None:
             self._keep(row)
-            for hash_ in row.chain.hashes if row.chain is not None else ():
-                if self._texts.get(hash_) is row:
-                    del self._texts[hash_]
+            self._unlist(row)
             self.cache.leave(row.position)
             self._rows[row.position] = None
             self._history_rows = [None if other is row else other for other in self._history_rows]
             row.position = None
             self._sampler = None
+
+    def moved(self, row: Row) -> None:
+        """A row goes on with another adapter: what it has computed is no longer one adapter's alone."""
+        self._unlist(row)
+        row.chain = None
+        self._sampler = None
+
+    def _unlist(self, row: Row) -> None:
+        for hash_ in row.chain.hashes if row.chain is not None else ():
+            if self._texts.get(hash_) is row:
+                del self._texts[hash_]
 
     def rest(self) -> None:
         """Nothing runs: gives the batch's memory back."""
@@ -232,7 +243,12 @@ class Runner:
         versions = [None if row is None else row.adapter for row in rows]
         if self._adapters is None or not any(versions):
             return None
-        return Choice.of(*self._adapters.present(versions))
+        begun = time.perf_counter()
+        known = self._adapters.swaps, self._adapters.joins
+        choice = Choice.of(*self._adapters.present(versions))
+        if known != (self._adapters.swaps, self._adapters.joins):
+            self.on_adapters(time.perf_counter() - begun)
+        return choice
 
     def _scored_prompt(
         self, job: Job, tokens: mx.array, caches: list[Any], step: Step, choice: Choice | None

@@ -84,6 +84,8 @@ class Sampler:
             self._repetition = _column(p.repetition_penalty for p in params)
         self.logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]
         self._logprob_index = mx.array(self.logprob_rows) if self.logprob_rows else None
+        processed = [params[i].processed_logprobs for i in self.logprob_rows]
+        self._processed = mx.array(processed)[:, None] if any(processed) else None
         self._top_count = max((params[i].logprobs or 0 for i in self.logprob_rows), default=0)
         self.grammar_rows = [(i, row) for i, row in enumerate(rows) if row and row.matcher is not None]
 
@@ -111,14 +113,23 @@ class Sampler:
             logits = self._stops.applied(logits, (count < self._min_tokens)[:, None])
         if allowed is not None:
             logits = mx.where(_unpack(allowed, self._vocab), logits, -mx.inf)
-        tokens = self._draw(logits, count) if count is not None and self._random else mx.argmax(logits, axis=-1)
+        if count is not None and self._random:
+            tokens, logits = self._draw(logits, count)
+        else:
+            tokens = mx.argmax(logits, axis=-1)
         tokens = tokens.astype(mx.int32)
         if self._logprob_index is None:
             return Sampled(tokens)
-        return Sampled(tokens, scores_of(raw[self._logprob_index], tokens[self._logprob_index], self._top_count))
+        shown = raw[self._logprob_index]
+        if self._processed is not None:
+            shown = mx.where(self._processed, logits[self._logprob_index], shown)
+        return Sampled(tokens, scores_of(shown, tokens[self._logprob_index], self._top_count))
 
-    def _draw(self, logits: mx.array, numbers: mx.array) -> mx.array:
-        """Gumbel-max: argmax(logits + temperature * noise) is a draw from softmax(logits / temperature)."""
+    def _draw(self, logits: mx.array, numbers: mx.array) -> tuple[mx.array, mx.array]:
+        """Gumbel-max: argmax(logits + temperature * noise) is a draw from softmax(logits / temperature).
+
+        Gives the tokens, and the logits that they are drawn from.
+        """
         hot = self._temperature > 0
         scaled = logits / mx.where(hot, self._temperature, 1.0)
         if self._any_min_p:
@@ -129,7 +140,8 @@ class Sampler:
             scaled[self._cut_rows] = mx.where(part >= self._threshold(part), part, -mx.inf)
         keys = mx.stack([self._seeds, numbers.astype(mx.uint32)], axis=1)  # (R, 2)
         noise = _gumbel(keys, logits.shape[-1])
-        return mx.argmax(mx.where(hot, scaled + noise, logits), axis=-1)
+        drawn_from = mx.where(hot, scaled, logits)
+        return mx.argmax(mx.where(hot, scaled + noise, logits), axis=-1), drawn_from
 
     def _threshold(self, scaled: mx.array) -> mx.array:
         """The least logit that top-k, then top-p, keep: (C, V) -> (C, 1)."""

@@ -1,4 +1,7 @@
-"""Adapters over HTTP: what there is, load from a folder, unload, roll back. vLLM's names and bodies work as well."""
+"""Adapters over HTTP: what there is, load, upload, unload, pin, roll back, and what the model's own name serves.
+
+vLLM's names and bodies work as well.
+"""
 
 import asyncio
 import base64
@@ -13,17 +16,19 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from mlx_parallm.adapters.files import MAX_CONFIG_BYTES, parse, parse_config, read_folder, usual_config
-from mlx_parallm.adapters.registry import Version
+from mlx_parallm.adapters.registry import Registry, Route, Version
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.server import answers
 from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import ModelTable, ServedModel
-from mlx_parallm.server.routing import JSONRoute
+from mlx_parallm.server.models import BASE, ModelTable, ServedModel, parse_label
+from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schemas import (
     LoadAdapterBody,
+    PinBody,
     RollbackBody,
+    SwitchBody,
     UnloadAdapterBody,
     UpdateWeightsBody,
     VllmLoadBody,
@@ -37,6 +42,7 @@ UPLOAD_FORM = {
     "example": {"name": "math", "weights": "adapters.safetensors", "config": "adapter_config.json"},
     "properties": {
         "name": {"type": "string"},
+        "version": {"type": "string"},
         "weights": {"type": "string", "format": "binary"},
         "config": {"type": "string", "format": "binary"},
     },
@@ -50,19 +56,26 @@ class Adapters:
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=JSONRoute, tags=["Adapters"])
-        for path, endpoint, answer, summary in (
-            ("/v1/adapters/load", self.load, answers.AdapterChanged, "Load an adapter from a folder"),
-            ("/load_adapter", self.load, answers.AdapterChanged, "Load an adapter from a folder"),
-            ("/v1/adapters/unload", self.unload, answers.AdapterChanged, "Unload an adapter"),
-            ("/unload_adapter", self.unload, answers.AdapterChanged, "Unload an adapter"),
-            ("/update_adapter_weights", self.update, answers.AdapterChanged, "Publish weights that come in the body"),
-            ("/v1/adapters/rollback", self.rollback, answers.AdapterChanged, "Back to an earlier version"),
-            ("/v1/load_lora_adapter", self.vllm_load, None, "Load an adapter, as vLLM does"),
-            ("/v1/unload_lora_adapter", self.vllm_unload, None, "Unload an adapter, as vLLM does"),
+        changed = answers.AdapterChanged
+        add_routes(
+            router,
+            ("/v1/adapters", "GET", self.adapters, answers.AdapterList, "The adapters there are"),
+            ("/v1/adapters/load", "POST", self.load, changed, "Load an adapter from a folder"),
+            ("/load_adapter", "POST", self.load, changed, "Load an adapter from a folder"),
+            ("/v1/adapters/unload", "POST", self.unload, changed, "Unload an adapter"),
+            ("/unload_adapter", "POST", self.unload, changed, "Unload an adapter"),
+            ("/update_adapter_weights", "POST", self.update, changed, "Publish weights that come in the body"),
+            ("/v1/adapters/rollback", "POST", self.rollback, changed, "Back to an earlier version"),
+            ("/v1/adapters/pin", "POST", self.pin, changed, "Keep a version"),
+            ("/v1/adapters/unpin", "POST", self.unpin, changed, "Keep a version no longer"),
+            ("/model/switch-lora", "POST", self.switch, answers.Switched, "What the model's own name serves"),
+        )
+        for path, endpoint, summary in (
+            ("/v1/load_lora_adapter", self.vllm_load, "Load an adapter, as vLLM does"),
+            ("/v1/unload_lora_adapter", self.vllm_unload, "Unload an adapter, as vLLM does"),
         ):
-            responses = answers.responses(answer or answers.Answer)
-            if answer is None:
-                responses[200]["content"] = {"text/plain": {"example": "Success"}}
+            responses = answers.responses(answers.Answer)
+            responses[200]["content"] = {"text/plain": {"example": "Success"}}
             router.add_api_route(
                 path, endpoint, methods=["POST"], summary=summary, response_model=None, responses=responses
             )
@@ -76,14 +89,6 @@ class Adapters:
                 responses=answers.responses(answers.AdapterChanged),
                 openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": UPLOAD_FORM}}}},
             )
-        router.add_api_route(
-            "/v1/adapters",
-            self.adapters,
-            methods=["GET"],
-            summary="The adapters there are",
-            response_model=None,
-            responses=answers.responses(answers.AdapterList),
-        )
         return router
 
     async def adapters(self) -> Response:
@@ -103,7 +108,8 @@ class Adapters:
         return _changed(version, f"{version.label} is what {version.name!r} means now")
 
     async def upload(self, request: Request) -> Response:
-        """A form of `name`, `weights` (safetensors or npz) and `config` (adapter_config.json): a new version."""
+        """A form of `name`, `weights` (safetensors or npz) and `config` (adapter_config.json). A name that running
+        requests use is refused, unless a `version` is given: a newer number than the newest, or `next`."""
         async with request.form(max_files=4, max_fields=8, max_part_size=MAX_CONFIG_BYTES) as form:
             fields = {key: await _content(value) for key, value in form.multi_items()}
         for needed in ("name", "weights"):
@@ -113,7 +119,15 @@ class Adapters:
                 )
         name = fields["name"].decode(errors="replace")
         config = parse_config(fields["config"]) if "config" in fields else None
-        version = await self._publish(self._table.default, name, fields["weights"], config, None)
+        served, number = self._table.default, _version_field(fields.get("version"))
+        users = sum(version.rows for version in served.engine.adapters.versions(name))
+        if users and number is None:
+            raise InvalidRequestError(
+                f"{users} running requests use {name!r}: give a version to publish a newer one beside theirs",
+                param="name",
+                code="adapter_in_use",
+            )
+        version = await self._publish(served, name, fields["weights"], config, number or None)
         return _changed(version, f"{version.label} is what {version.name!r} means now")
 
     async def update(self, body: UpdateWeightsBody) -> Response:
@@ -139,6 +153,41 @@ class Adapters:
         served = self._table.with_adapter(body.name)
         version = await asyncio.to_thread(served.engine.rollback, body.name, body.version)
         return _changed(version, f"{version.label} is what {version.name!r} means now")
+
+    async def pin(self, body: PinBody) -> Response:
+        """However many newer versions come, this one is kept."""
+        return await self._pin(body, True)
+
+    async def unpin(self, body: PinBody) -> Response:
+        """It goes when newer ones need its place."""
+        return await self._pin(body, False)
+
+    async def _pin(self, body: PinBody, pinned: bool) -> Response:
+        served = self._table.with_adapter(body.name)
+        version = await asyncio.to_thread(served.engine.pin, body.name, body.version, pinned)
+        return _changed(version, f"{version.label} is {'kept' if pinned else 'no longer kept'}")
+
+    async def switch(self, body: SwitchBody) -> Response:
+        """Requests for the model's own name (and for `default`) get an adapter from now on, or by their shares several:
+        `{"split": {"v12": 0.9, "v13": 0.1}}`. `base` is the model alone."""
+        served = self._table.find(body.model)
+        registry = served.engine.adapters
+        shares = [(body.version, 1.0)] if body.version is not None else [*(body.split or {}).items()]
+        routes = [
+            Route(*_routed(registry, label, body.name, "version" if body.split is None else "split"), share)
+            for label, share in shares
+        ]
+        only_base = all(route.name is None for route in routes)
+        await asyncio.to_thread(served.engine.serve, [] if only_base else routes)
+        return JSONResponse(
+            {
+                "status": "success",
+                "model": served.name,
+                "serves": {route.label: route.share for route in routes},
+                "policy_version": 0 if only_base else registry.policy_version,
+                "message": f"{served.name!r} serves {', '.join(route.label for route in routes)} now",
+            }
+        )
 
     async def vllm_load(self, body: VllmLoadBody) -> Response:
         """A name that is loaded already is an error, unless `load_inplace` is true."""
@@ -181,6 +230,39 @@ def load_folder(engine: Engine, name: str, path: str, config: ServeConfig, numbe
     return engine.publish(name, adapter, str(folder), number, its_config)
 
 
+def _version_field(value: bytes | None) -> int | None:
+    """None: not given; 0: the next."""
+    if value is None:
+        return None
+    text = value.decode(errors="replace").strip()
+    if text == "next":
+        return 0
+    if not text.isdecimal() or not 1 <= int(text) < 1 << 63:
+        raise InvalidRequestError(f"version must be a positive number or 'next', not {text[:40]!r}", param="version")
+    return int(text)
+
+
+def _routed(registry: Registry, label: str | int, name: str | None, param: str) -> tuple[str | None, int | None]:
+    """The adapter and version that a label means: base, a name, name@version, or a version as 12 or v12."""
+    text = str(label)
+    if text in ("0", BASE):
+        return None, None
+    wanted, number = parse_label(text, param)
+    if wanted in registry:
+        registry.find(wanted, number)
+        return wanted, number
+    digits = text.removeprefix("v")
+    if not digits.isdecimal():
+        raise ModelNotFoundError(f"there is no adapter {wanted!r} here", param=param)
+    names = [entry.name for entry in registry] if name is None else [name]
+    if len(names) != 1:
+        raise InvalidRequestError(
+            f"say by `name` which adapter's version {text!r} is: {len(names)} are loaded", param="name"
+        )
+    registry.find(names[0], int(digits))
+    return names[0], int(digits)
+
+
 async def _content(value: UploadFile | str) -> bytes:
     return value.encode() if isinstance(value, str) else await value.read()
 
@@ -194,6 +276,9 @@ def _describe(served: ServedModel, version: Version, current: int) -> dict[str, 
         "rank": version.packed.rank,
         "bytes": version.packed.nbytes,
         "pinned_requests": version.rows,
+        "pinned": version.pinned,
+        "requests": version.requests,
+        "generated_tokens": version.tokens,
         "source": version.source,
         "created": int(version.created),
     }

@@ -58,7 +58,24 @@ class CompletionLogprobs(Answer):
     text_offset: list[int] = Field(description="Where each token begins in the choice's text")
 
 
-class CompletionChoice(Answer):
+class PolicyChoice(Answer):
+    """What trainers are told of a choice, when they send any of their fields."""
+
+    policy_version: int | None = Field(None, description="The adapter version that made its newest token; 0: none")
+    policy_spans: list[tuple[int, int, int]] | None = Field(
+        None, description="[first token, the one after the last, version] over its tokens"
+    )
+
+
+class PolicyAnswer(Answer):
+    """What trainers sent comes back."""
+
+    step_id: int | str | None = None
+    request_id: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class CompletionChoice(PolicyChoice):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -69,7 +86,7 @@ class CompletionChoice(Answer):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(Answer):
+class Completion(PolicyAnswer):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -121,7 +138,7 @@ class Message(Answer):
 ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
-class ChatChoice(Answer):
+class ChatChoice(PolicyChoice):
     index: int
     message: Message
     logprobs: ChatLogprobs | None
@@ -130,7 +147,7 @@ class ChatChoice(Answer):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(PolicyAnswer):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -162,7 +179,7 @@ class MessageDelta(Answer):
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(PolicyChoice):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None
@@ -171,7 +188,7 @@ class ChatChunkChoice(Answer):
     token_ids: list[int] | None = None
 
 
-class ChatChunk(Answer):
+class ChatChunk(PolicyAnswer):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
@@ -269,6 +286,9 @@ class AdapterInfo(Answer):
     rank: int
     bytes: int
     pinned_requests: int = Field(description="Rows that use it, or wait to")
+    pinned: bool = Field(description="Whether it is kept, however many newer ones there are")
+    requests: int = Field(description="That it has answered or is answering")
+    generated_tokens: int
     source: str
     created: int
 
@@ -283,6 +303,72 @@ class AdapterChanged(Answer):
     name: str
     policy_version: int
     message: str
+
+
+class Switched(Answer):
+    status: Literal["success"]
+    model: str
+    serves: dict[str, float] = Field(description="Adapters with their shares of the requests")
+    policy_version: int
+    message: str
+
+
+class WeightVersion(Answer):
+    weight_version: str
+    policy_version: int
+
+
+class ModelInfo(Answer):
+    id: str
+    model_path: str
+    precision: str
+    max_model_len: int
+    vocab_size: int
+    policy_version: int
+    serves: dict[str, float]
+    adapters: dict[str, int] = Field(description="What each name means: its version")
+
+
+class ServerInfo(Answer):
+    version: str
+    model_path: str
+    served_model_name: str
+    weight_version: str
+    max_batch_size: int
+    max_queue_size: int
+    max_loras: int
+    max_lora_rank: int
+    is_paused: bool
+    models: list[ModelInfo]
+
+
+class Generated(Answer):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "request_id": "r-1",
+                "policy_version": 3,
+                "step_id": 7,
+                "prompt_ids": [504, 3575, 282],
+                "completion_ids": [4649, 314, 7042],
+                "text": " France is Paris",
+                "logprobs": [-0.01, -0.2, -0.1],
+                "finish_reason": "length",
+                "policy_spans": [[0, 3, 3]],
+                "metadata": {"batch_size": 4, "latency_ms": 81.5, "current_policy_version": 3},
+            }
+        }
+    )
+    request_id: str
+    policy_version: int = Field(description="The adapter version that made the newest token; 0: none")
+    step_id: int | str | None
+    prompt_ids: list[int]
+    completion_ids: list[int] = Field(description="With the token that ended it")
+    text: str
+    logprobs: list[float] | None = Field(description="One for each of completion_ids")
+    finish_reason: Literal["stop", "length"]
+    policy_spans: list[tuple[int, int, int]]
+    metadata: dict[str, Any]
 
 
 class Status(Answer):

@@ -14,6 +14,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.server import errors
 from mlx_parallm.server.adapters import Adapters
 from mlx_parallm.server.control import Control
+from mlx_parallm.server.generate import Generate
 from mlx_parallm.server.middleware import Authentication, BodyLimit, RequestLog
 from mlx_parallm.server.models import ModelTable, ServedModel
 from mlx_parallm.server.openai import OpenAI, Workers
@@ -51,7 +52,9 @@ def create_app(
         redoc_url=None,
     )
     errors.add_handlers(app)
-    app.include_router(OpenAI(table, config, workers).router())
+    openai = OpenAI(table, config, workers)
+    app.include_router(openai.router())
+    app.include_router(Generate(openai).router())
     app.include_router(Catalogue(table, workers).router())
     app.include_router(Adapters(table, config).router())
     app.include_router(Control(table, config).router())

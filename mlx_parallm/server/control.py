@@ -1,4 +1,4 @@
-"""Trainers stop and start the engines between two steps: /pause, /resume and /is_paused, with SGLang's names too."""
+"""What trainers ask of the server: to stop and go on between two steps, and what weights it has. Also as SGLang."""
 
 import asyncio
 from typing import Annotated
@@ -7,13 +7,14 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import PauseMode
 from mlx_parallm.errors import RequestTimeoutError
 from mlx_parallm.server import answers
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ModelTable
-from mlx_parallm.server.routing import JSONRoute
+from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schemas import PauseBody
 
 SGLANG_MODES: dict[str, PauseMode] = {
@@ -32,21 +33,17 @@ class Control:
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=JSONRoute, tags=["RL data plane"])
-        for path, method, endpoint, answer, summary in (
+        add_routes(
+            router,
             ("/pause", "POST", self.pause, answers.Status, "Stop between two steps"),
             ("/pause_generation", "POST", self.pause_generation, answers.Status, "Stop between two steps, as SGLang"),
             ("/resume", "POST", self.resume, answers.Status, "Go on after a pause"),
             ("/continue_generation", "POST", self.resume, answers.Status, "Go on after a pause, as SGLang"),
             ("/is_paused", "GET", self.is_paused, answers.Paused, "Whether it is paused"),
-        ):
-            router.add_api_route(
-                path,
-                endpoint,
-                methods=[method],
-                summary=summary,
-                response_model=None,
-                responses=answers.responses(answer),
-            )
+            ("/get_weight_version", "GET", self.weight_version, answers.WeightVersion, "The current policy's version"),
+            ("/server_info", "GET", self.server_info, answers.ServerInfo, "What this server is and has"),
+            ("/get_server_info", "GET", self.server_info, answers.ServerInfo, "The same, by SGLang's name"),
+        )
         return router
 
     async def pause(
@@ -71,6 +68,42 @@ class Control:
     async def is_paused(self) -> Response:
         """True from the moment when nothing runs."""
         return JSONResponse({"is_paused": all(served.engine.paused for served in self._table)})
+
+    async def weight_version(self) -> Response:
+        """Of the adapter that the model's own name serves, or else of the one published last; 0 without any."""
+        version = self._table.default.engine.adapters.policy_version
+        return JSONResponse({"weight_version": str(version), "policy_version": version})
+
+    async def server_info(self) -> Response:
+        """The models with their adapters, the limits, and whether it is paused."""
+        models = [
+            {
+                "id": served.name,
+                "model_path": served.model.source,
+                "precision": served.model.precision,
+                "max_model_len": served.context_length,
+                "vocab_size": served.model.vocab_size,
+                "policy_version": served.engine.adapters.policy_version,
+                "serves": {route.label: route.share for route in served.engine.adapters.routes} or {"base": 1.0},
+                "adapters": {entry.name: entry.current for entry in served.engine.adapters},
+            }
+            for served in self._table
+        ]
+        first, config = self._table.default, self._config
+        return JSONResponse(
+            {
+                "version": __version__,
+                "model_path": first.model.source,
+                "served_model_name": first.name,
+                "weight_version": str(first.engine.adapters.policy_version),
+                "max_batch_size": config.max_batch_size,
+                "max_queue_size": config.max_queue_size,
+                "max_loras": config.max_loras,
+                "max_lora_rank": config.max_lora_rank,
+                "is_paused": all(served.engine.paused for served in self._table),
+                "models": models,
+            }
+        )
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> Response:
         patience = self._config.request_timeout_seconds or 600.0

@@ -6,7 +6,7 @@ A chunk that carries only text, which is nearly every chunk, is a constant begin
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -15,7 +15,7 @@ from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.tools import CallDelta
 from mlx_parallm.server.generation import Choice, Collected, Generation, News
 from mlx_parallm.server.models import ServedModel
-from mlx_parallm.server.sse import event
+from mlx_parallm.server.sse import DONE, event
 from mlx_parallm.types import TokenLogprob
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -30,6 +30,8 @@ class Wishes:
     prompt_logprobs: bool = False
     usage: bool = False  # at the end of a stream
     running_usage: bool = False  # in every chunk
+    policy: bool = False  # which adapter version made which tokens
+    echoed: dict[str, Any] = field(default_factory=dict)  # what comes back as it was sent
 
 
 class Format(ABC):
@@ -37,14 +39,16 @@ class Format(ABC):
 
     whole: str  # "object" of a whole answer
     part: str  # "object" of a chunk
+    ending = DONE
+    media_type = b"text/event-stream; charset=utf-8"
 
     def __init__(self, name: str, served: ServedModel, generation: Generation, wishes: Wishes, model: str) -> None:
         self.served = served
         self.generation = generation
         self.wishes = wishes
         self._envelope = {"id": name, "created": int(time.time()), "model": model}
-        self._fingerprint = {"system_fingerprint": served.fingerprint}
-        self._plain = not (wishes.logprobs or wishes.token_ids or wishes.running_usage)
+        self._fingerprint = {"system_fingerprint": served.fingerprint, **wishes.echoed}
+        self._plain = not (wishes.logprobs or wishes.token_ids or wishes.running_usage or wishes.policy)
         self._frames = [self._frame(choice) for choice in generation.choices]
 
     @abstractmethod
@@ -93,6 +97,12 @@ class Format(ABC):
         if self.wishes.usage or self.wishes.running_usage:
             chunk["usage"] = self.usage() if self.wishes.running_usage else None
         return chunk
+
+    def _policy(self, choice: Choice, ended: bool) -> dict[str, Any]:
+        if not self.wishes.policy:
+            return {}
+        version: dict[str, Any] = {"policy_version": choice.policy_version}
+        return version | ({"policy_spans": choice.policy_spans} if ended else {})
 
     def _frame(self, choice: Choice) -> tuple[bytes, bytes]:
         """The bytes around a chunk's text. The mark between them needs no escaping and can't occur elsewhere."""
@@ -146,7 +156,7 @@ class ChatFormat(Format):
             part["stop_reason"] = choice.stop_reason
         if self.wishes.token_ids:
             part["token_ids"] = news.tokens
-        return part
+        return part | self._policy(choice, news.finish_reason is not None)
 
     def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
         choices = [self._message(*pair) for pair in zip(self.generation.choices, results, strict=True)]
@@ -173,7 +183,7 @@ class ChatFormat(Format):
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        return answer | ({"token_ids": result.tokens} if self.wishes.token_ids else {})
+        return answer | ({"token_ids": result.tokens} if self.wishes.token_ids else {}) | self._policy(choice, True)
 
     def _logprobs(self, entries: Sequence[tuple[TokenLogprob, int]]) -> dict[str, Any] | None:
         if not self.wishes.logprobs:
@@ -223,7 +233,7 @@ class CompletionFormat(Format):
             part["stop_reason"] = choice.stop_reason
         if self.wishes.token_ids:
             part["token_ids"] = news.tokens
-        return part
+        return part | self._policy(choice, news.finish_reason is not None)
 
     def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
         return self._whole([self._text(*pair) for pair in zip(self.generation.choices, results, strict=True)])
@@ -241,7 +251,7 @@ class CompletionFormat(Format):
         if self.wishes.token_ids:
             answer["token_ids"] = result.tokens
             answer["prompt_token_ids"] = self.generation.prompts[choice.prompt]
-        return answer
+        return answer | self._policy(choice, True)
 
     def _start(self, choice: Choice) -> int:
         return len(self._echo[choice.prompt]) if self._echo is not None else 0
@@ -261,7 +271,7 @@ class CompletionFormat(Format):
         text = self.served.vocabulary.text
         return {
             "tokens": [text(entry.token) for entry, _ in entries],
-            "token_logprobs": [_finite(entry.logprob) for entry, _ in entries],
+            "token_logprobs": [finite(entry.logprob) for entry, _ in entries],
             "top_logprobs": [self._top(entry) for entry, _ in entries],
             "text_offset": [place + start for _, place in entries],
         }
@@ -271,16 +281,16 @@ class CompletionFormat(Format):
             return None
         likeliest = [*entry.top, (entry.token, entry.logprob)]
         # Of tokens that read alike, the likeliest is kept: it is written last.
-        return {self.served.vocabulary.text(token): _finite(logprob) for token, logprob in reversed(likeliest)}
+        return {self.served.vocabulary.text(token): finite(logprob) for token, logprob in reversed(likeliest)}
 
 
-def _finite(logprob: float) -> float | None:
+def finite(logprob: float) -> float | None:
     return None if logprob != logprob else max(logprob, LOWEST_LOGPROB)
 
 
 def _token(vocabulary: Vocabulary, token: int, logprob: float) -> dict[str, Any]:
     spelled = vocabulary.spell(token)
-    return {"token": spelled.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(spelled)}
+    return {"token": spelled.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(spelled)}
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob | None], vocabulary: Vocabulary) -> list[dict[str, Any] | None]:
@@ -291,7 +301,7 @@ def prompt_logprobs(entries: Sequence[TokenLogprob | None], vocabulary: Vocabula
 def _by_id(entry: TokenLogprob, vocabulary: Vocabulary) -> dict[str, Any]:
     ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
     return {
-        str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": vocabulary.text(token)}
+        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": vocabulary.text(token)}
         for token, logprob, rank in [*ranked, (entry.token, entry.logprob, entry.rank)]
     }
 

@@ -28,12 +28,16 @@ class News:
 
     piece: Piece
     tokens: Sequence[int]
-    logprobs: Sequence[tuple[TokenLogprob, int]] = ()  # with the token's place in the text
+    scores: Sequence[TokenLogprob] = ()  # of just these tokens, where log-probabilities are asked for
+    logprobs: Sequence[tuple[TokenLogprob, int]] = ()  # of tokens whose text is out, with the place in it
     finish_reason: str | None = None
 
 
 class Choice:
-    """One choice's text, counted and split as its tokens come in."""
+    """One choice's text, counted and split as its tokens come in.
+
+    `exact`: log-probabilities of all its tokens, the one that ended it and those of a stop string included.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Choice:
         stream: TextStream,
         parser: ChatParser | None = None,
         stop_token_ids: Collection[int] = (),
+        exact: bool = False,
     ) -> None:
         self.index = index
         self.prompt = prompt  # the number of the prompt it answers
@@ -49,13 +54,31 @@ class Choice:
         self.reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.stop_token: int | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.cached_tokens = 0
+        self.versions: tuple[tuple[int, int], ...] = ((0, 0),)  # of adapters, each with its first token's number
+        self._exact = exact
         self._stream = stream
         self._parser = parser
         self._stop_token_ids = stop_token_ids
         self._released = 0  # characters
         self._held: list[tuple[TokenLogprob, int]] = []  # of tokens whose text is still withheld
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the adapter that made its newest token; 0: none did."""
+        return self.versions[-1][1]
+
+    @property
+    def policy_spans(self) -> list[list[int]]:
+        """[first token, the one after the last, version] of each adapter version that made some."""
+        ends = [*(first for first, _ in self.versions[1:]), self.completion_tokens]
+        return [
+            [first, min(end, self.completion_tokens), version]
+            for (first, version), end in zip(self.versions, ends, strict=True)
+            if first < min(end, self.completion_tokens)
+        ]
 
     def take(self, delta: Delta) -> News | None:
         """What there is to tell, or None while there is nothing."""
@@ -64,15 +87,23 @@ class Choice:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
+        self.versions = delta.versions or self.versions
         news = News(Piece(), delta.tokens)
+        before = self.completion_tokens
         if delta.logprobs is not None or (self._parser is not None and len(delta.tokens) > 1):
             for place, token in enumerate(delta.tokens):
                 self._push([token], news, delta.logprobs[place] if delta.logprobs is not None else None)
         else:
             self._push(delta.tokens, news, None)
-        if delta.stop_token is not None:
+        news.tokens = delta.tokens[: self.completion_tokens - before]
+        news.scores = (delta.logprobs or [])[: len(news.tokens)]
+        if delta.stop_token is not None and self._stream.stopped is None:
             self.completion_tokens += 1
-            news.tokens = [*delta.tokens, delta.stop_token]
+            news.tokens = [*news.tokens, delta.stop_token]
+            if delta.stop_logprob is not None:
+                news.scores = [*news.scores, delta.stop_logprob]
+                if self._exact:
+                    self._held.append((delta.stop_logprob, self._stream.decoded))
         self._end(delta, news)
         if self._held and (not self._stream.withholds or news.finish_reason):
             news.logprobs, self._held = self._held, []
@@ -100,12 +131,14 @@ class Choice:
 
     def _end(self, delta: Delta, news: News) -> None:
         reason: str | None = delta.finish_reason
+        self.stop_token = delta.stop_token
         self.stop_reason = delta.stop_token if delta.stop_token in self._stop_token_ids else None
         if reason is not None:
             self._add(self._stream.finish(), news)
         if self._stream.stopped is not None:
             reason, self.stop_reason = "stop", self._stream.stopped
-            self._held = [entry for entry in self._held if entry[1] < self._released]
+            if not self._exact:
+                self._held = [entry for entry in self._held if entry[1] < self._released]
         if self._parser is not None:
             if self._parser.finished:
                 reason = "stop"
@@ -143,6 +176,7 @@ class Generation:
         timeout: float | None,
         cache_salt: str,
         version: Version | None = None,
+        follow: bool = False,
     ) -> None:
         self.prompts = prompts
         self.n = sampling[0].n
@@ -164,6 +198,7 @@ class Generation:
                 cache_salt=cache_salt,
                 adapter=None if version is None else version.name,
                 adapter_version=None if version is None else version.number,
+                follow=follow,
             )
             for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True))
         ]
@@ -220,19 +255,21 @@ class Generation:
 class Collected:
     """All that one choice has said, for an answer in one piece."""
 
-    __slots__ = ("calls", "content", "finish_reason", "logprobs", "reasoning", "tokens")
+    __slots__ = ("calls", "content", "finish_reason", "logprobs", "reasoning", "scores", "tokens")
 
     def __init__(self) -> None:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[CallDelta] = []
         self.tokens: list[int] = []
+        self.scores: list[TokenLogprob] = []
         self.logprobs: list[tuple[TokenLogprob, int]] = []
 
     def add(self, news: News) -> None:
         self.content.append(news.piece.content)
         self.reasoning.append(news.piece.reasoning)
         self.tokens += news.tokens
+        self.scores += news.scores
         self.logprobs += news.logprobs
         for call in news.piece.calls:
             if call.name is not None:

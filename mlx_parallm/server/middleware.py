@@ -29,6 +29,7 @@ ADMIN_PREFIXES = (
     "/unload_adapter",
     "/upload_adapter",
     "/update_adapter_weights",
+    "/model/",
     "/pause",
     "/resume",
     "/continue_generation",

@@ -16,6 +16,7 @@ from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.models.language import LanguageModel
 
 DEFAULT = "default"
+BASE = "base"  # as an adapter: none
 
 
 @dataclass(slots=True, eq=False)
@@ -97,17 +98,39 @@ class ModelTable:
 
     def check_free(self, name: str) -> None:
         """A model's name can't be an adapter's."""
-        if name in self._served or name == DEFAULT:
+        if name in self._served or name in (DEFAULT, BASE):
             raise InvalidRequestError(f"{name!r} is the name of a model", param="name")
 
-    def version_of(self, model: str, lora_adapter: str | None) -> tuple[ServedModel, Version | None]:
-        """The model that a request asks for, and the adapter: by `model`, or by `lora_adapter` as name[@version]."""
+    def version_of(
+        self, model: str, lora_adapter: str | None, policy_version: int | None = None
+    ) -> tuple[ServedModel, Version | None]:
+        """The model that a request asks for, and the adapter: by `model`, or by `lora_adapter` as name[@version].
+
+        With a `policy_version`, that version of it; a model without any adapter has no versions to choose from.
+        """
         served = self.find(model)
+        version = self._version(served, model, lora_adapter)
+        if policy_version is None or version is None:
+            return served, version
+        if policy_version == 0:
+            return served, None
+        return served, served.engine.adapters.find(version.name, policy_version)
+
+    def _version(self, served: ServedModel, model: str, lora_adapter: str | None) -> Version | None:
+        registry = served.engine.adapters
         if lora_adapter is None:
-            return served, None if model in self._served or model == DEFAULT else served.engine.adapters.find(model)
-        name, _, number = lora_adapter.partition("@")
-        if number and not number.isdecimal():
-            raise InvalidRequestError(f"a version is a number, not {number!r}", param="lora_adapter")
-        if name not in served.engine.adapters:
+            return registry.route() if model in self._served or model == DEFAULT else registry.find(model)
+        name, number = parse_label(lora_adapter, "lora_adapter")
+        if name == BASE:
+            return None
+        if name not in registry:
             raise ModelNotFoundError(f"{served.name} has no adapter {name!r}", param="lora_adapter")
-        return served, served.engine.adapters.find(name, int(number) if number else None)
+        return registry.find(name, number)
+
+
+def parse_label(label: str, param: str) -> tuple[str, int | None]:
+    """name[@version]"""
+    name, at, number = label.partition("@")
+    if at and not number.isdecimal():
+        raise InvalidRequestError(f"a version is a number, not {number!r}", param=param)
+    return name, int(number) if number else None

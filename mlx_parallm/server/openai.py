@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -23,11 +23,11 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.formats import ChatFormat, CompletionFormat, Wishes
-from mlx_parallm.server.generation import Choice, Collector, Generation
+from mlx_parallm.server.generation import Choice, Collected, Collector, Generation
 from mlx_parallm.server.models import ModelTable, ServedModel
-from mlx_parallm.server.routing import JSONRoute
+from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schemas import ChatBody, CompletionBody, GenerationBody
-from mlx_parallm.server.sse import EventStream
+from mlx_parallm.server.sse import EventStream, StreamFormat
 from mlx_parallm.types import SamplingParams
 
 LONG_TEXT = 4_000  # characters; about a millisecond of tokenising
@@ -58,6 +58,12 @@ class Workers:
         return work() if conversation.size() < LONG_TEXT else await self.run(work)
 
 
+class AnswerFormat(StreamFormat, Protocol):
+    """How a route answers, whole and in chunks."""
+
+    def answer(self, results: Sequence[Collected]) -> Any: ...
+
+
 class OpenAI:
     """The two routes over the served models."""
 
@@ -68,26 +74,34 @@ class OpenAI:
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
-        for path, endpoint, answer, summary in (
-            ("/v1/completions", self.completions, answers.Completion, "Continue text"),
-            ("/v1/chat/completions", self.chat, answers.ChatCompletion, "Answer a conversation"),
-        ):
-            router.add_api_route(
-                path,
-                endpoint,
-                methods=["POST"],
-                summary=summary,
-                response_model=None,
-                responses=answers.responses(answer, streams=True),
-            )
+        add_routes(
+            router,
+            ("/v1/completions", "POST", self.completions, answers.Completion, "Continue text"),
+            ("/v1/chat/completions", "POST", self.chat, answers.ChatCompletion, "Answer a conversation"),
+            streams=True,
+        )
         return router
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continues each prompt, `n` times. With `stream`, chunks arrive as server-sent events."""
-        served, version = self._table.version_of(body.model, body.lora_adapter)
+        served, generation = await self.begin(body, request, "cmpl", COMPLETION_TOKENS)
+        wishes = _wishes(body, body.logprobs is not None)
+        prompts = generation.prompts
+        echo = (
+            [_prompt_text(body, served, number, prompt) for number, prompt in enumerate(prompts)] if body.echo else None
+        )
+        name = f"cmpl-{request.scope['request_id']}"
+        form = CompletionFormat(name, served, generation, wishes, _name(body, served), echo)
+        return await self.respond(body, request, generation, form)
+
+    async def begin(
+        self, body: CompletionBody, request: Request, kind: str, default: int
+    ) -> tuple[ServedModel, Generation]:
+        """Prompts to be continued, not handed to the engine yet."""
+        served, version = self._table.version_of(body.model, body.lora_adapter, body.policy_version)
         prompts = await self._completion_prompts(body, served)
         grammar = await self._grammar(body, served)
-        default = self._config.max_tokens or COMPLETION_TOKENS
+        default = self._config.max_tokens or default
         lengths = [
             params.completion_length(
                 served, len(prompt), asked=body.max_tokens, default=default, prompt="prompt", param="max_tokens"
@@ -101,20 +115,13 @@ class OpenAI:
 
         def make_choice(index: int, prompt: int) -> Choice:
             stream = self._text_stream(body, served, prompts[prompt], chat=False)
-            return Choice(index, prompt, stream, None, body.stop_token_ids)
+            return Choice(index, prompt, stream, None, body.stop_token_ids, body.return_token_ids)
 
-        generation = self._generation(body, served, version, prompts, sampling, make_choice, request, "cmpl")
-        wishes = _wishes(body, body.logprobs is not None)
-        echo = (
-            [_prompt_text(body, served, number, prompt) for number, prompt in enumerate(prompts)] if body.echo else None
-        )
-        name = f"cmpl-{request.scope['request_id']}"
-        form = CompletionFormat(name, served, generation, wishes, _name(body, served), echo)
-        return await self._respond(body, request, generation, form)
+        return served, self._generation(body, served, version, prompts, sampling, make_choice, request, kind)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answers the conversation, `n` times. With `stream`, chunks arrive as server-sent events."""
-        served, version = self._table.version_of(body.model, body.lora_adapter)
+        served, version = self._table.version_of(body.model, body.lora_adapter, body.policy_version)
         conversation = params.chat_conversation(body)
         prompt = await self._workers.render(served, conversation, body.add_special_tokens)
         tokens = params.truncated(prompt.tokens, body.truncate_prompt_tokens)
@@ -134,12 +141,12 @@ class OpenAI:
         def make_choice(index: int, number: int) -> Choice:
             parser = _parser(body, served, prompt.inside_thinking)
             stream = self._text_stream(body, served, tokens, chat=True)
-            return Choice(index, number, stream, parser, body.stop_token_ids)
+            return Choice(index, number, stream, parser, body.stop_token_ids, body.return_token_ids)
 
         generation = self._generation(body, served, version, [tokens], [sampling], make_choice, request, "chatcmpl")
         name = f"chatcmpl-{request.scope['request_id']}"
         form = ChatFormat(name, served, generation, _wishes(body, body.logprobs), _name(body, served))
-        return await self._respond(body, request, generation, form)
+        return await self.respond(body, request, generation, form)
 
     async def _completion_prompts(self, body: CompletionBody, served: ServedModel) -> list[list[int]]:
         prompts: list[list[int]] = []
@@ -194,10 +201,11 @@ class OpenAI:
             timeout=self._config.request_timeout_seconds or None,
             cache_salt=body.cache_salt or "",
             version=version,
+            follow=bool(body.follow_policy),
         )
 
-    async def _respond(
-        self, body: GenerationBody, request: Request, generation: Generation, form: "ChatFormat | CompletionFormat"
+    async def respond(
+        self, body: GenerationBody, request: Request, generation: Generation, form: AnswerFormat
     ) -> Response:
         if body.stream:
             return EventStream(generation, form)
@@ -230,6 +238,8 @@ def _wishes(body: GenerationBody, logprobs: bool) -> Wishes:
         prompt_logprobs=body.prompt_logprobs is not None,
         usage=options is not None and options.include_usage,
         running_usage=options is not None and options.continuous_usage_stats,
+        policy=body.of_a_trainer,
+        echoed=body.model_dump(include={"step_id", "request_id", "metadata"}, exclude_none=True),
     )
 
 

@@ -83,6 +83,7 @@ HISTOGRAMS = {
     "time_to_first_token": "Seconds from arrival to the first token",
     "step_seconds": "Seconds per step",
     "request_seconds": "Seconds from arrival to the end",
+    "adapter_seconds": "Seconds of the engine's for each adapter published, brought in, or put beside others",
 }
 
 
@@ -103,6 +104,7 @@ class EngineCollector(Collector):
         for name, text in SSD_CACHE.items():
             yield self._cache("ssd", name, text)
         yield self._finished()
+        yield from self._adapters()
         for name, text in HISTOGRAMS.items():
             yield self._histogram(f"{PREFIX}{name.removesuffix('_seconds')}_seconds", name, text)
 
@@ -128,6 +130,29 @@ class EngineCollector(Collector):
             for reason, count in dict(served.engine.metrics.requests_finished).items():
                 family.add_metric([served.name, reason], count)
         return family
+
+    def _adapters(self) -> Iterator[Metric]:
+        """Of the versions that are there now: there would be no end to their number."""
+        swaps = CounterMetricFamily(f"{PREFIX}lora_swaps", "Adapters copied to the device", labels=["model"])
+        held = GaugeMetricFamily(f"{PREFIX}lora_resident_bytes", "Bytes of adapters on the device", labels=["model"])
+        policy = GaugeMetricFamily(f"{PREFIX}policy_version", "The current policy's version", labels=["model"])
+        labels = ["model", "adapter", "version"]
+        requests = CounterMetricFamily(f"{PREFIX}adapter_requests", "Requests, by adapter version", labels=labels)
+        tokens = CounterMetricFamily(
+            f"{PREFIX}adapter_tokens", "Tokens, by the adapter version that made them", labels=labels
+        )
+        for served in self._table:
+            registry = served.engine.adapters
+            swaps.add_metric([served.name], registry.swaps)
+            held.add_metric([served.name], registry.resident_bytes)
+            policy.add_metric([served.name], registry.policy_version)
+            requests.add_metric([served.name, "base", "0"], registry.base_requests)
+            tokens.add_metric([served.name, "base", "0"], registry.base_tokens)
+            for version in [version for entry in registry for version in registry.versions(entry.name)]:
+                which = [served.name, version.name, str(version.number)]
+                requests.add_metric(which, version.requests)
+                tokens.add_metric(which, version.tokens)
+        yield from (swaps, held, policy, requests, tokens)
 
     def _histogram(self, full_name: str, name: str, text: str) -> Metric:
         family = HistogramMetricFamily(full_name, text, labels=["model"])
@@ -193,7 +218,7 @@ class Operations:
         if "application/json" not in request.headers.get("accept", ""):
             return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
         summary = {
-            "current_policy_version": 0,
+            "current_policy_version": self._table.default.engine.adapters.policy_version,
             "queue_depth": sum(served.engine.metrics.queue_depth for served in self._table),
             "max_batch_size": self._config.max_batch_size,
             "flush_interval_ms": 1000 * self._config.batch_timeout,

@@ -59,6 +59,7 @@ def sampling_params(
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
+        processed_logprobs=body.logprobs_mode == "processed",
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
     )

@@ -10,9 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainValidator,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -129,7 +132,25 @@ class ResponseFormat(Body):
         return self
 
 
-class GenerationBody(Body):
+class PolicyBody(Body):
+    """What trainers send beside a request: any of these, and each choice says which adapter version made its tokens."""
+
+    policy_version: int | None = Field(
+        None, ge=0, le=INT64, description="The adapter's version that is to answer; 0 is the model without one"
+    )
+    step_id: int | str | None = Field(None, description="Comes back with the answer")
+    request_id: str | None = Field(None, min_length=1, max_length=256, description="Comes back with the answer")
+    metadata: dict[str, Any] | None = Field(None, description="Comes back with the answer")
+    follow_policy: bool | None = Field(
+        None, description="Go on with a newer version of the adapter from the step after it is published"
+    )
+
+    @property
+    def of_a_trainer(self) -> bool:
+        return any(getattr(self, name) is not None for name in PolicyBody.model_fields)
+
+
+class GenerationBody(PolicyBody):
     """What completions and chat have in common."""
 
     model: str = Field("default", description="A served model or adapter; `default` always names the first model")
@@ -152,8 +173,13 @@ class GenerationBody(Body):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
+    logprobs_mode: Literal["raw", "processed"] = Field(
+        "raw", description="Of the model itself, or as tokens were drawn: after temperature, penalties, top_p and top_k"
+    )
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    return_token_ids: bool = False
+    return_token_ids: bool = Field(
+        False, description="The ids of prompt and output, the token that ended it included, as are then its logprobs"
+    )
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT64, description="Keep only so many, from the end")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower goes first")
     cache_salt: str | None = Field(
@@ -223,6 +249,200 @@ class CompletionBody(GenerationBody):
         if value == 0 and not info.data.get("echo"):
             raise PydanticCustomError("max_tokens", "max_tokens 0 leaves nothing to answer unless echo is true")
         return value
+
+
+def _read_yes_or_no(value: Any) -> int | None:
+    """Whether log-probabilities are wanted, or of how many of the likeliest tokens too."""
+    if isinstance(value, bool):
+        return 0 if value else None
+    if type(value) is int and 0 <= value <= MAX_LOGPROBS:
+        return value
+    raise PydanticCustomError("logprobs", f"Expected true, false, or a number up to {MAX_LOGPROBS}")
+
+
+class GenerateBody(CompletionBody):
+    """A prompt for the policy."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"prompt": "The capital of France is", "temperature": 0.8, "max_tokens": 32, "step_id": 7}
+        }
+    )
+    logprobs: Annotated[int | None, PlainValidator(_read_yes_or_no, json_schema_input_type=bool | int)] = Field(
+        0, description="False: without log-probabilities"
+    )
+    logprobs_mode: Literal["raw", "processed"] = Field(
+        "processed", description="As tokens were drawn, or of the model itself"
+    )
+    return_token_ids: bool = True
+
+    @field_validator("prompt")
+    @classmethod
+    def _one_prompt(cls, value: Any) -> Any:
+        if len(value) != 1:
+            raise PydanticCustomError("prompt", "Expected one prompt, as text or token ids")
+        return value
+
+    @field_validator("n")
+    @classmethod
+    def _one_answer(cls, value: int) -> int:
+        if value != 1:
+            raise PydanticCustomError(
+                "n",
+                "Only one answer fits this shape; without policy_version, step_id and "
+                "request_id, vLLM's shape has room for n",
+            )
+        return value
+
+
+def _read_vllm_prompt(value: Any) -> list[str] | list[list[int]]:
+    if isinstance(value, dict):
+        value = value.get("prompt_token_ids", value.get("prompt"))
+    prompts = _read_prompt(value)
+    if len(prompts) != 1:
+        raise PydanticCustomError("prompt", "Expected one prompt, as text, token ids, or an object of prompt_token_ids")
+    return prompts
+
+
+class VllmBody(CompletionBody):
+    """What vLLM's own server takes at /generate."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is", "n": 2}})
+    prompt: Annotated[
+        list[str] | list[list[int]],
+        PlainValidator(_read_vllm_prompt, json_schema_input_type=str | list[int] | dict[str, list[int]]),
+    ]
+    return_token_ids: bool = True
+
+
+class SglangSampling(Body):
+    max_new_tokens: int = Field(128, ge=0, le=INT64)
+    min_new_tokens: int = Field(0, ge=0, le=INT64)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, le=INT64)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: LogitBias = Field(default_factory=dict)
+    sampling_seed: int | None = Field(
+        None, ge=-INT64 - 1, le=INT64, validation_alias=AliasChoices("sampling_seed", "seed")
+    )
+    n: int = Field(1, ge=1)
+    stop: Stop = ()
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
+    no_stop_trim: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    json_schema: str | None = None
+    regex: str | None = Field(None, min_length=1, max_length=10_000)
+    ebnf: str | None = Field(None, min_length=1, max_length=100_000)
+
+
+def _read_sampling(value: Any) -> Any:
+    if isinstance(value, list):
+        if not value or any(one != value[0] for one in value):
+            raise PydanticCustomError("sampling_params", "All prompts of a request are sampled alike: give one object")
+        return value[0]
+    return value
+
+
+class SglangBody(Body):
+    """What SGLang's own server takes at /generate."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"input_ids": [504, 3575, 282], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}
+        }
+    )
+    text: str | list[str] | None = None
+    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    sampling_params: Annotated[SglangSampling, BeforeValidator(_read_sampling)] = Field(
+        default_factory=lambda: SglangSampling.model_validate({})
+    )
+    return_logprob: bool = False
+    logprob_start_len: int = Field(-1, ge=-1, le=INT64, description="From here on the prompt's too; -1: none")
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+    lora_path: str | None = Field(None, min_length=1, description="An adapter's name")
+    rid: str | list[str] | None = Field(None, description="Names of the request, one per prompt")
+    follow_policy: bool | None = None
+    policy_version: int | None = Field(None, ge=0, le=INT64)
+
+    @model_validator(mode="after")
+    def _one_input(self) -> "SglangBody":
+        if (self.text is None) == (self.input_ids is None):
+            raise PydanticCustomError("input", "Give either text or input_ids")
+        return self
+
+    @property
+    def several(self) -> bool:
+        """Whether the answer is a list."""
+        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+
+    def name_of(self, prompt: int) -> str | None:
+        if isinstance(self.rid, list):
+            return self.rid[prompt] if prompt < len(self.rid) else None
+        return self.rid
+
+    def completion(self) -> CompletionBody:
+        """The same, as a completion. Log-probabilities are as SGLang's: as tokens were drawn."""
+        params = self.sampling_params
+        same = params.model_dump(
+            include={
+                "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+                "repetition_penalty", "n", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+            }
+        )  # fmt: skip
+        return CompletionBody.model_validate(
+            {
+                **same,
+                "prompt": self.text if self.text is not None else self.input_ids,
+                "lora_adapter": self.lora_path,
+                "max_tokens": params.max_new_tokens,
+                "min_tokens": params.min_new_tokens,
+                "stop": list(params.stop),
+                "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
+                "seed": params.sampling_seed,
+                "include_stop_str_in_output": params.no_stop_trim,
+                "guided_json": params.json_schema,
+                "guided_regex": params.regex,
+                "guided_grammar": params.ebnf,
+                "stream": self.stream,
+                "logprobs": self.top_logprobs_num if self.return_logprob else None,
+                "logprobs_mode": "processed",
+                "prompt_logprobs": 0 if self.return_logprob and self.logprob_start_len >= 0 else None,
+                "return_token_ids": True,
+                "follow_policy": self.follow_policy,
+                "policy_version": self.policy_version,
+            }
+        )
+
+
+SGLANG_FIELDS = ("text", "input_ids", "sampling_params", "input_embeds")
+OUR_FIELDS = ("policy_version", "step_id", "request_id")
+VLLM_FIELDS = ("n", "best_of", "use_beam_search", "prompt_logprobs", "stream", "detokenize")
+
+
+def shape_of(body: Any) -> str:
+    """Whose body /generate was sent."""
+    given = {key for key, value in body.items() if value is not None} if isinstance(body, dict) else set()
+    if given.intersection(SGLANG_FIELDS):
+        return "sglang"
+    if given and isinstance(body["prompt"] if "prompt" in given else None, dict):
+        return "vllm"
+    if given.intersection(OUR_FIELDS):
+        return "own"
+    counted = type(body["logprobs"]) is int if "logprobs" in given else False
+    return "vllm" if counted or given.intersection(VLLM_FIELDS) else "own"
+
+
+GenerateInput = Annotated[
+    Annotated[GenerateBody, Tag("own")] | Annotated[VllmBody, Tag("vllm")] | Annotated[SglangBody, Tag("sglang")],
+    Discriminator(shape_of),
+]
 
 
 class ContentPart(Body):
@@ -413,6 +633,35 @@ class VllmLoadBody(Body):
 class VllmUnloadBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "math"}})
     lora_name: str
+
+
+class SwitchBody(Body):
+    """What requests for the model's own name get: one adapter, or several with their shares."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"split": {"v12": 0.9, "v13": 0.1}}})
+    version: str | int | None = Field(
+        None, description="name, name@version, a version of `name`, or base (also 0): the model alone"
+    )
+    split: dict[str, float] | None = Field(None, min_length=1, max_length=16, description="Shares that add up to 1")
+    name: str | None = Field(None, description="The adapter whose versions are meant; needed where there are several")
+    model: str = Field("default", description="The model whose name it is about")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "SwitchBody":
+        if (self.version is None) == (self.split is None):
+            raise PydanticCustomError("switch", "Give either version or split")
+        return self
+
+    @field_validator("split")
+    @classmethod
+    def _whole(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value is not None and (min(value.values()) <= 0 or abs(sum(value.values()) - 1) > 1e-3):
+            raise PydanticCustomError("split", "Shares must be above 0 and add up to 1")
+        return value
+
+
+class PinBody(UnloadAdapterBody):
+    version: int | None = Field(None, ge=1, le=INT64, description="Default: what the name means")
 
 
 class PauseBody(Body):

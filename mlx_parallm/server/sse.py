@@ -15,7 +15,6 @@ from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.generation import Choice, Generation, News, client_left
 
 HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy must not wait for more
 ]
@@ -29,6 +28,10 @@ def event(content: object) -> bytes:
 class StreamFormat(Protocol):
     """How news reads on the wire: chat and completions each have their own."""
 
+    @property
+    def ending(self) -> bytes: ...  # after all else
+    @property
+    def media_type(self) -> bytes: ...
     def opening(self) -> bytes: ...
     def chunk(self, choice: Choice, news: News) -> bytes: ...
     def closing(self) -> bytes: ...
@@ -65,7 +68,8 @@ class EventStream(Response):
             if self._error is not None and not self._pending:
                 raise self._error
             if not self._left:
-                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                headers = [(b"content-type", self._form.media_type), *HEADERS]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 self._pending.insert(0, self._form.opening())
                 await self._write(send)
         finally:
@@ -84,7 +88,7 @@ class EventStream(Response):
         """All that waits to be sent, and whether more will come."""
         if self._ended:
             self._pending.append(self._form.closing() if self._error is None else event(self._error.body()))
-            self._pending.append(DONE)
+            self._pending.append(self._form.ending)
         data = b"".join(self._pending)
         self._pending.clear()
         return data, not self._ended

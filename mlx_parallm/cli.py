@@ -1,4 +1,4 @@
-"""The commands: `parallm serve | chat | bench`, and `mlx_parallm_serve`, which is `parallm serve`.
+"""The commands: `parallm serve | chat | bench | adapters`, and `mlx_parallm_serve`, which is `parallm serve`.
 
 Nothing here imports MLX or FastAPI before a command needs it, so that help and remote work start at once.
 A user's mistake (a bad flag, a model that can't be loaded) is one line on stderr: 2 for flags, 1 for the rest.
@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from mlx_parallm import __version__, bench_cli, chat, config
+from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config
 from mlx_parallm.errors import ConfigError, ParallmError
 
 Command = Callable[[argparse.Namespace], int]
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("serve", "serve a model behind an OpenAI-compatible API", config.add_flags, serve),
         ("chat", "talk to a model in the terminal", chat.add_flags, chat.run),
         ("bench", "measure any OpenAI-compatible server under load", bench_cli.add_flags, bench_cli.run),
+        ("adapters", "list and change the adapters of a running server", adapters_cli.add_flags, adapters_cli.run),
     ):
         command = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         add_flags(command)

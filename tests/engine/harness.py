@@ -61,7 +61,7 @@ class Pending:
             self.progress.wait_for(lambda: len(self.answers[0].tokens) >= count or self.done.is_set(), 60)
 
 
-FIELDS = ("priority", "timeout", "cache_salt", "adapter", "adapter_version")
+FIELDS = ("priority", "timeout", "cache_salt", "adapter", "adapter_version", "follow")
 
 
 class Driver:

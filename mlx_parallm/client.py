@@ -135,7 +135,7 @@ class InferenceClient:
         self, name: str, weights: Weights, config: Mapping[str, Any] | None = None, *, version: Version | None = None
     ) -> int:
         """From here. A name that requests are using is refused, unless a version is given: a number, or "next"."""
-        data, found = await asyncio.to_thread(_read, weights)
+        data, found = await _read(weights)
         config = config if config is not None else found
         files: dict[str, Any] = {"weights": ("adapters.safetensors", data)}
         if config is not None:
@@ -148,7 +148,7 @@ class InferenceClient:
         self, name: str, weights: Weights, config: Mapping[str, Any] | None = None, *, version: int | None = None
     ) -> int:
         """A new version of `name`, while requests go on with theirs. The config of the version before holds."""
-        data, found = await asyncio.to_thread(_read, weights)
+        data, found = await _read(weights)
         body = {"name": name, "tensors": base64.b64encode(data).decode(), "config": config or found, "version": version}
         return int((await self._post("/update_adapter_weights", body))["policy_version"])
 
@@ -235,20 +235,24 @@ def _error(response: httpx.Response) -> ParallmError:
     return kind(message, param=param, code=code)
 
 
-def _read(weights: Weights) -> tuple[bytes, dict[str, Any] | None]:
+async def _read(weights: Weights) -> tuple[bytes, dict[str, Any] | None]:
     """The bytes of a safetensors (or npz) file, and the config beside it where there is one."""
     if isinstance(weights, bytes):
         return weights, None
     if isinstance(weights, str | Path):
-        path = Path(weights).expanduser()
-        if path.is_dir():
-            path = next((path / name for name in WEIGHT_FILES if (path / name).exists()), path / WEIGHT_FILES[0])
-        try:
-            data, config = path.read_bytes(), path.parent / "adapter_config.json"
-            return data, json.loads(config.read_bytes()) if config.exists() else None
-        except (OSError, ValueError) as error:
-            raise InvalidRequestError(f"{path}: {error}", param="weights") from error
+        return await asyncio.to_thread(_read_file, Path(weights).expanduser())
+    # On this thread: what MLX computes belongs to the thread that asked for it.
     return save({name: _array(tensor) for name, tensor in weights.items()}), None
+
+
+def _read_file(path: Path) -> tuple[bytes, dict[str, Any] | None]:
+    if path.is_dir():
+        path = next((path / name for name in WEIGHT_FILES if (path / name).exists()), path / WEIGHT_FILES[0])
+    try:
+        data, config = path.read_bytes(), path.parent / "adapter_config.json"
+        return data, json.loads(config.read_bytes()) if config.exists() else None
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"{path}: {error}", param="weights") from error
 
 
 def _array(tensor: Any) -> "np.ndarray[Any, Any]":

@@ -79,7 +79,10 @@ def test_a_row_that_follows_moves_on_and_says_where(
     moved, stayed = follower.wait()[0], other.wait()[0]
     assert spans(stayed) == [(0, 1)]
     bare["few"].hold(
-        prompt, stayed.tokens, recomputed([(0, bare["few"])], prompt, stayed.tokens), [s.logprob for s in stayed.logprobs]
+        prompt,
+        stayed.tokens,
+        recomputed([(0, bare["few"])], prompt, stayed.tokens),
+        [s.logprob for s in stayed.logprobs],
     )
     found = spans(moved)
     assert [version for _, version in found] == [1, 2, 1]

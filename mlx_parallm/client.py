@@ -10,7 +10,6 @@ every other refusal is raised as the error that the server named.
 """
 
 import asyncio
-import base64
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -149,8 +148,20 @@ class InferenceClient:
     ) -> int:
         """A new version of `name`, while requests go on with theirs. The config of the version before holds."""
         data, found = await _read(weights)
-        body = {"name": name, "tensors": base64.b64encode(data).decode(), "config": config or found, "version": version}
-        return int((await self._post("/update_adapter_weights", body))["policy_version"])
+        config = config or found
+        fields = {
+            "name": name,
+            "version": version,
+            "config": None if config is None else json.dumps(config, separators=(",", ":")),
+        }
+        response = await self._send(
+            "POST",
+            "/update_adapter_weights",
+            params={key: value for key, value in fields.items() if value is not None},
+            content=data,
+            headers={"Content-Type": "application/octet-stream"},
+        )
+        return int(response.json()["policy_version"])
 
     async def unload_adapter(self, name: str) -> None:
         await self._post("/v1/adapters/unload", {"name": name})
@@ -240,12 +251,13 @@ async def _read(weights: Weights) -> tuple[bytes, dict[str, Any] | None]:
     if isinstance(weights, bytes):
         return weights, None
     if isinstance(weights, str | Path):
-        return await asyncio.to_thread(_read_file, Path(weights).expanduser())
+        return await asyncio.to_thread(_read_file, weights)
     # On this thread: what MLX computes belongs to the thread that asked for it.
     return save({name: _array(tensor) for name, tensor in weights.items()}), None
 
 
-def _read_file(path: Path) -> tuple[bytes, dict[str, Any] | None]:
+def _read_file(given: str | Path) -> tuple[bytes, dict[str, Any] | None]:
+    path = Path(given).expanduser()
     if path.is_dir():
         path = next((path / name for name in WEIGHT_FILES if (path / name).exists()), path / WEIGHT_FILES[0])
     try:

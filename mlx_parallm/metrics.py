@@ -4,6 +4,7 @@ Each number has one writer (the engine thread); a reader may see a step half cou
 `server.ops` turns them into Prometheus text and the JSON summaries.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 
@@ -69,12 +70,24 @@ class Histogram:
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS) + 1))
     total: float = 0.0
     count: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     def observe(self, seconds: float) -> None:
         index = next((i for i, bound in enumerate(LATENCY_BUCKETS) if seconds <= bound), len(LATENCY_BUCKETS))
         self.counts[index] += 1
         self.total += seconds
         self.count += 1
+        self.recent.append(seconds)
+
+    def summary(self) -> dict[str, float]:
+        """Of the last thousand."""
+        last = sorted(self.recent)
+        if not last:
+            return {"count": 0, "mean": 0.0, "p50": 0.0, "p99": 0.0, "max": 0.0}
+        quantiles = {
+            name: last[min(len(last) - 1, int(share * len(last)))] for name, share in (("p50", 0.5), ("p99", 0.99))
+        }
+        return {"count": self.count, "mean": sum(last) / len(last), **quantiles, "max": last[-1]}
 
 
 @dataclass(slots=True)

@@ -268,6 +268,9 @@ class DebugMetrics(Answer):
     requests_rejected: int
     preemptions: int
     deduplicated: int
+    adapter_seconds: dict[str, float] = Field(
+        description="Of the engine's time, for each adapter published, brought in or put beside others"
+    )
     prefix: dict[str, int] = Field(description="The prefix cache: lookups, hits, hit_tokens, evictions, blocks, bytes")
     ssd: dict[str, int] = Field(description="Its tier on SSD: files, bytes, reads, writes, dropped, damaged, pruned")
     models: dict[str, "DebugMetrics"] | None = Field(None, description="Each model's own, when several are served")

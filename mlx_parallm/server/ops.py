@@ -249,6 +249,7 @@ def debug_summary(metrics: EngineMetrics) -> dict[str, Any]:
     for name in ("prompt_rate", "decode_rate", "queue_depth", "rows_decoded", "batch_fill_sum", *HISTOGRAMS):
         del plain[name]
     return plain | {
+        "adapter_seconds": metrics.adapter_seconds.summary(),
         "avg_batch_fill_pct": metrics.avg_batch_fill_pct,
         "queue_depth_last": metrics.queue_depth,
         "prompt_tps_last": metrics.prompt_rate.last,

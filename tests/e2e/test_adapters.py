@@ -107,6 +107,10 @@ def test_uploads(client: httpx.Client, expected: dict[str | None, list[int]], fo
     def files(name: str) -> tuple[bytes, bytes]:
         return tuple((folders[name] / file).read_bytes() for file in ("adapters.safetensors", "adapter_config.json"))  # type: ignore[return-value]
 
+    def raw(data: bytes, **fields: str) -> httpx.Response:
+        headers = {"Content-Type": "application/octet-stream"}
+        return client.post("/update_adapter_weights", content=data, params=fields, headers=headers)
+
     weights, config = files("few")
     form = {"weights": ("adapters.safetensors", weights), "config": ("adapter_config.json", config)}
     first = client.post("/v1/adapters/upload", data={"name": "up"}, files=form)
@@ -118,7 +122,7 @@ def test_uploads(client: httpx.Client, expected: dict[str | None, list[int]], fo
     assert (second.status_code, second.json()["policy_version"]) == (200, 7), second.text
     assert ask(client, "up") == expected["dora"]
     body = {"name": "up", "tensors": base64.b64encode(dora).decode()}  # the config is known
-    third = client.post("/update_adapter_weights", json=body)
+    third = raw(dora, name="up", version="8")
     assert (third.status_code, third.json()["policy_version"]) == (200, 8), third.text
     assert ask(client, "up") == expected["dora"]
     for answer, param in (
@@ -129,6 +133,13 @@ def test_uploads(client: httpx.Client, expected: dict[str | None, list[int]], fo
         (client.post("/upload_adapter", data={"name": "up"}, files={**form, "config": ("c", b"[]")}), None),
         (client.post("/upload_adapter", data={"name": "up"}, files={**form, "weights": ("w", weights[:-9])}), None),
         (client.post("/update_adapter_weights", json={**body, "tensors": "?"}), "tensors"),
+        (client.post("/update_adapter_weights", content=b"{", headers={"Content-Type": "application/json"}), None),
+        (client.post("/update_adapter_weights", json=[1]), None),
+        (raw(dora[:-9], name="up"), None),
+        (raw(b"", name="up"), None),
+        (raw(dora), "name"),
+        (raw(dora, name="up", version="x"), "version"),
+        (raw(dora, name="up", config="{"), "config"),
         (client.post("/update_adapter_weights", json={**body, "version": 8}), "version"),
         (client.post("/update_adapter_weights", json={**body, "config": {"fine_tune_type": "full"}}), None),
     ):

@@ -1,7 +1,6 @@
 """Versions of an adapter on every token: rows that keep theirs, rows that follow, shares, pins, and many adapters."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np

@@ -21,7 +21,8 @@ import servers
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.adapters.layers import Choice, Layout
+from mlx_parallm.adapters.layers import Layout
+from mlx_parallm.adapters.mixtures import Choice, SideBySide
 from mlx_parallm.adapters.registry import Registry, Version
 from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.engine.batching import adapter_layout
@@ -122,8 +123,9 @@ def measure(args: argparse.Namespace, rows: int) -> dict[str, list[float]]:
 
 
 def choice_of(registry: Registry, versions: list[Version]) -> Choice:
-    choice = Choice.of(*registry.present(versions))
-    mx.eval(choice.arrays())
+    choice = registry.choice(versions)
+    if isinstance(choice, SideBySide):
+        mx.eval(choice.arrays())
     return choice
 
 

@@ -7,10 +7,12 @@ here it is one for q, k and v together. `layers.Seat` calls it through its selec
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+
+from mlx_parallm.adapters.mixtures import Groups, SideBySide
 
 log = logging.getLogger(__name__)
 
@@ -20,16 +22,6 @@ BYTES = 16  # that a thread reads at once
 ENOUGH_BLOCKS = 128  # about as many as a large device runs side by side
 
 Part = tuple[mx.array, mx.array, mx.array, int]  # y (B, 1, lines), a (L, C, size), b (L, C, lines), which of the L
-
-
-class Rows(Protocol):
-    """Where each row's own columns begin, and how many there are: (B, 2)."""
-
-    @property
-    def spans(self) -> mx.array | None: ...
-
-    @property
-    def max_rank(self) -> int: ...
 
 
 # A block is one row, one layer and a share of the layer's lines. A warp takes one column of a at a time; every block of
@@ -82,13 +74,14 @@ __device__ const Piece<T>* as_piece(const T* from) {{ return reinterpret_cast<co
 """
 
 
-def add_own(x: mx.array, parts: Sequence[Part], rows: Rows) -> list[mx.array] | None:
-    """For each part y + x (B, 1, size) · the row's own lines of a[number] · its own of b[number].
+def add_own(x: mx.array, layers: Sequence[tuple[mx.array, int, int]], choice: SideBySide) -> list[mx.array] | None:
+    """For each layer's y + x (B, 1, size) · the row's own lines of a[number] · its own of b[number].
 
     None where MLX's operations should do it.
     """
-    spans = rows.spans
-    if spans is None or rows.max_rank > MAX_RANK or x.ndim != 3 or x.shape[1] != 1 or not _aligned(x, parts):
+    spans = choice.spans
+    parts = [(y, *choice.groups[group][:2], number) for y, group, number in layers]
+    if spans is None or choice.max_rank > MAX_RANK or x.ndim != 3 or x.shape[1] != 1 or not _aligned(x, parts):
         return None
     ys, thin, numbers = [y for y, *_ in parts], [(a, b) for _, a, b, _ in parts], [number for *_, number in parts]
     threads = WARPS * 32
@@ -125,17 +118,15 @@ def tried(dtype: mx.Dtype, most: int = 3) -> bool:
     def normal(*shape: int) -> mx.array:
         return mx.array(random.standard_normal(shape).astype(np.float32) * 0.25).astype(dtype)
 
-    class Some:
-        spans = mx.array([[0, 0], [8, 16]], mx.int32)
-        max_rank = 16
-
     try:
         for count in range(1, most + 1):
             x = normal(2, 1, 64)
             parts = [
                 (normal(2, 1, 32 * (i + 1)), normal(2, 24, 64), normal(2, 24, 32 * (i + 1)), 1) for i in range(count)
             ]
-            added = add_own(x, parts, Some())
+            groups: Groups = {i: (a, b, None) for i, (_, a, b, _) in enumerate(parts)}
+            choice = SideBySide(groups, spans=mx.array([[0, 0], [8, 16]], mx.int32), max_rank=16)
+            added = add_own(x, [(y, i, number) for i, (y, _, _, number) in enumerate(parts)], choice)
             assert added is not None
             for (y, a, b, number), found in zip(parts, added, strict=True):
                 right, left, base, given = (side.astype(mx.float32) for side in (b[number, 8:], a[number, 8:], y, x))

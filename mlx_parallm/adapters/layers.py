@@ -1,17 +1,13 @@
 """Gives a model's layers room for adapters: each row of a pass through them has its own, or none.
 
-The adapters that a batch needs stand side by side, as one pair of thin matrices per layer: a row's inputs go through
-all of them, a mask keeps what is its own, and one more product brings it back. Layers of one shape share an array, so
-that adapters come and go in a few large operations. Without an adapter in the batch a layer does what it did before.
-
-`Layout` finds the layers and packs adapters for them, on any thread; `Resident` is a packed adapter on the device,
-`Present` those that stand side by side, `Choice` which row has which, `Selection` the choice of the pass under way:
-these on the engine thread.
+`Layout` finds the layers and packs adapters for them, on any thread. Each layer has a `Seat`, which asks `Selection`
+what the rows of the pass under way have chosen, and a kernel or the choice itself (`mixtures`) to add it. Without an
+adapter in the batch a layer does what it did before.
 """
 
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.adapters.mixtures import BASE, Choice, Resident
 from mlx_parallm.adapters.weights import Adapter, Array, Target
 
 RANK_STEP = 8  # ranks are padded to multiples of this
@@ -55,147 +52,9 @@ class Packed:
         return sum(group.a.nbytes + group.b.nbytes for group in self.groups.values())
 
 
-Groups = dict[int, tuple[mx.array, mx.array, mx.array | None]]  # a, b, and DoRA's factors
-
-
-@dataclass(slots=True, eq=False)
-class Resident:
-    rank: int
-    groups: Groups  # factors (layers, lines)
-    nbytes: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Present:
-    """Adapters side by side: for each group a (L, C, size), b (L, C, lines), factors (L, adapters + 1, lines)."""
-
-    members: tuple[Resident, ...]
-    rounded: bool = False  # to few different widths, since a traced pass is for one
-    groups: Groups = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for number in sorted({number for member in self.members for number in member.groups}):
-            self.groups[number] = self._joined(number)
-
-    def _joined(self, number: int) -> tuple[mx.array, mx.array, mx.array | None]:
-        some_a, some_b, _ = next(member.groups[number] for member in self.members if number in member.groups)
-        layers, _, lines = some_b.shape
-        ones = mx.ones((layers, 1, lines), some_b.dtype)
-        a, b, factors = [], [], [ones]
-        for member in self.members:
-            part = member.groups.get(number)
-            if part is None:
-                a.append(mx.zeros((layers, member.rank, some_a.shape[2]), some_a.dtype))
-                b.append(mx.zeros((layers, member.rank, lines), some_b.dtype))
-                factors.append(ones)
-            else:
-                a.append(part[0])
-                b.append(part[1])
-                factors.append(ones if part[2] is None else part[2][:, None])
-        scaled = any(factor is not ones for factor in factors)
-        columns = sum(member.rank for member in self.members)
-        if self.rounded and (unused := (1 << (columns - 1).bit_length()) - columns):
-            a.append(mx.zeros((layers, unused, some_a.shape[2]), some_a.dtype))
-            b.append(mx.zeros((layers, unused, lines), some_b.dtype))
-        if len(a) == 1:
-            return a[0], b[0], mx.concatenate(factors, axis=1) if scaled else None
-        return (
-            mx.concatenate(a, axis=1),
-            mx.concatenate(b, axis=1),
-            mx.concatenate(factors, axis=1) if scaled else None,
-        )
-
-    def mask(self, rows: Sequence[Resident | None]) -> mx.array | None:
-        """(B, 1, C): which columns are a row's own; None where all are every row's."""
-        if len(self.members) == 1 and all(row is self.members[0] for row in rows):
-            return None
-        some = next(iter(self.groups.values()))[0]
-        mask = np.zeros((len(rows), 1, some.shape[1]), np.float32)
-        for line, (begin, rank) in zip(mask, self.spans(rows), strict=True):
-            line[:, begin : begin + rank] = 1.0
-        return mx.array(mask).astype(some.dtype)
-
-    def spans(self, rows: Sequence[Resident | None]) -> Any:
-        """(B, 2): where each row's own columns begin, and how many there are."""
-        begins = dict(zip(self.members, np.cumsum([0, *(member.rank for member in self.members)]), strict=False))
-        return np.array([(0, 0) if row is None else (begins[row], row.rank) for row in rows], np.int64)
-
-    def parties(self, rows: Sequence[Resident | None]) -> Any:
-        """(count, 6): where rows' own columns begin, how many they are, and up to four rows that have them, or -1."""
-        users: dict[tuple[int, int], list[int]] = {}
-        for number, span in enumerate(self.spans(rows).tolist()):
-            users.setdefault(tuple(span), []).append(number)
-        found = []
-        for span, numbers in users.items():
-            for first in range(0, len(numbers), 4):
-                some = numbers[first : first + 4]
-                found.append([*span, *some, *[-1] * (4 - len(some))])
-        return np.array(found, np.int64)
-
-    def numbers(self, rows: Sequence[Resident | None]) -> mx.array:
-        """(B,): each row's line among the factors; 0 is the base."""
-        return mx.array([0 if row is None else 1 + self.members.index(row) for row in rows], mx.int32)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """The adapters of a pass's rows."""
-
-    groups: Groups = field(default_factory=dict)
-    mask: mx.array | None = None  # (B, 1, C)
-    numbers: mx.array | None = None  # (B,)
-    spans: mx.array | None = None  # (B, 2): where each row's own columns begin, and how many there are
-    max_rank: int = 0
-    parties: Any = None  # (count, 6): where some rows' own columns begin, how many they are, and up to four rows
-
-    @classmethod
-    def of(cls, present: Present, rows: Sequence[Resident | None]) -> "Choice":
-        return cls(
-            present.groups,
-            present.mask(rows),
-            present.numbers(rows),
-            mx.array(present.spans(rows), mx.int32),
-            max(member.rank for member in present.members),
-            present.parties(rows),
-        )
-
-    @property
-    def form(self) -> Hashable:
-        """Equal for choices that a traced pass can take in turn."""
-        groups = tuple((number, a.shape, factors is None) for number, (a, _, factors) in self.groups.items())
-        return groups, self.mask is None, self.spans is None, self.max_rank
-
-    def arrays(self) -> list[mx.array]:
-        every = [array for group in self.groups.values() for array in group] + [self.mask, self.numbers, self.spans]
-        return [array for array in every if array is not None]
-
-    def maker(self) -> "Callable[[Sequence[mx.array]], Choice]":
-        """Makes the same of other arrays, given in the order of `arrays`; holds on to none of this one's."""
-        factored = {number: factors is not None for number, (_, _, factors) in self.groups.items()}
-        given = [array is not None for array in (self.mask, self.numbers, self.spans)]
-        max_rank = self.max_rank
-
-        def make(arrays: Sequence[mx.array]) -> Choice:
-            rest = iter(arrays)
-            groups = {number: (next(rest), next(rest), next(rest) if has else None) for number, has in factored.items()}
-            mask, numbers, spans = (next(rest) if has else None for has in given)
-            return Choice(groups, mask, numbers, spans, max_rank)
-
-        return make
-
-    def row(self, number: int) -> "Choice":
-        """For a pass over one of the rows."""
-        mask = None if self.mask is None else self.mask[number : number + 1]
-        numbers = None if self.numbers is None else self.numbers[number : number + 1]
-        return Choice(self.groups, mask, numbers)
-
-
-BASE = Choice()
-
-
-# A kernel that adds rows' own products to what layers of the same inputs x gave: x, (y, a, b, number) of each layer,
-# the choice -> each layer's sum; None where MLX's operations should do it.
-Adder = Callable[[mx.array, Sequence[tuple[mx.array, mx.array, mx.array, int]], Choice], list[mx.array] | None]
+# A kernel that adds rows' own products to what layers of the same inputs x gave: x, (y, group, number in it) of each
+# layer, the choice -> each layer's sum; None where MLX's operations should do it.
+Adder = Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], list[mx.array] | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -238,62 +97,33 @@ class Seat:
     def linear(self, x: mx.array, base: Callable[[mx.array], mx.array], bias: mx.array | None) -> mx.array:
         """What a linear layer gives for inputs x with each row's adapter, where without it is base(x) (B, T, lines)."""
         choice = self.selection.choice
-        chosen = choice.groups.get(self.group)
-        if chosen is None:
+        if not choice.has(self.group):
             return base(x)
         if self.bundle is not None and (ready := self.bundle.take(self, x, choice)) is not None:
             return ready
         y = base(x)
-        if (added := self._by_kernel(x, y)) is not None:
-            return added
-        a, b, factors = chosen
-        z = self._own(x @ a[self.number].T) @ b[self.number]
-        return self._scaled(y, z, bias, None if factors is None else self._lines(factors))
+        added = self._by_kernel(x, y) if choice.plain(self.group) else None
+        return choice.added(self.group, self.number, x, y, bias) if added is None else added
 
     def _by_kernel(self, x: mx.array, y: mx.array) -> mx.array | None:
         choice, add = self.selection.choice, self.selection.add
-        groups = choice.groups
-        if add is None or groups[self.group][2] is not None:
+        if add is None:
             return None
         others = [
             (seat, base)
             for seat, base in (self.bundle.members if self.bundle is not None else ())
-            if seat is not self and seat.group in groups and groups[seat.group][2] is None
+            if seat is not self and choice.has(seat.group) and choice.plain(seat.group)
         ]
         outputs = [(self, y), *((seat, base(x)) for seat, base in others)]
-        parts = [(output, *groups[seat.group][:2], seat.number) for seat, output in outputs]
-        added = add(x, parts, choice)
+        added = add(x, [(output, seat.group, seat.number) for seat, output in outputs], choice)
         if added is not None and self.bundle is not None:
             self.bundle.leave(x, choice, {seat: output for (seat, _), output in zip(others, added[1:], strict=True)})
         return None if added is None else added[0]
 
     def looked_up(self, tokens: mx.array, y: mx.array) -> mx.array:
         """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""
-        chosen = self.selection.choice.groups.get(self.group)
-        if chosen is None:
-            return y
-        a, b, factors = chosen
-        z = self._own(mx.take(b[self.number], tokens, axis=1).transpose(1, 2, 0)) @ a[self.number]
-        if factors is None:
-            return y + z
-        lines = factors[self.number].reshape(-1)  # (adapters + 1) * lines
-        assert self.selection.choice.numbers is not None
-        first = (self.selection.choice.numbers * factors.shape[2])[:, None]
-        return self._scaled(y, z, None, lines[first + tokens][..., None])
-
-    def _own(self, z: mx.array) -> mx.array:
-        mask = self.selection.choice.mask
-        return z if mask is None else z * mask
-
-    def _lines(self, factors: mx.array) -> mx.array:
-        assert self.selection.choice.numbers is not None
-        return factors[self.number][self.selection.choice.numbers][:, None]  # (B, 1, lines)
-
-    @staticmethod
-    def _scaled(y: mx.array, z: mx.array, bias: mx.array | None, factor: mx.array | None) -> mx.array:
-        if factor is None:
-            return y + z
-        return factor * (y + z) if bias is None else factor * (y - bias + z) + bias
+        choice = self.selection.choice
+        return choice.looked_up(self.group, self.number, tokens, y) if choice.has(self.group) else y
 
 
 class Layout:
@@ -328,12 +158,6 @@ class Layout:
                 bundle.members.append((seat, functools.partial(kind.__call__, layer)))
             layer.__class__ = _adapting_class(kind)
             layer.seat = seat
-
-    def present(self, members: tuple[Resident, ...]) -> Present:
-        present = Present(members, self.traced)
-        if not self.traced:  # where a step runs while it is started, it would wait for these
-            mx.eval([array for group in present.groups.values() for array in group if array is not None])
-        return present
 
     def pack(self, adapter: Adapter) -> Packed:
         """NumPy alone: on any thread."""

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.adapters.layers import Layout, Packed, Present, Resident
+from mlx_parallm.adapters.layers import Layout, Packed
+from mlx_parallm.adapters.mixtures import Apart, Choice, Present, Resident, SideBySide
 from mlx_parallm.adapters.weights import Adapter, AdapterError, Target
 from mlx_parallm.errors import ModelNotFoundError
 
@@ -229,18 +230,21 @@ class Registry:
         else:
             version.tokens += tokens
 
-    def present(self, versions: Sequence[Version | None]) -> tuple[Present, list[Resident | None]]:
-        """The adapters of a pass's rows side by side, and each row's own."""
+    def choice(self, versions: Sequence[Version | None]) -> Choice:
+        """The adapters of a pass's rows, of whom at least one has one."""
         distinct = sorted({version for version in versions if version is not None}, key=lambda v: (v.name, v.number))
         residents = {version: self._resident(version, distinct) for version in distinct}
+        rows = [None if version is None else residents[version] for version in versions]
+        if not self._layout.traced:
+            return Apart(rows)
         members = tuple(residents.values())
         if members not in self._presents:
             self.joins += 1
-            self._presents[members] = self._layout.present(members)
+            self._presents[members] = Present(members)
             while len(self._presents) > PRESENT_KEPT:
                 self._presents.popitem(last=False)
         self._presents.move_to_end(members)
-        return self._presents[members], [None if version is None else residents[version] for version in versions]
+        return SideBySide.of(self._presents[members], rows)
 
     def check_integrity(self) -> None:
         assert len(self._residents) <= self.max_resident, "more adapters on the device than there is room for"

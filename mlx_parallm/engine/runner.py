@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
-from mlx_parallm.adapters.layers import Choice
+from mlx_parallm.adapters.mixtures import Choice
 from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
@@ -245,7 +245,7 @@ class Runner:
             return None
         begun = time.perf_counter()
         known = self._adapters.swaps, self._adapters.joins
-        choice = Choice.of(*self._adapters.present(versions))
+        choice = self._adapters.choice(versions)
         if known != (self._adapters.swaps, self._adapters.joins):
             self.on_adapters(time.perf_counter() - begun)
         return choice

@@ -7,7 +7,7 @@ capacity grow in steps. Both are made by the runner and handed to mlx-lm's model
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -24,6 +24,14 @@ MAX_TRACES = 64
 class Choice(Protocol):
     """What a pass depends on beside its tokens and caches: which adapter each row has."""
 
+    def row(self, number: int) -> "Choice":
+        """For a pass over one of the rows."""
+        ...
+
+
+class Traceable(Choice, Protocol):
+    """The same, where passes are traced."""
+
     @property
     def form(self) -> Hashable:
         """Equal for choices that a traced pass can take in turn."""
@@ -33,10 +41,6 @@ class Choice(Protocol):
 
     def maker(self) -> "Callable[[Sequence[mx.array]], Choice]":
         """Makes the same of other arrays, given in the order of `arrays`."""
-        ...
-
-    def row(self, number: int) -> "Choice":
-        """For a pass over one of the rows."""
         ...
 
 
@@ -321,17 +325,18 @@ class SlotCache:
         if not self._compiled:
             self._step.set(offset, length)
             return forward(tokens[:, None], self.layers, choice)[:, 0]
-        key = (length, None if choice is None else choice.form)
+        traced = cast(Traceable | None, choice)
+        key = (length, None if traced is None else traced.form)
         if key not in self._traces:
             if len(self._traces) >= MAX_TRACES:
                 del self._traces[next(iter(self._traces))]
-            self._traces[key] = mx.compile(self._traceable(forward, length, choice))
-        logits, state = self._traces[key](tokens, offset, self._state(), [] if choice is None else choice.arrays())
+            self._traces[key] = mx.compile(self._traceable(forward, length, traced))
+        logits, state = self._traces[key](tokens, offset, self._state(), [] if traced is None else traced.arrays())
         self._set_state(state)
         result: mx.array = logits
         return result
 
-    def _traceable(self, forward: Forward, length: int, choice: Choice | None) -> Callable[..., Any]:
+    def _traceable(self, forward: Forward, length: int, choice: Traceable | None) -> Callable[..., Any]:
         make = None if choice is None else choice.maker()
 
         def step(

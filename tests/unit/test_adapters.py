@@ -16,7 +16,8 @@ from safetensors.numpy import save
 
 from mlx_parallm.adapters import kernel
 from mlx_parallm.adapters.files import parse, parse_config, read_folder
-from mlx_parallm.adapters.layers import BASE, Choice, Layout, Present
+from mlx_parallm.adapters.layers import Layout
+from mlx_parallm.adapters.mixtures import BASE, Apart, Choice, Present, Resident, SideBySide
 from mlx_parallm.adapters.weights import Adapter, AdapterError, check_fit, check_name
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.native.layers import low_rank_adder
@@ -77,8 +78,9 @@ def written(folder: Path, name: str, **changes: Any) -> Path:
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("length", [12, 1])
+@pytest.mark.parametrize("way", ["apart", "side by side"])
 def test_rows_with_different_adapters_equal_models_with_them(
-    tmp_path: Path, bits: int | None, tied: bool, length: int
+    tmp_path: Path, bits: int | None, tied: bool, length: int, way: str
 ) -> None:
     changes = {"bits": bits, "tie_word_embeddings": tied}
     names = [name for name in ADAPTERS if not (tied and name == "embedding-dora")]
@@ -90,7 +92,7 @@ def test_rows_with_different_adapters_equal_models_with_them(
         assert not mx.allclose(expected[name], expected[None], atol=0.1)
 
     module = base(**changes)
-    layout = Layout(module, low_rank_adder())
+    layout = Layout(module, low_rank_adder() if way == "apart" else None, traced=way != "apart")
     layout.attach()
     residents = {name: layout.place(layout.pack(read(folder, layout))) for name, folder in folders.items()}
     assert mx.array_equal(module(tokens), expected[None])
@@ -102,13 +104,18 @@ def test_rows_with_different_adapters_equal_models_with_them(
     ]
     for rows in mixtures:
         chosen = [residents[name] if name else None for name in rows]
-        present = Present(tuple(dict.fromkeys(resident for resident in chosen if resident)))
-        layout.selection.choice = Choice.of(present, chosen)
+        layout.selection.choice = chosen_by(chosen, way)
         found = module(tokens)
         for row, name in enumerate(rows):
             assert mx.allclose(found[row], expected[name][row], atol=2e-4), f"row {row}: {name} among {rows}"
     layout.selection.choice = BASE
     assert mx.array_equal(module(tokens), expected[None])
+
+
+def chosen_by(rows: Sequence[Resident | None], way: str) -> Choice:
+    if way == "apart":
+        return Apart(rows)
+    return SideBySide.of(Present(tuple(dict.fromkeys(row for row in rows if row))), rows)
 
 
 def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
@@ -119,12 +126,13 @@ def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
     module = base()
     calls: list[list[int]] = []
 
-    def add(x: mx.array, parts: Sequence[Any], choice: Choice) -> list[mx.array]:
-        calls.append([y.shape[-1] for y, *_ in parts])
+    def add(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array]:
+        calls.append([y.shape[-1] for y, *_ in layers])
         assert choice.spans is not None
-        added = [y for y, *_ in parts]
+        added = [y for y, *_ in layers]
         for row, (begin, rank) in enumerate(choice.spans.tolist()):
-            for i, (_, a, b, number) in enumerate(parts):
+            for i, (_, group, number) in enumerate(layers):
+                a, b, _ = choice.groups[group]
                 own = x[row] @ a[number, begin : begin + rank].T @ b[number, begin : begin + rank]
                 added[i] = added[i] + mx.where(mx.arange(len(x))[:, None, None] == row, own, 0)
         return added
@@ -134,10 +142,10 @@ def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
     residents = {name: layout.place(layout.pack(read(folder, layout))) for name, folder in folders.items()}
     for rows in (["all", "few", "few", "all"], ["few"] * 4):
         chosen = [residents[name] for name in rows]
-        present = layout.present(tuple(dict.fromkeys(chosen)))
+        present = Present(tuple(dict.fromkeys(chosen)))
         columns = next(iter(present.groups.values()))[0].shape[1]
         assert columns & (columns - 1) == 0, "few widths, since each is traced"
-        layout.selection.choice = Choice.of(present, chosen)
+        layout.selection.choice = SideBySide.of(present, chosen)
         calls.clear()
         found = module(tokens)
         for row, name in enumerate(rows):
@@ -163,8 +171,9 @@ def test_the_kernel_adds_each_rows_own(count: int, dtype: mx.Dtype) -> None:
         for number, lines in zip(range(count), (1536, 192, 8), strict=False)
     ]
     spans = [(0, 0), (0, 8), (8, 64), (72, 56), (120, 8)] * rows
-    choice = Choice(spans=mx.array(spans[:rows], mx.int32), max_rank=64)
-    added = kernel.add_own(x, parts, choice)
+    groups = {i: (a, b, None) for i, (_, a, b, _) in enumerate(parts)}
+    choice = SideBySide(groups, spans=mx.array(spans[:rows], mx.int32), max_rank=64)
+    added = kernel.add_own(x, [(y, i, number) for i, (y, _, _, number) in enumerate(parts)], choice)
     assert added is not None
     for (y, a, b, number), found in zip(parts, added, strict=True):
         for row, (begin, rank) in enumerate(spans[:rows]):
@@ -230,7 +239,7 @@ def test_pefts_files_give_what_peft_gives(name: str) -> None:
     if name != "base":
         resident = layout.place(layout.pack(read(GOLDEN / f"peft_{name}", layout)))
         rows = [resident] * len(GOLD["tokens"])
-        layout.selection.choice = Choice.of(Present((resident,)), rows)
+        layout.selection.choice = Apart(rows)
     found = module(mx.array(GOLD["tokens"]))[:, -1]
     assert mx.allclose(found, mx.array(GOLD["logits"][name]), atol=1e-4)
 

@@ -468,40 +468,43 @@ static void sixteen_dots(const float *const *x, const float *lines, int64_t size
 }
 
 struct added {
-    const float *x, *y, *a, *b;
+    const float *x, *y;
     const int64_t *parties;
     float *out;
-    int64_t N, K;
+    int64_t N, K, number;
 };
 
 /* Rows that use the same lines, four at a time. */
 static int add_some(const void *context, int64_t first, int64_t end) {
     const struct added *p = context;
-    for (const int64_t *party = p->parties + 6 * first; party < p->parties + 6 * end; party += 6) {
-        const int64_t from = party[0], rank = party[1], *rows = party + 2;
+    for (const int64_t *party = p->parties + 7 * first; party < p->parties + 7 * end; party += 7) {
+        const int64_t rank = party[2], *rows = party + 3;
+        const float *a = (const float *)(intptr_t)party[0] + p->number * rank * p->K;
+        const float *b = (const float *)(intptr_t)party[1] + p->number * rank * p->N;
         const float *x[4];
         float *z = calloc(rank ? 4 * rank : 1, sizeof(float));
         if (!z) return 1;
         for (int i = 0; i < 4; i++) x[i] = p->x + (rows[i] < 0 ? rows[0] : rows[i]) * p->K;
         for (int64_t r = 0; r < rank; r += 4) {
             float sums[4][4];
-            sixteen_dots(x, p->a + (from + r) * p->K, p->K, sums);
+            sixteen_dots(x, a + r * p->K, p->K, sums);
             for (int i = 0; i < 4; i++) memcpy(z + i * rank + r, sums[i], sizeof sums[i]);
         }
         for (int i = 0; i < 4 && rows[i] >= 0; i++) {
             float *out = p->out + rows[i] * p->N;
             memcpy(out, p->y + rows[i] * p->N, sizeof(float) * p->N);
-            mix(z + i * rank, p->b + from * p->N, p->N, rank, p->N, out);
+            mix(z + i * rank, b, p->N, rank, p->N, out);
         }
         free(z);
     }
     return 0;
 }
 
-/* out (M, N) = y + (x (M, K) · aᵀ) · b, with each row's own lines of a (C, K) and b (C, N). `parties` (count, 6) says
- * where they begin and how many there are, a multiple of four, and which rows use them: up to four, then -1. */
-int add_low_rank(const float *x, const float *y, const float *a, const float *b, const int64_t *parties, float *out,
-                 int64_t count, int64_t N, int64_t K) {
-    const struct added p = {x, y, a, b, parties, out, N, K};
+/* out (M, N) = y + (x (M, K) · aᵀ) · b, with each row's own a (rank, K) and b (rank, N). `parties` (count, 7) says where
+ * the first layer's lie, of which this is the number-th after, their rank, a multiple of four, and which rows use them:
+ * up to four, then -1. */
+int add_low_rank(const float *x, const float *y, const int64_t *parties, float *out, int64_t count, int64_t N, int64_t K,
+                 int64_t number) {
+    const struct added p = {x, y, parties, out, N, K, number};
     return share(add_some, &p, count, count > 1);
 }

@@ -60,34 +60,25 @@ def low_rank_adder() -> Callable[..., list[mx.array] | None] | None:
 
 
 def _add_low_rank(
-    library: Any, x: mx.array, parts: Sequence[tuple[mx.array, mx.array, mx.array, int]], choice: Any
+    library: Any, x: mx.array, layers: Sequence[tuple[mx.array, int, int]], choice: Any
 ) -> list[mx.array] | None:
-    """For each part y (B, 1, N) + x (B, 1, K) · own lines of a[number] (C, K) · own lines of b[number] (C, N).
+    """For each layer's y (B, 1, N) + x (B, 1, K) · own lines of a (L, rank, K) · own lines of b (L, rank, N).
 
-    `choice.parties` (count, 6): where lines begin, how many, and up to four rows that use them. None where MLX should
-    do it.
+    `choice.parties(group)` says where those lie, and which rows' own they are. None where MLX should do it.
     """
-    arrays = [x, *(array for *three, _ in parts for array in three)]
-    if choice.parties is None or x.ndim != 3 or x.shape[1] != 1 or any(one.dtype != mx.float32 for one in arrays):
+    if x.ndim != 3 or x.shape[1] != 1 or any(one.dtype != mx.float32 for one in (x, *(y for y, _, _ in layers))):
         return None
-    mx.eval(arrays)
-    added = [_with_low_rank(library, x, y, a, b, number, choice.parties) for y, a, b, number in parts]
-    whole = [one for one in added if one is not None]
-    return whole if len(whole) == len(added) else None
-
-
-def _with_low_rank(
-    library: Any, x: mx.array, y: mx.array, a: mx.array, b: mx.array, number: int, parties: Array
-) -> mx.array | None:
-    views = [np.ascontiguousarray(np.asarray(array)) for array in (x, y)]
-    thin = [np.asarray(array)[number] for array in (a, b)]  # not of MLX: its slices would be copied
-    if not all(view.flags.c_contiguous for view in thin):
-        return None
-    out = np.empty(y.shape, np.float32)
-    pointers = [_at(view) for view in (*views, *thin, parties, out)]
-    if library.add_low_rank(*pointers, len(parties), y.shape[2], x.shape[2]):
-        raise MemoryError
-    return mx.array(out)
+    mx.eval(x, [y for y, _, _ in layers])
+    inputs = np.ascontiguousarray(np.asarray(x))
+    added = []
+    for y, group, number in layers:
+        outputs, parties = np.ascontiguousarray(np.asarray(y)), choice.parties(group)
+        out = np.empty(y.shape, np.float32)
+        pointers = [_at(view) for view in (inputs, outputs, parties, out)]
+        if library.add_low_rank(*pointers, len(parties), y.shape[2], x.shape[2], number):
+            raise MemoryError
+        added.append(mx.array(out))
+    return added
 
 
 class Rope(nn.RoPE):

@@ -1,0 +1,286 @@
+"""Which adapter each row of a pass has, and what that makes of a layer's output.
+
+Two ways. `SideBySide` is for devices where passes are traced and kernels cost: the adapters that a batch needs stand
+side by side, as one pair of thin matrices per layer; a row's inputs go through all of them, a mask keeps what is its
+own, and one more product brings it back. Layers of one shape share an array, so that adapters come and go in a few
+large operations. `Apart` is for the CPU, where putting them together would cost more than it saves: rows are gathered
+by their adapter. Engine thread only.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+Arrays = tuple[mx.array, mx.array, mx.array | None]  # a, b, and DoRA's factors
+Groups = dict[int, Arrays]  # of the layout's groups of layers
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """An adapter on the device: of each group a (L, rank, size), b (L, rank, lines), factors (L, lines)."""
+
+    rank: int
+    groups: Groups
+    nbytes: int = 0
+
+
+Rows = Sequence[Resident | None]
+
+
+class Choice(Protocol):
+    """The adapters of a pass's rows."""
+
+    def has(self, group: int) -> bool:
+        """Whether any of them changes these layers."""
+        ...
+
+    def plain(self, group: int) -> bool:
+        """Whether all that do are LoRA, without factors."""
+        ...
+
+    def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
+        """What a linear layer gives for x (B, T, size) that gives y (B, T, lines) without an adapter."""
+        ...
+
+    def looked_up(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
+        """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""
+        ...
+
+    def row(self, number: int) -> "Choice":
+        """For a pass over one of the rows."""
+        ...
+
+
+class Base:
+    """No row has one."""
+
+    def has(self, group: int) -> bool:
+        return False
+
+    def plain(self, group: int) -> bool:
+        return True
+
+    def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
+        return y
+
+    def looked_up(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
+        return y
+
+    def row(self, number: int) -> "Base":
+        return self
+
+
+BASE = Base()
+
+
+@dataclass(slots=True, eq=False)
+class Present:
+    """Adapters side by side: for each group a (L, C, size), b (L, C, lines), factors (L, adapters + 1, lines).
+
+    C is a power of two: a traced pass is for one width, so there must be few.
+    """
+
+    members: tuple[Resident, ...]
+    groups: Groups = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number in sorted({number for member in self.members for number in member.groups}):
+            self.groups[number] = self._joined(number)
+
+    def _joined(self, number: int) -> Arrays:
+        some_a, some_b, _ = next(member.groups[number] for member in self.members if number in member.groups)
+        layers, _, lines = some_b.shape
+        ones = mx.ones((layers, 1, lines), some_b.dtype)
+        a, b, factors = [], [], [ones]
+        for member in self.members:
+            part = member.groups.get(number)
+            if part is None:
+                a.append(mx.zeros((layers, member.rank, some_a.shape[2]), some_a.dtype))
+                b.append(mx.zeros((layers, member.rank, lines), some_b.dtype))
+                factors.append(ones)
+            else:
+                a.append(part[0])
+                b.append(part[1])
+                factors.append(ones if part[2] is None else part[2][:, None])
+        scaled = any(factor is not ones for factor in factors)
+        columns = sum(member.rank for member in self.members)
+        if unused := (1 << (columns - 1).bit_length()) - columns:
+            a.append(mx.zeros((layers, unused, some_a.shape[2]), some_a.dtype))
+            b.append(mx.zeros((layers, unused, lines), some_b.dtype))
+        sides = (a[0], b[0]) if len(a) == 1 else (mx.concatenate(a, axis=1), mx.concatenate(b, axis=1))
+        return *sides, mx.concatenate(factors, axis=1) if scaled else None
+
+    def mask(self, rows: Rows) -> mx.array | None:
+        """(B, 1, C): which columns are a row's own; None where all are every row's."""
+        if len(self.members) == 1 and all(row is self.members[0] for row in rows):
+            return None
+        some = next(iter(self.groups.values()))[0]
+        mask = np.zeros((len(rows), 1, some.shape[1]), np.float32)
+        for line, (begin, rank) in zip(mask, self.spans(rows), strict=True):
+            line[:, begin : begin + rank] = 1.0
+        return mx.array(mask).astype(some.dtype)
+
+    def spans(self, rows: Rows) -> Any:
+        """(B, 2): where each row's own columns begin, and how many there are."""
+        begins = dict(zip(self.members, np.cumsum([0, *(member.rank for member in self.members)]), strict=False))
+        return np.array([(0, 0) if row is None else (begins[row], row.rank) for row in rows], np.int32)
+
+    def numbers(self, rows: Rows) -> mx.array:
+        """(B,): each row's line among the factors; 0 is the base."""
+        return mx.array([0 if row is None else 1 + self.members.index(row) for row in rows], mx.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SideBySide:
+    groups: Groups = field(default_factory=dict)
+    mask: mx.array | None = None  # (B, 1, C)
+    numbers: mx.array | None = None  # (B,)
+    spans: mx.array | None = None  # (B, 2): where each row's own columns begin, and how many there are
+    max_rank: int = 0
+
+    @classmethod
+    def of(cls, present: Present, rows: Rows) -> "SideBySide":
+        ranks = max(member.rank for member in present.members)
+        return cls(present.groups, present.mask(rows), present.numbers(rows), mx.array(present.spans(rows)), ranks)
+
+    def has(self, group: int) -> bool:
+        return group in self.groups
+
+    def plain(self, group: int) -> bool:
+        return self.groups[group][2] is None
+
+    def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
+        a, b, factors = self.groups[group]
+        z = self._own(x @ a[number].T) @ b[number]
+        if factors is None:
+            return y + z
+        assert self.numbers is not None
+        return _scaled(y, z, bias, factors[number][self.numbers][:, None])  # (B, 1, lines)
+
+    def looked_up(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
+        a, b, factors = self.groups[group]
+        z = self._own(_taken(b[number], tokens)) @ a[number]
+        if factors is None:
+            return y + z
+        assert self.numbers is not None
+        lines = factors[number].reshape(-1)  # (adapters + 1) * lines
+        first = (self.numbers * factors.shape[2])[:, None]
+        return _scaled(y, z, None, lines[first + tokens][..., None])
+
+    def _own(self, z: mx.array) -> mx.array:
+        return z if self.mask is None else z * self.mask
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for choices that a traced pass can take in turn."""
+        groups = tuple((number, a.shape, factors is None) for number, (a, _, factors) in self.groups.items())
+        return groups, self.mask is None, self.spans is None, self.max_rank
+
+    def arrays(self) -> list[mx.array]:
+        every = [array for group in self.groups.values() for array in group] + [self.mask, self.numbers, self.spans]
+        return [array for array in every if array is not None]
+
+    def maker(self) -> "Callable[[Sequence[mx.array]], SideBySide]":
+        """Makes the same of other arrays, given in the order of `arrays`; holds on to none of this one's."""
+        factored = {number: factors is not None for number, (_, _, factors) in self.groups.items()}
+        given = [array is not None for array in (self.mask, self.numbers, self.spans)]
+        max_rank = self.max_rank
+
+        def make(arrays: Sequence[mx.array]) -> SideBySide:
+            rest = iter(arrays)
+            groups = {number: (next(rest), next(rest), next(rest) if has else None) for number, has in factored.items()}
+            mask, numbers, spans = (next(rest) if has else None for has in given)
+            return SideBySide(groups, mask, numbers, spans, max_rank)
+
+        return make
+
+    def row(self, number: int) -> "SideBySide":
+        mask, numbers, spans = (
+            None if one is None else one[number : number + 1] for one in (self.mask, self.numbers, self.spans)
+        )
+        return SideBySide(self.groups, mask, numbers, spans, self.max_rank)
+
+
+class Apart:
+    def __init__(self, rows: Rows) -> None:
+        self._rows = list(rows)
+        self._members: dict[Resident | None, list[int]] = {}
+        for number, row in enumerate(rows):
+            self._members.setdefault(row, []).append(number)
+        self._index = {member: mx.array(numbers) for member, numbers in self._members.items()}
+        order = [number for numbers in self._members.values() for number in numbers]
+        self._back = mx.array(np.argsort(order))
+        self._parties: dict[int, Any] = {}
+
+    def has(self, group: int) -> bool:
+        return any(member is not None and group in member.groups for member in self._members)
+
+    def plain(self, group: int) -> bool:
+        return all(part[2] is None for part in self._parts(group).values() if part is not None)
+
+    def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
+        def adapted(part: Arrays, x: mx.array, y: mx.array) -> mx.array:
+            a, b, factors = part
+            z = (x @ a[number].T) @ b[number]
+            return y + z if factors is None else _scaled(y, z, bias, factors[number])
+
+        return self._gathered(group, x, y, adapted)
+
+    def looked_up(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
+        def adapted(part: Arrays, tokens: mx.array, y: mx.array) -> mx.array:
+            a, b, factors = part
+            z = _taken(b[number], tokens) @ a[number]
+            return y + z if factors is None else _scaled(y, z, None, factors[number][tokens][..., None])
+
+        return self._gathered(group, tokens, y, adapted)
+
+    def _parts(self, group: int) -> dict[Resident | None, Arrays | None]:
+        return {member: None if member is None else member.groups.get(group) for member in self._members}
+
+    def _gathered(
+        self, group: int, x: mx.array, y: mx.array, adapted: Callable[[Arrays, mx.array, mx.array], mx.array]
+    ) -> mx.array:
+        parts = self._parts(group)
+        if len(parts) == 1:
+            part = next(iter(parts.values()))
+            return y if part is None else adapted(part, x, y)
+        pieces = []
+        for member, part in parts.items():
+            index = self._index[member]
+            pieces.append(y[index] if part is None else adapted(part, x[index], y[index]))
+        return mx.concatenate(pieces)[self._back]
+
+    def parties(self, group: int) -> Any:
+        """(count, 7): where a and b of some rows' adapter lie in memory, its rank, and up to four rows, or -1."""
+        if group not in self._parties:
+            found = []
+            for member, part in self._parts(group).items():
+                numbers = self._members[member]
+                lie = [0, 0, 0] if part is None or member is None else [*map(_address, part[:2]), member.rank]
+                for first in range(0, len(numbers), 4):
+                    some = numbers[first : first + 4]
+                    found.append([*lie, *some, *[-1] * (4 - len(some))])
+            self._parties[group] = np.array(found, np.int64)
+        return self._parties[group]
+
+    def row(self, number: int) -> "Apart":
+        return Apart(self._rows[number : number + 1])
+
+
+def _address(array: mx.array) -> int:
+    view = np.asarray(array)
+    assert view.flags.c_contiguous
+    address: int = view.__array_interface__["data"][0]
+    return address
+
+
+def _taken(b: mx.array, tokens: mx.array) -> mx.array:
+    """(rank, lines), (B, T) -> (B, T, rank)"""
+    return mx.take(b, tokens, axis=1).transpose(1, 2, 0)
+
+
+def _scaled(y: mx.array, z: mx.array, bias: mx.array | None, factor: mx.array) -> mx.array:
+    return factor * (y + z) if bias is None else factor * (y - bias + z) + bias

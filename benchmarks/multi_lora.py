@@ -44,9 +44,12 @@ def parse_args() -> argparse.Namespace:
     add("--adapters", type=int, default=8)
     add("--rank", type=int, default=16)
     add("--length", type=int, default=96, help="tokens that each row has already (default: %(default)s)")
-    add("--steps", type=int, default=8, help="in a turn (default: %(default)s)")
-    add("--turns", type=int, default=7)
-    return parser.parse_args()
+    add("--steps", type=int, help="in a turn (default: 8 on the CPU, 32 elsewhere)")
+    add("--turns", type=int, help="default: 7 on the CPU, 21 elsewhere")
+    args = parser.parse_args()
+    slow = device_kind() == "cpu"
+    args.steps, args.turns = args.steps or (8 if slow else 32), args.turns or (7 if slow else 21)
+    return args
 
 
 def random_adapter(layout: Layout, names: tuple[str, ...], rank: int, seed: int) -> Adapter:

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.adapters.mixtures import BASE, Choice, Resident
+from mlx_parallm.adapters.mixtures import BASE, Choice, Groups, Resident
 from mlx_parallm.adapters.weights import Adapter, Array, Target
 
 RANK_STEP = 8  # ranks are padded to multiples of this
@@ -190,6 +190,19 @@ class Layout:
             groups[number] = (a, b, factors)
         mx.async_eval([array for group in groups.values() for array in group if array is not None])
         return Resident(packed.rank, groups, packed.nbytes)
+
+    def blank(self) -> Resident:
+        """An adapter that changes nothing, on all linear layers."""
+        groups: Groups = {
+            number: (
+                mx.zeros((len(group.paths), RANK_STEP, group.size), self.dtype),
+                mx.zeros((len(group.paths), RANK_STEP, group.lines), self.dtype),
+                None,
+            )
+            for number, group in enumerate(self.groups)
+            if group.kind == "linear"
+        }
+        return Resident(RANK_STEP, groups)
 
     def _factors(self, group: Group, a: mx.array, b: mx.array, m: Array) -> mx.array:
         """By what the adapted lines are to be multiplied, for DoRA: (layers, lines)."""

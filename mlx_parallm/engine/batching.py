@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.adapters import kernel
 from mlx_parallm.adapters.layers import Layout
+from mlx_parallm.adapters.mixtures import Present, SideBySide
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
@@ -65,6 +66,25 @@ def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes
             return cache
         log.debug("%s gives wrong logits in a %s", model.name, name)
     raise ModelLoadError(f"{model.name} gives other logits with its cache than without: it can't be served")
+
+
+def warm_up(forward: Forward, layout: Layout, cache: BatchCache) -> None:
+    """Runs adapters that change nothing, where passes are traced: a request should not wait for kernels to be built."""
+    if not layout.traced or not isinstance(cache, SlotCache) or cache.free < 2:
+        return
+    one, other = layout.blank(), layout.blank()
+    for rows in ((one, one), (one, other), (one, None)):
+        choice = SideBySide.of(Present(tuple(dict.fromkeys(row for row in rows if row))), rows)
+        staged = cache.stage(len(rows), len(PROBE[0]))
+        mx.eval(forward.at(mx.array([PROBE[0]] * 2), staged, mx.array([4, 4]), choice))
+        positions = cache.join(staged, [(number, len(PROBE[0])) for number in range(2)])
+        by_position = dict(zip(positions, rows, strict=True))
+        placed = [by_position.get(position) for position in range(cache.positions)]
+        choice = SideBySide.of(Present(tuple(dict.fromkeys(row for row in placed if row))), placed)
+        mx.eval(cache.decode(forward, mx.zeros((len(placed),), mx.int32), [len(PROBE[0])] * len(placed), choice))
+        for position in positions:
+            cache.leave(position)
+        cache.compact(0)
 
 
 def prefix_cache(

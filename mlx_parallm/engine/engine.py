@@ -19,7 +19,7 @@ from mlx_parallm.adapters.registry import Registry, Route, Version
 from mlx_parallm.adapters.weights import Adapter, check_fit, check_name
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import Admission
-from mlx_parallm.engine.batching import adapter_layout, batch_cache, prefix_cache
+from mlx_parallm.engine.batching import adapter_layout, batch_cache, prefix_cache, warm_up
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.errands import Errands
 from mlx_parallm.engine.grammar import GrammarCompiler
@@ -307,6 +307,7 @@ class Engine:
         self.adapters = Registry(layout, config.max_loras)
         forward = Forward(self.model.module, layout.selection)
         cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
+        warm_up(forward, layout, cache)
         self._prefix = prefix_cache(self.model, cache, config, limit // 2, tuning)
         self._runner = Runner(
             forward,

@@ -190,7 +190,7 @@ def test_rows_that_lose_their_place_go_on_as_if_nothing_had_happened(kind: str) 
         assert running.engine.metrics.preemptions == 0
         cache = running.engine._runner.cache
         per_token = cache.bytes_per_token if isinstance(cache, SlotCache) else cache._bytes_per_token
-    with driver(kind, max_batch_size=32, num_blocks=2000, kv_cache_memory=int(16 * 512 * per_token)) as running:
+    with driver(kind, max_batch_size=32, num_blocks=2000, kv_cache_memory=int(10 * 512 * per_token)) as running:
         assert answers(running) == expected
         running.settle()
         metrics = running.engine.metrics

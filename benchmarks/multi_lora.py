@@ -5,10 +5,12 @@
 
 Steps of the engine's own decode path over rows of one length, in turns: the bare model, the same with room for
 adapters and none in use, one adapter for all rows, and `--adapters` of them spread over the rows; on q and v, then on
-all linear layers. Each is given as a ratio of the bare model's tokens per second.
+all linear layers. Each is given as a ratio of the bare model's tokens per second just before and after, the median of
+all turns; the line `bare` says how far the machine itself wavers.
 """
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -95,7 +97,8 @@ class Batch:
         return steps * self._rows / (time.perf_counter() - begin)
 
 
-def measure(args: argparse.Namespace, rows: int) -> dict[str, list[float]]:
+def measure(args: argparse.Namespace, rows: int) -> dict[str, tuple[float, float]]:
+    """Tokens a second, and the ratio to the bare model's just before and after."""
     bare, adapted = (load(args.model, name="model") for _ in range(2))
     layout = adapter_layout(adapted.module, Tuning.of(device_kind()))
     forward = Forward(adapted.module, layout.selection)
@@ -119,10 +122,15 @@ def measure(args: argparse.Namespace, rows: int) -> dict[str, list[float]]:
     for way in ways.values():
         way()  # kernels are built, memory is touched
     rates: dict[str, list[float]] = {name: [] for name in ways}
+    ratios: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(args.turns):
-        for name, way in ways.items():
-            rates[name].append(way())
-    return rates
+        before = ways["bare"]()
+        for name in random.sample(list(ways), len(ways)):  # each between two of the bare model
+            rate, after = ways[name](), ways["bare"]()
+            rates[name].append(rate)
+            ratios[name].append(2 * rate / (before + after))
+            before = after
+    return {name: (statistics.median(rates[name]), statistics.median(ratios[name])) for name in ways}
 
 
 def choice_of(registry: Registry, versions: list[Version]) -> Choice:
@@ -137,10 +145,9 @@ def main() -> int:
     console = Console()
     console.print(f"{device_name()}, {args.adapters} adapters of rank {args.rank}")
     for rows in args.rows:
-        rates = {name: statistics.median(turns) for name, turns in measure(args, rows).items()}
         table = Table("adapters", "tok/s", "ratio", title=f"{rows} rows")
-        for name, rate in rates.items():
-            table.add_row(name, f"{rate:,.1f}", f"{rate / rates['bare']:.3f}×")
+        for name, (rate, ratio) in measure(args, rows).items():
+            table.add_row(name, f"{rate:,.1f}", f"{ratio:.3f}×")
         console.print(table)
     return 0
 

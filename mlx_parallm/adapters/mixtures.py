@@ -80,13 +80,15 @@ BASE = Base()
 class Present:
     """Adapters side by side: for each group a (L, C, size), b (L, C, lines), factors (L, adapters + 1, lines).
 
-    C is a power of two: a traced pass is for one width, so there must be few.
+    C is a power of two, and no less than `columns`: a traced pass is for one width, so there must be few.
     """
 
     members: tuple[Resident, ...]
+    columns: int = 0
     groups: Groups = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.columns = width_of(self.members, self.columns)
         for number in sorted({number for member in self.members for number in member.groups}):
             self.groups[number] = self._joined(number)
 
@@ -106,16 +108,15 @@ class Present:
                 b.append(part[1])
                 factors.append(ones if part[2] is None else part[2][:, None])
         scaled = any(factor is not ones for factor in factors)
-        columns = sum(member.rank for member in self.members)
-        if unused := (1 << (columns - 1).bit_length()) - columns:
+        if unused := self.columns - sum(member.rank for member in self.members):
             a.append(mx.zeros((layers, unused, some_a.shape[2]), some_a.dtype))
             b.append(mx.zeros((layers, unused, lines), some_b.dtype))
         sides = (a[0], b[0]) if len(a) == 1 else (mx.concatenate(a, axis=1), mx.concatenate(b, axis=1))
         return *sides, mx.concatenate(factors, axis=1) if scaled else None
 
-    def mask(self, rows: Rows) -> mx.array | None:
+    def mask(self, rows: Rows, always: bool = False) -> mx.array | None:
         """(B, 1, C): which columns are a row's own; None where all are every row's."""
-        if len(self.members) == 1 and all(row is self.members[0] for row in rows):
+        if not always and len(self.members) == 1 and all(row is self.members[0] for row in rows):
             return None
         some = next(iter(self.groups.values()))[0]
         mask = np.zeros((len(rows), 1, some.shape[1]), np.float32)
@@ -133,6 +134,14 @@ class Present:
         return mx.array([0 if row is None else 1 + self.members.index(row) for row in rows], mx.int32)
 
 
+def width_of(members: Sequence[Resident], least: int = 0) -> int:
+    return _power_of_two(max(least, sum(member.rank for member in members)))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SideBySide:
     groups: Groups = field(default_factory=dict)
@@ -142,9 +151,11 @@ class SideBySide:
     max_rank: int = 0
 
     @classmethod
-    def of(cls, present: Present, rows: Rows) -> "SideBySide":
-        ranks = max(member.rank for member in present.members)
-        return cls(present.groups, present.mask(rows), present.numbers(rows), mx.array(present.spans(rows)), ranks)
+    def of(cls, present: Present, rows: Rows, masked: bool = False) -> "SideBySide":
+        """`masked`: also where all columns are every row's, so that a traced pass is the same for both."""
+        max_rank = _power_of_two(max(64, *(member.rank for member in present.members)))
+        spans = mx.array(present.spans(rows))
+        return cls(present.groups, present.mask(rows, masked), present.numbers(rows), spans, max_rank)
 
     def has(self, group: int) -> bool:
         return group in self.groups

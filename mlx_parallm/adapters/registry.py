@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.adapters.layers import Layout, Packed
-from mlx_parallm.adapters.mixtures import Apart, Choice, Present, Resident, SideBySide
+from mlx_parallm.adapters.mixtures import Apart, Choice, Present, Resident, SideBySide, width_of
 from mlx_parallm.adapters.weights import Adapter, AdapterError, Target
 from mlx_parallm.errors import ModelNotFoundError
 
@@ -75,6 +75,7 @@ class Registry:
         self._latest = ""  # the name published last
         self._entries: dict[str, Entry] = {}
         self._residents: OrderedDict[Version, Resident] = OrderedDict()  # the longest unused first
+        self._columns = 0  # of the widest mixture yet
         self._presents: OrderedDict[tuple[Resident, ...], Present] = OrderedDict()
 
     # From any thread.
@@ -238,13 +239,17 @@ class Registry:
         if not self._layout.traced:
             return Apart(rows)
         members = tuple(residents.values())
+        steady = self._layout.selection.add is not None  # a kernel reads a row's own columns alone: width costs nothing
+        if steady and width_of(members) > self._columns:
+            self._columns = width_of(members)
+            self._presents.clear()
         if members not in self._presents:
             self.joins += 1
-            self._presents[members] = Present(members)
+            self._presents[members] = Present(members, self._columns)
             while len(self._presents) > PRESENT_KEPT:
                 self._presents.popitem(last=False)
         self._presents.move_to_end(members)
-        return SideBySide.of(self._presents[members], rows)
+        return SideBySide.of(self._presents[members], rows, steady)
 
     def check_integrity(self) -> None:
         assert len(self._residents) <= self.max_resident, "more adapters on the device than there is room for"

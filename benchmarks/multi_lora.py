@@ -99,11 +99,15 @@ class Batch:
 
 def measure(args: argparse.Namespace, rows: int) -> dict[str, tuple[float, float]]:
     """Tokens a second, and the ratio to the bare model's just before and after."""
-    bare, adapted = (load(args.model, name="model") for _ in range(2))
-    layout = adapter_layout(adapted.module, Tuning.of(device_kind()))
-    forward = Forward(adapted.module, layout.selection)
-    layers = len(adapted.module.layers)
+    tuning = Tuning.of(device_kind())
+    bare = load(args.model, name="model")
+    layers = len(bare.module.layers)
     plain = Batch(Forward(bare.module), layers, rows, args.length)
+    plain.rate(None, args.steps)
+    # A trace of the bare model stays what it is: both can share its weights, and where in memory those lie.
+    adapted = bare if tuning.compiled else load(args.model, name="model")
+    layout = adapter_layout(adapted.module, tuning)
+    forward = Forward(adapted.module, layout.selection)
     batch = Batch(forward, layers, rows, args.length)
     ways: dict[str, Callable[[], float]] = {
         "bare": lambda: plain.rate(None, args.steps),

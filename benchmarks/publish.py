@@ -105,6 +105,7 @@ async def ask(client: InferenceClient, load: Load, args: argparse.Namespace, num
                 adapter=NAME,
                 max_tokens=choose.randint(*args.tokens),
                 temperature=TEMPERATURE,
+                logprobs_mode="raw",
                 seed=choose.getrandbits(31),
             )
         except ParallmError as error:
@@ -170,7 +171,7 @@ def recompute(module: nn.Module, versions: Versions, samples: list[Sample]) -> t
             for sample in some:
                 assert sample.logprobs is not None
                 tokens = mx.array([sample.prompt_ids + sample.completion_ids])
-                logits = module(tokens)[0, len(sample.prompt_ids) - 1 : -1].astype(mx.float32) / TEMPERATURE
+                logits = module(tokens)[0, len(sample.prompt_ids) - 1 : -1].astype(mx.float32)
                 scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
                 chosen = mx.take_along_axis(scores, mx.array(sample.completion_ids)[:, None], axis=-1)[:, 0]
                 differences += mx.abs(chosen - mx.array(sample.logprobs)).tolist()

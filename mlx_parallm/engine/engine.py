@@ -10,13 +10,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Callable
+from typing import Literal, TypeVar, cast
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.registry import Registry, Route, Version
-from mlx_parallm.adapters.weights import Adapter, check_fit, check_name
+from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.batching import adapter_layout, batch_cache, prefix_cache, warm_up
@@ -91,7 +90,7 @@ class Engine:
         self._errands: Errands | None = None
         self._runner: Runner
         self._scheduler: Scheduler
-        self._policies: Policies
+        self.policies: Policies
         self._ahead: int
 
     # From any thread.
@@ -170,46 +169,6 @@ class Engine:
         if self._prefix is not None and self._prefix.disk is not None:
             self._prefix.disk.settle(FLUSH_SECONDS)
         return flushed
-
-    def publish(
-        self,
-        name: str,
-        adapter: Adapter,
-        source: str,
-        number: int | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> Version:
-        """Makes an adapter's weights what `name` means, for requests from now on."""
-        check_name(name)
-        check_fit(adapter, self.adapters.targets, self._config.max_lora_rank)
-        packed = self.adapters.pack(adapter)  # here, not on the engine thread
-
-        def publish() -> Version:
-            begun = time.perf_counter()
-            version = self.adapters.publish(name, packed, source, number, config)
-            self._policies.changed()
-            self.metrics.adapter_seconds.observe(time.perf_counter() - begun)
-            return version
-
-        return self._try(publish)
-
-    def unload(self, name: str) -> None:
-        self._try(lambda: self.adapters.unload(name))
-
-    def rollback(self, name: str, number: int | None = None) -> Version:
-        def rollback() -> Version:
-            version = self.adapters.rollback(name, number)
-            self._policies.changed()
-            return version
-
-        return self._try(rollback)
-
-    def pin(self, name: str, number: int | None, pinned: bool) -> Version:
-        return self._try(lambda: self.adapters.pin(name, number, pinned))
-
-    def serve(self, routes: list[Route]) -> None:
-        """What requests for the model's own name get from now on."""
-        self._try(lambda: self.adapters.serve(routes))
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance; the engine thread looks, between two steps."""
@@ -330,7 +289,16 @@ class Engine:
             max_adapters=config.max_loras,
         )
         self._scheduler = Scheduler(limits, cache.fits, look_up=self._look_up, let_go=self._let_go)
-        self._policies = Policies(self.adapters, self._book, self._scheduler, self._runner, self._identify)
+        self.policies = Policies(
+            self.adapters,
+            self._book,
+            self._scheduler,
+            self._runner,
+            identify=self._identify,
+            between_steps=self._try,
+            max_rank=config.max_lora_rank,
+            on_adapters=self.metrics.adapter_seconds.observe,
+        )
         if self._prefix is not None and self._prefix.disk is not None:
             self._errands = Errands(self._prefix, self._prefix.disk, self._scheduler, self._inbox.put)
         self.metrics.slots_total = config.max_batch_size
@@ -346,7 +314,7 @@ class Engine:
         if self._paused:
             self._settle_all()
             return
-        self._policies.follow()
+        self.policies.follow()
         self._make_room()
         scheduler = self._scheduler
         plan = scheduler.plan()
@@ -438,7 +406,7 @@ class Engine:
         self._idle.clear()
         needed = self._book.enter(request, rows, arrival)
         if needed:
-            self._policies.take(rows)
+            self.policies.take(rows)
             job = Job(list(rows), request.prompt, request.priority, arrival)
             self._identify(job)
             self._scheduler.add(job)
@@ -547,7 +515,7 @@ class Engine:
             row.finish_reason = row.finish_reason or "abort"
             self._scheduler.remove(row)
             self._runner.leave(row)
-            self._policies.release(row)
+            self.policies.release(row)
 
     def _hand_over(self) -> None:
         if self._news:

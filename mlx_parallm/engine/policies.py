@@ -1,17 +1,27 @@
-"""Which adapter each row runs with: rows hold theirs, and those that follow move on when a newer one is published.
+"""Adapters as the engine knows them: published and changed between two steps, held by rows, followed by some.
 
-The engine thread owns it. A row that follows goes on with the newest version from its next token; what it has computed
-by then stays, so its keys and values are of several versions, and the prefix cache keeps none of them.
+A row keeps the version that it began with. One that follows goes on with the newest from its next token; what it has
+computed by then stays, so its keys and values are of several versions, and the prefix cache keeps none of them.
 """
 
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
-from mlx_parallm.adapters.registry import Registry, Version
+from mlx_parallm.adapters.registry import Registry, Route, Version
+from mlx_parallm.adapters.weights import Adapter, check_fit, check_name
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.rows import Job, Row
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+class BetweenSteps(Protocol):
+    """Has the engine thread do something between two steps, and hands on what that gives or raises."""
+
+    def __call__(self, change: Callable[[], T]) -> T: ...
 
 
 class Policies:
@@ -21,8 +31,15 @@ class Policies:
         book: Book,
         scheduler: Scheduler,
         runner: Runner,
+        *,
         identify: Callable[[Job], None],  # names the blocks of a prompt anew
+        between_steps: BetweenSteps,
+        max_rank: int,
+        on_adapters: Callable[[float], None],  # what a change has cost the engine, in seconds
     ) -> None:
+        self._between_steps = between_steps
+        self._max_rank = max_rank
+        self._on_adapters = on_adapters
         self.registry = registry
         self._book = book
         self._scheduler = scheduler
@@ -30,9 +47,49 @@ class Policies:
         self._identify = identify
         self._stale = False  # a row may have to move
 
-    def changed(self) -> None:
-        """A name means another version now."""
-        self._stale = True
+    # From any thread.
+
+    def publish(
+        self,
+        name: str,
+        adapter: Adapter,
+        source: str,
+        number: int | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Version:
+        """Makes an adapter's weights what `name` means, for requests from now on."""
+        check_name(name)
+        check_fit(adapter, self.registry.targets, self._max_rank)
+        packed = self.registry.pack(adapter)  # here, not on the engine thread
+
+        def publish() -> Version:
+            begun = time.perf_counter()
+            version = self.registry.publish(name, packed, source, number, config)
+            self._stale = True
+            self._on_adapters(time.perf_counter() - begun)
+            return version
+
+        return self._between_steps(publish)
+
+    def unload(self, name: str) -> None:
+        self._between_steps(lambda: self.registry.unload(name))
+
+    def rollback(self, name: str, number: int | None = None) -> Version:
+        def rollback() -> Version:
+            version = self.registry.rollback(name, number)
+            self._stale = True
+            return version
+
+        return self._between_steps(rollback)
+
+    def pin(self, name: str, number: int | None, pinned: bool) -> Version:
+        return self._between_steps(lambda: self.registry.pin(name, number, pinned))
+
+    def serve(self, routes: list[Route]) -> None:
+        """What requests for the model's own name get from now on."""
+        self._between_steps(lambda: self.registry.serve(routes))
+
+    # The engine thread from here on.
 
     def take(self, rows: list[Row]) -> None:
         """Rows of a new request."""

@@ -176,13 +176,13 @@ class Adapters:
         """Forgets an adapter and all its versions; running requests finish with it."""
         served = self._table.with_adapter(body.name)
         version = served.engine.adapters.find(body.name)
-        await asyncio.to_thread(served.engine.unload, body.name)
+        await asyncio.to_thread(served.engine.policies.unload, body.name)
         return _changed(version, f"{body.name!r} is unloaded")
 
     async def rollback(self, body: RollbackBody) -> Response:
         """Lets the name mean an earlier version again; without `version`, the one before."""
         served = self._table.with_adapter(body.name)
-        version = await asyncio.to_thread(served.engine.rollback, body.name, body.version)
+        version = await asyncio.to_thread(served.engine.policies.rollback, body.name, body.version)
         return _changed(version, f"{version.label} is what {version.name!r} means now")
 
     async def pin(self, body: PinBody) -> Response:
@@ -195,7 +195,7 @@ class Adapters:
 
     async def _pin(self, body: PinBody, pinned: bool) -> Response:
         served = self._table.with_adapter(body.name)
-        version = await asyncio.to_thread(served.engine.pin, body.name, body.version, pinned)
+        version = await asyncio.to_thread(served.engine.policies.pin, body.name, body.version, pinned)
         return _changed(version, f"{version.label} is {'kept' if pinned else 'no longer kept'}")
 
     async def switch(self, body: SwitchBody) -> Response:
@@ -209,7 +209,7 @@ class Adapters:
             for label, share in shares
         ]
         only_base = all(route.name is None for route in routes)
-        await asyncio.to_thread(served.engine.serve, [] if only_base else routes)
+        await asyncio.to_thread(served.engine.policies.serve, [] if only_base else routes)
         return JSONResponse(
             {
                 "status": "success",
@@ -233,7 +233,7 @@ class Adapters:
     async def vllm_unload(self, body: VllmUnloadBody) -> Response:
         """Forgets an adapter and all its versions; running requests finish with it."""
         served = self._table.with_adapter(body.lora_name)
-        await asyncio.to_thread(served.engine.unload, body.lora_name)
+        await asyncio.to_thread(served.engine.policies.unload, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _publish(
@@ -246,7 +246,7 @@ class Adapters:
 
         def publish() -> Version:
             known = config if config is not None else usual_config(data, limit)
-            return served.engine.publish(name, parse(known, data, limit), "upload", number, known)
+            return served.engine.policies.publish(name, parse(known, data, limit), "upload", number, known)
 
         return await asyncio.to_thread(publish)
 
@@ -258,7 +258,7 @@ class Adapters:
 def load_folder(engine: Engine, name: str, path: str, config: ServeConfig, number: int | None = None) -> Version:
     folder = Path(path).expanduser()
     adapter, its_config = read_folder(folder, config.max_lora_bytes)
-    return engine.publish(name, adapter, str(folder), number, its_config)
+    return engine.policies.publish(name, adapter, str(folder), number, its_config)
 
 
 def _validated(fields: Any) -> UpdateWeightsBody:

@@ -1,6 +1,6 @@
 """`/generate` for trainers: tokens in, tokens out with their log-probabilities, in our own shape, vLLM's or SGLang's.
 
-A body is told by its fields (`schemas.shape_of`), made into the body of a completion, and answered in its own shape.
+A body is told by its fields (`shapes.shape_of`), made into the body of a completion, and answered in its own shape.
 The token that ends an answer is part of it, with its log-probability, and every answer says which adapter version made
 which tokens.
 """
@@ -23,7 +23,8 @@ from mlx_parallm.server.generation import Choice, Collected, Generation, News
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.openai import OpenAI
 from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schemas import CompletionBody, GenerateInput, SglangBody, VllmBody
+from mlx_parallm.server.schemas import CompletionBody
+from mlx_parallm.server.shapes import GenerateInput, SglangBody, VllmBody
 from mlx_parallm.server.sse import DONE, event
 from mlx_parallm.types import TokenLogprob
 

@@ -39,7 +39,7 @@ def bare(folders: dict[str, Path]) -> dict[str | None, Bare]:
 def running(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Driver]:
     with driver("llama", tuning=request.param, max_batch_size=8, block_size=8, max_loras=4) as found:
         for name, folder in folders.items():
-            found.engine.publish(name, read_folder(folder, LIMIT)[0], str(folder))
+            found.engine.policies.publish(name, read_folder(folder, LIMIT)[0], str(folder))
         yield found
         found.settle()
         found.engine.check_integrity()
@@ -71,20 +71,20 @@ def test_a_new_version_is_for_new_requests(
     running: Driver, bare: dict[str | None, Bare], folders: dict[str, Path]
 ) -> None:
     engine = running.engine
-    engine.publish("policy", read_folder(folders["few"], LIMIT)[0], "")
+    engine.policies.publish("policy", read_folder(folders["few"], LIMIT)[0], "")
     pending = running.submit(PROMPT, max_tokens=40, ignore_eos=True, stream=True, adapter="policy")[1]
     pending.wait_for_tokens(3)
-    second = engine.publish("policy", read_folder(folders["all"], LIMIT)[0], "")
+    second = engine.policies.publish("policy", read_folder(folders["all"], LIMIT)[0], "")
     assert second.number == 2
     newer = running.ask(PROMPT, max_tokens=6, ignore_eos=True, adapter="policy")
     older = running.ask(PROMPT, max_tokens=6, ignore_eos=True, adapter="policy", adapter_version=1)
     assert newer.tokens == bare["all"].greedy(PROMPT, 6, ignore_eos=True)[0]
     assert older.tokens == bare["few"].greedy(PROMPT, 6, ignore_eos=True)[0]
     assert pending.wait()[0].tokens == bare["few"].greedy(PROMPT, 40, ignore_eos=True)[0]
-    assert engine.rollback("policy").number == 1
+    assert engine.policies.rollback("policy").number == 1
     assert running.ask(PROMPT, max_tokens=6, ignore_eos=True, adapter="policy").tokens == older.tokens
     with pytest.raises(AdapterError, match="not newer"):
-        engine.publish("policy", read_folder(folders["few"], LIMIT)[0], "", number=2)
+        engine.policies.publish("policy", read_folder(folders["few"], LIMIT)[0], "", number=2)
 
 
 def test_an_adapter_that_is_unloaded_stays_for_its_rows(
@@ -92,20 +92,20 @@ def test_an_adapter_that_is_unloaded_stays_for_its_rows(
 ) -> None:
     pending = running.submit(PROMPT, max_tokens=40, ignore_eos=True, stream=True, adapter="dora")[1]
     pending.wait_for_tokens(2)
-    running.engine.unload("dora")
+    running.engine.policies.unload("dora")
     with pytest.raises(ModelNotFoundError, match="dora"):
         running.submit(PROMPT, max_tokens=2, adapter="dora")
     assert pending.wait()[0].tokens == bare["dora"].greedy(PROMPT, 40, ignore_eos=True)[0]
     with pytest.raises(ModelNotFoundError):
-        running.engine.unload("dora")
-    running.engine.publish("dora", read_folder(folders["dora"], LIMIT)[0], "")
+        running.engine.policies.unload("dora")
+    running.engine.policies.publish("dora", read_folder(folders["dora"], LIMIT)[0], "")
 
 
 def test_more_adapters_than_places(running: Driver, bare: dict[str | None, Bare], folders: dict[str, Path]) -> None:
     """Twelve names on four places: all answer, and no more than four are on the device."""
     kinds = ["few", "all", "dora"]
     for number in range(12):
-        running.engine.publish(f"n{number}", read_folder(folders[kinds[number % 3]], LIMIT)[0], "")
+        running.engine.policies.publish(f"n{number}", read_folder(folders[kinds[number % 3]], LIMIT)[0], "")
     under_way = [
         running.submit(PROMPT[number:], max_tokens=5, ignore_eos=True, adapter=f"n{number}")[1] for number in range(12)
     ]
@@ -114,18 +114,20 @@ def test_more_adapters_than_places(running: Driver, bare: dict[str | None, Bare]
         assert pending.wait()[0].tokens == expected
     running.engine.check_integrity()
     for number in range(12):
-        running.engine.unload(f"n{number}")
+        running.engine.policies.unload(f"n{number}")
 
 
 def test_equal_requests_for_other_weights_of_one_name_share_nothing(
     bare: dict[str | None, Bare], folders: dict[str, Path]
 ) -> None:
     with driver("llama", dedupe=True) as running:
-        running.engine.publish("x", read_folder(folders["few"], LIMIT)[0], "")
+        running.engine.policies.publish("x", read_folder(folders["few"], LIMIT)[0], "")
         first = running.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=True, adapter="x")[1]
         first.wait_for_tokens(2)
-        running.engine.unload("x")
-        assert running.engine.publish("x", read_folder(folders["all"], LIMIT)[0], "").number == 1  # the number again
+        running.engine.policies.unload("x")
+        assert (
+            running.engine.policies.publish("x", read_folder(folders["all"], LIMIT)[0], "").number == 1
+        )  # the number again
         second = running.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=True, adapter="x")[1]
         assert second.wait()[0].tokens == bare["all"].greedy(PROMPT, 300, ignore_eos=True)[0]
         assert first.wait()[0].tokens == bare["few"].greedy(PROMPT, 300, ignore_eos=True)[0]
@@ -157,7 +159,7 @@ def test_other_caches(kind: str, tmp_path: Path) -> None:
             layer.weight = layer.weight + mx.array(parts[path].b @ parts[path].a)
     expected = {None: Bare(model), "x": Bare(adapted)}
     with driver(kind, max_batch_size=4, block_size=8) as running:
-        running.engine.publish("x", Adapter(parts), "")
+        running.engine.policies.publish("x", Adapter(parts), "")
         rows = [(PROMPT[:n], name) for n, name in ((12, "x"), (30, None), (30, "x"), (7, None))]
         under_way = [running.submit(p, max_tokens=8, ignore_eos=True, adapter=name)[1] for p, name in rows]
         answers = [pending.wait()[0] for pending in under_way]

@@ -68,13 +68,13 @@ def test_a_row_that_follows_moves_on_and_says_where(
     running: Driver, adapters: dict[str, Adapter], bare: dict[str, Bare], prompt: list[int]
 ) -> None:
     engine = running.engine
-    engine.publish("p", adapters["few"], "")
+    engine.policies.publish("p", adapters["few"], "")
     options = {"max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 0, "adapter": "p"}
     follower, other = (running.submit(prompt, **options, follow=follow)[1] for follow in (True, False))
     follower.wait_for_tokens(5)
-    engine.publish("p", adapters["all"], "")
+    engine.policies.publish("p", adapters["all"], "")
     follower.wait_for_tokens(len(follower.answers[0].tokens) + 5)
-    engine.rollback("p")
+    engine.policies.rollback("p")
     moved, stayed = follower.wait()[0], other.wait()[0]
     assert spans(stayed) == [(0, 1)]
     bare["few"].hold(
@@ -101,15 +101,15 @@ def test_a_row_that_follows_moves_on_and_says_where(
 def test_followers_wait_for_a_place(running: Driver, adapters: dict[str, Adapter]) -> None:
     """Two places, taken by two versions that stay: who follows moves when one of them has ended."""
     engine = running.engine
-    engine.publish("p", adapters["few"], "")
+    engine.policies.publish("p", adapters["few"], "")
     long = {"max_tokens": 500, "ignore_eos": True, "stream": True, "adapter": "p"}
     follower = running.submit(PROMPT, **long, follow=True)[1]
     first_id, first = running.submit(PROMPT, **long)
     first.wait_for_tokens(2)
-    engine.publish("p", adapters["all"], "")
+    engine.policies.publish("p", adapters["all"], "")
     second = running.submit(PROMPT[:20], **(long | {"max_tokens": 300}))[1]
     second.wait_for_tokens(2)
-    engine.publish("p", adapters["dora"], "")
+    engine.policies.publish("p", adapters["dora"], "")
     count = len(follower.answers[0].tokens)
     follower.wait_for_tokens(count + 20)
     assert [version for _, version in follower.answers[0].deltas[-1].versions] == [1, 2]
@@ -122,14 +122,14 @@ def test_followers_wait_for_a_place(running: Driver, adapters: dict[str, Adapter
 def test_a_row_that_waits_begins_with_the_newest(adapters: dict[str, Adapter], bare: dict[str, Bare]) -> None:
     with driver("llama", max_batch_size=1, block_size=8) as running:
         engine = running.engine
-        engine.publish("p", adapters["few"], "")
+        engine.policies.publish("p", adapters["few"], "")
         busy = running.submit(PROMPT, max_tokens=200, ignore_eos=True, stream=True)[1]
         busy.wait_for_tokens(1)
         waiting = [
             running.submit(PROMPT, max_tokens=6, ignore_eos=True, adapter="p", follow=follow)[1]
             for follow in (True, False)
         ]
-        engine.publish("p", adapters["all"], "")
+        engine.policies.publish("p", adapters["all"], "")
         follows, stays = (pending.wait()[0] for pending in waiting)
         assert (spans(follows), spans(stays)) == ([(0, 2)], [(0, 1)])
         assert follows.tokens == bare["all"].greedy(PROMPT, 6, ignore_eos=True)[0]
@@ -140,36 +140,36 @@ def test_a_row_that_waits_begins_with_the_newest(adapters: dict[str, Adapter], b
 def test_shares_of_the_models_own_name(running: Driver, adapters: dict[str, Adapter]) -> None:
     engine, registry = running.engine, running.engine.adapters
     assert registry.route() is None
-    engine.publish("p", adapters["few"], "")
-    engine.publish("p", adapters["all"], "")
-    engine.serve([Route("p", 1, 0.75), Route("p", None, 0.15), Route(None, None, 0.1)])
+    engine.policies.publish("p", adapters["few"], "")
+    engine.policies.publish("p", adapters["all"], "")
+    engine.policies.serve([Route("p", 1, 0.75), Route("p", None, 0.15), Route(None, None, 0.1)])
     assert registry.policy_version == 1
     drawn = [version.number if (version := registry.route()) else 0 for _ in range(100)]
     assert [drawn.count(number) for number in (1, 2, 0)] == [75, 15, 10]
     with pytest.raises(AdapterError, match="own name serves"):
-        engine.unload("p")
+        engine.policies.unload("p")
     with pytest.raises(ModelNotFoundError):
-        engine.serve([Route("p", 9, 1.0)])
+        engine.policies.serve([Route("p", 9, 1.0)])
     assert len(registry.routes) == 3
     for _ in range(KEPT_VERSIONS + 3):
-        engine.publish("p", adapters["few"], "")
+        engine.policies.publish("p", adapters["few"], "")
     assert registry.find("p", 1).number == 1  # served, so kept
-    engine.serve([])
-    engine.unload("p")
+    engine.policies.serve([])
+    engine.policies.unload("p")
     assert registry.policy_version == 0
 
 
 def test_pinned_versions_stay(running: Driver, adapters: dict[str, Adapter], bare: dict[str, Bare]) -> None:
     engine = running.engine
-    engine.publish("p", adapters["all"], "")
-    engine.pin("p", 1, True)
+    engine.policies.publish("p", adapters["all"], "")
+    engine.policies.pin("p", 1, True)
     for _ in range(KEPT_VERSIONS + 2):
-        engine.publish("p", adapters["few"], "")
+        engine.policies.publish("p", adapters["few"], "")
     answer = running.ask(PROMPT, max_tokens=5, ignore_eos=True, adapter="p", adapter_version=1)
     assert answer.tokens == bare["all"].greedy(PROMPT, 5, ignore_eos=True)[0]
     with pytest.raises(ModelNotFoundError):
         engine.adapters.find("p", 2)
-    engine.pin("p", 1, False)
+    engine.policies.pin("p", 1, False)
     with pytest.raises(ModelNotFoundError):
         engine.adapters.find("p", 1)
 
@@ -254,7 +254,7 @@ def test_a_hundred_adapters_on_eight_places() -> None:
     with driver("llama", max_batch_size=16, max_loras=8, max_queue_size=300) as running:
         registry = running.engine.adapters
         for number, adapter in enumerate(adapters):
-            running.engine.publish(f"a{number}", adapter, "")
+            running.engine.policies.publish(f"a{number}", adapter, "")
         one = registry.find("a0").packed.nbytes
         order = [number for _ in range(2) for number in np.random.default_rng(0).permutation(100).tolist()]
         under_way = [

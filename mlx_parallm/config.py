@@ -177,7 +177,7 @@ class ServeConfig:
         for entry in self.lora_path:
             name, found, path = entry.partition("=")
             name, path = (name, path) if found else (Path(entry).expanduser().resolve().name, entry)
-            if name in adapters or name in self.named_models() or name == "default":
+            if name in adapters or name in self.named_models() or name in ("default", "base"):
                 raise ConfigError(f"two models or adapters are called {name!r}; give each its own NAME=PATH")
             adapters[name] = path
         return adapters

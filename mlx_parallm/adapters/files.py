@@ -10,6 +10,7 @@ import json
 import math
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def from_peft(config: Mapping[str, Any], tensors: Tensors) -> Adapter:
         if not set(names) <= leaves.keys():
             raise AdapterError(f"{path} has not both {names[0]} and {names[1]}")
         a, b, m = leaves[names[0]], leaves[names[1]], leaves.get("lora_magnitude_vector")
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
             raise AdapterError(f"{path}: {names[0]} and {names[1]} are no pair of matrices of one rank")
         if embedding and m is not None:
             raise AdapterError(f"{path}: PEFT's DoRA of an embedding can't be served")
@@ -198,7 +199,7 @@ def _npz(data: bytes, max_bytes: int) -> Tensors:
                 raise AdapterError(f"the adapter unpacks to more than {max_bytes:,} bytes")
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             tensors = {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
         raise AdapterError(f"the adapter's weights are not a sound npz file: {error}") from error
     for name, array in tensors.items():
         if array.dtype.kind != "f":
@@ -221,4 +222,4 @@ def _plain(array: Array) -> Array:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.adapters.mixtures import BASE, Choice, Groups, Resident
-from mlx_parallm.adapters.weights import Adapter, Array, Target
+from mlx_parallm.adapters.weights import Adapter, AdapterError, Array, Target
 
 RANK_STEP = 8  # ranks are padded to multiples of this
 BUNDLES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of a block that read the same inputs
@@ -43,9 +43,10 @@ class PackedGroup:
 class Packed:
     """An adapter in the shape of the model's groups, ready to be copied to the device."""
 
-    rank: int
+    rank: int  # padded
     groups: dict[int, PackedGroup]
     digest: str  # of all that it holds: names the blocks that the prefix cache keeps of it
+    given_rank: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +168,7 @@ class Layout:
             group, number = self._seats[path]
             by_group.setdefault(group, {})[number] = path
         groups = {group: self._packed(self.groups[group], paths, adapter, rank) for group, paths in by_group.items()}
-        return Packed(rank, groups, _digest(rank, groups))
+        return Packed(rank, groups, _digest(rank, groups), adapter.rank)
 
     def _packed(self, group: Group, paths: Mapping[int, str], adapter: Adapter, rank: int) -> PackedGroup:
         layers = len(group.paths)
@@ -179,7 +180,10 @@ class Layout:
             a[number, : part.rank], b[number, : part.rank] = part.a, part.b.T
             if part.m is not None:
                 m[number] = part.m
-        return PackedGroup(_cast(a, self.dtype), _cast(b, self.dtype), None if np.isnan(m).all() else m)
+        sides = [_cast(side, self.dtype) for side in (a, b)]
+        if not all(_is_finite(side) for side in sides):
+            raise AdapterError(f"a weight of {group.paths[0]} or its like is too large for the model's {self.dtype}")
+        return PackedGroup(sides[0], sides[1], None if np.isnan(m).all() else m)
 
     def place(self, packed: Packed) -> Resident:
         """Copies a packed adapter to the device."""
@@ -290,6 +294,12 @@ def _cast(array: Array, dtype: mx.Dtype) -> Any:
         bits = array.view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return array.astype(np.float16 if dtype == mx.float16 else np.float32)
+
+
+def _is_finite(bits: Any) -> bool:
+    if bits.dtype == np.uint16:
+        return bool(((bits & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(bits).all())
 
 
 def _uncast(bits: Any, dtype: mx.Dtype) -> mx.array:

@@ -119,10 +119,10 @@ class Present:
         if not always and len(self.members) == 1 and all(row is self.members[0] for row in rows):
             return None
         some = next(iter(self.groups.values()))[0]
-        mask = np.zeros((len(rows), 1, some.shape[1]), np.float32)
+        mask = np.zeros((len(rows), 1, some.shape[1]), np.bool_)
         for line, (begin, rank) in zip(mask, self.spans(rows), strict=True):
-            line[:, begin : begin + rank] = 1.0
-        return mx.array(mask).astype(some.dtype)
+            line[:, begin : begin + rank] = True
+        return mx.array(mask)
 
     def spans(self, rows: Rows) -> Any:
         """(B, 2): where each row's own columns begin, and how many there are."""
@@ -182,7 +182,7 @@ class SideBySide:
         return _scaled(y, z, None, lines[first + tokens][..., None])
 
     def _own(self, z: mx.array) -> mx.array:
-        return z if self.mask is None else z * self.mask
+        return z if self.mask is None else mx.where(self.mask, z, 0.0)  # what is not its own may be infinite
 
     @property
     def form(self) -> Hashable:

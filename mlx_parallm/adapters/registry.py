@@ -120,6 +120,14 @@ class Registry:
         return None if chosen.name is None else self.find(chosen.name, chosen.number)
 
     @property
+    def policy_name(self) -> str | None:
+        """The adapter that the model's own name serves, by the largest share; else the one that was published last."""
+        names = [route for route in self.routes if route.name is not None]
+        if names:
+            return max(names, key=lambda route: route.share).name
+        return self._latest if self._latest in self._entries else None
+
+    @property
     def policy_version(self) -> int:
         """The version that the model's own name serves, the largest share where there are several.
 
@@ -134,6 +142,9 @@ class Registry:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))

@@ -461,12 +461,14 @@ class Engine:
             row = self._scheduler.victim()
             running.remove(row)
             self._runner.leave(row)
-            row.launched = len(row.tokens)
+            row.rewind()
             if not row.tokens:
                 row.prompt_logprobs = None  # they are computed again
             job = Job([row], row.prompt + row.tokens, row.priority, row.readers[0].arrival)
             if row.chain is not None:
                 job.chain = Chain(row.chain.root, row.chain.size, list(row.chain.hashes)).extend(job.tokens)
+            else:  # it had moved to another adapter: all of it is computed anew, with that one alone
+                self._identify(job)
             self._scheduler.put_back(job, row)
             self.metrics.preemptions += 1
 

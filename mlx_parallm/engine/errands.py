@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from mlx_parallm.engine.rows import Job
 from mlx_parallm.engine.scheduler import Scheduler, wants_prompt_logprobs
+from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.disk import DiskTier, Payload
 from mlx_parallm.kv.prefix import Prefix
 
@@ -68,23 +69,22 @@ class Errands:
     def _start_fetches(self) -> None:
         while self._to_fetch and self._fetches < MAX_FETCHES and not self._disk.stuck:
             job = self._to_fetch.popleft()
-            assert job.chain is not None
             job.fetching_until = 0.0
-            wanted = self._prefix.on_disk(job.chain, job.tokens) if job in self._scheduler.waiting else []
-            if wanted:
+            chain = job.chain if job in self._scheduler.waiting else None
+            wanted = self._prefix.on_disk(chain, job.tokens) if chain is not None else []
+            if chain is not None and wanted:
                 self._fetches += 1
                 job.fetching_until = time.monotonic() + FETCH_SECONDS
-                self._read_for(job, wanted)
+                self._read_for(job, chain, wanted)
 
-    def _read_for(self, job: Job, wanted: list[bytes]) -> None:
-        self._disk.read(wanted, lambda found: self._later(lambda: self._fetched(job, wanted, found)))
+    def _read_for(self, job: Job, chain: Chain, wanted: list[bytes]) -> None:
+        self._disk.read(wanted, lambda found: self._later(lambda: self._fetched(job, chain, wanted, found)))
 
-    def _fetched(self, job: Job, wanted: list[bytes], found: list[Payload]) -> None:
+    def _fetched(self, job: Job, chain: Chain, wanted: list[bytes], found: list[Payload]) -> None:
         """Takes over what was read; a job that no longer waits for it may find it all the same."""
-        assert job.chain is not None
         self._fetches -= 1
-        more = self._prefix.adopt(job.chain, job.tokens, wanted, found)
-        if more and len(found) == len(wanted):
+        more = self._prefix.adopt(chain, job.tokens, wanted, found)
+        if more and len(found) == len(wanted) and job.chain is chain:  # it may go on with another adapter by now
             self._to_fetch.appendleft(job)
         else:
             job.fetching_until = 0.0

@@ -89,10 +89,15 @@ class Row:
 
     def take_adapter(self, adapter: Any) -> None:
         """From the next token asked for."""
-        if self.policies and self.policies[-1][0] == self.launched:
-            self.policies.pop()
         self.adapter = adapter
-        self.policies.append((self.launched, adapter))
+        self.policies = [policy for policy in self.policies if policy[0] < self.launched]
+        if not self.policies or self.policies[-1][1] is not adapter:
+            self.policies.append((self.launched, adapter))
+
+    def rewind(self) -> None:
+        """Forgets the tokens that were asked for and not read: they are computed again."""
+        self.launched = len(self.tokens)
+        self.take_adapter(self.adapter)
 
     def news(self, reader: Reader) -> Delta:
         """All that `reader` has not been told yet."""

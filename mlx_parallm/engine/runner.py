@@ -99,6 +99,7 @@ class Runner:
         """Caches to compute prompts into, with what is known of the prompts already in them."""
         staged = self.cache.stage(len(jobs), max(self._rounded(len(job.tokens)) for job in jobs))
         matches = [job.match for job in jobs if job.match is not None]
+        assert len(matches) in (0, len(jobs)), "prompts that the prefix cache knows are grouped with others"
         if self._prefix is not None and matches:
             if matches[0].length:
                 staged = self._prefix.fill(staged, matches + matches[:1] * (self._height(len(jobs)) - len(jobs)))
@@ -195,7 +196,8 @@ class Runner:
     def rest(self) -> None:
         """Nothing runs: gives the batch's memory back."""
         self._compact(0)
-        self._history = None
+        self._history = self._choice = None
+        self._forward.forget()
 
     def check_integrity(self) -> None:
         assert len(self._rows) == self.cache.positions == self._last.shape[0], "positions have drifted apart"

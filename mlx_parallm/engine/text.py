@@ -220,6 +220,10 @@ class TextStream:
         self.stopped: str | None = None  # the stop string that was found
 
     @property
+    def has_stops(self) -> bool:
+        return self._stops is not None
+
+    @property
     def withholds(self) -> bool:
         return bool(self._withheld)
 

@@ -65,6 +65,10 @@ class Forward:
             self._selecting.index = None
         return cut[:, 0]
 
+    def forget(self) -> None:
+        """Lets go of the adapters of the last pass."""
+        self._choose(None)
+
     def _choose(self, choice: Any) -> None:
         if self._adapters is not None:
             self._adapters.choice = self._base if choice is None else choice

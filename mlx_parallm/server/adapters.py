@@ -21,12 +21,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from mlx_parallm.adapters.files import MAX_CONFIG_BYTES, parse, parse_config, read_folder, usual_config
 from mlx_parallm.adapters.registry import Registry, Route, Version
+from mlx_parallm.adapters.weights import AdapterError
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.server import answers
 from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import BASE, ModelTable, ServedModel, parse_label
+from mlx_parallm.server.models import BASE, ModelTable, ServedModel, is_number, parse_label
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schemas import (
     LoadAdapterBody,
@@ -256,8 +257,11 @@ class Adapters:
 
 
 def load_folder(engine: Engine, name: str, path: str, config: ServeConfig, number: int | None = None) -> Version:
-    folder = Path(path).expanduser()
-    adapter, its_config = read_folder(folder, config.max_lora_bytes)
+    try:
+        folder = Path(path).expanduser()
+        adapter, its_config = read_folder(folder, config.max_lora_bytes)
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder that is closed to us
+        raise AdapterError(f"{path[:200]!r} can't be read: {error}", param="path") from error
     return engine.policies.publish(name, adapter, str(folder), number, its_config)
 
 
@@ -282,7 +286,7 @@ def _version_field(value: bytes | None) -> int | None:
     text = value.decode(errors="replace").strip()
     if text == "next":
         return 0
-    if not text.isdecimal() or not 1 <= int(text) < 1 << 63:
+    if not is_number(text) or int(text) < 1:
         raise InvalidRequestError(f"version must be a positive number or 'next', not {text[:40]!r}", param="version")
     return int(text)
 
@@ -297,7 +301,7 @@ def _routed(registry: Registry, label: str | int, name: str | None, param: str) 
         registry.find(wanted, number)
         return wanted, number
     digits = text.removeprefix("v")
-    if not digits.isdecimal():
+    if not is_number(digits):
         raise ModelNotFoundError(f"there is no adapter {wanted!r} here", param=param)
     names = [entry.name for entry in registry] if name is None else [name]
     if len(names) != 1:
@@ -318,7 +322,7 @@ def _describe(served: ServedModel, version: Version, current: int) -> dict[str, 
         "version": version.number,
         "current": version.number == current,
         "parent": served.name,
-        "rank": version.packed.rank,
+        "rank": version.packed.given_rank,
         "bytes": version.packed.nbytes,
         "pinned_requests": version.rows,
         "pinned": version.pinned,

@@ -79,7 +79,7 @@ class CompletionChoice(PolicyChoice):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "abort"] | None
     stop_reason: str | int | None = Field(None, description="The stop string or token id that ended it")
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -135,7 +135,7 @@ class Message(Answer):
     tool_calls: list[ToolCall] | None = None
 
 
-ChatFinish = Literal["stop", "length", "tool_calls"]
+ChatFinish = Literal["stop", "length", "tool_calls", "abort"]  # abort: the engine was paused so
 
 
 class ChatChoice(PolicyChoice):
@@ -369,7 +369,7 @@ class Generated(Answer):
     completion_ids: list[int] = Field(description="With the token that ended it")
     text: str
     logprobs: list[float] | None = Field(description="One for each of completion_ids")
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
     policy_spans: list[tuple[int, int, int]]
     metadata: dict[str, Any]
 

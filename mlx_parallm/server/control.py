@@ -109,6 +109,8 @@ class Control:
         patience = self._config.request_timeout_seconds or 600.0
         for served in self._table:
             if not await asyncio.to_thread(served.engine.pause, mode, patience):
+                for other in self._table:
+                    await asyncio.to_thread(other.engine.resume)
                 raise RequestTimeoutError(
                     f"there is no pause: what runs was not finished within {patience:g} seconds, or it was resumed"
                 )

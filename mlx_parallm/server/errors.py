@@ -90,6 +90,8 @@ def validation_error(errors: Sequence[Any], body: Any) -> InvalidRequestError:
     paths = [_path(error, body) for error in errors]
     deepest = max(range(len(errors)), key=lambda index: len(paths[index]))
     error, path = errors[deepest], paths[deepest]
+    if not path and isinstance(body, Mapping):  # it is about several fields together
+        return InvalidRequestError(errors[0]["msg"], code="invalid_value")
     if not path:
         return InvalidRequestError(_about_the_body(body), code="invalid_json")
     rivals = {other["msg"] for other, where in zip(errors, paths, strict=True) if where == path}

@@ -13,6 +13,7 @@ import orjson
 
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.tools import CallDelta
+from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.generation import Choice, Collected, Generation, News
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.sse import DONE, event
@@ -79,6 +80,9 @@ class Format(ABC):
             return b""
         return event({**self._envelope, "object": self.part, "choices": [], **self._fingerprint, "usage": self.usage()})
 
+    def failure(self, error: ParallmError) -> bytes:
+        return event(error.body())
+
     def usage(self) -> dict[str, Any]:
         choices, prompt_tokens = self.generation.choices, self.generation.prompt_tokens
         completion_tokens = sum(choice.completion_tokens for choice in choices)
@@ -107,7 +111,7 @@ class Format(ABC):
     def _frame(self, choice: Choice) -> tuple[bytes, bytes]:
         """The bytes around a chunk's text. The mark between them needs no escaping and can't occur elsewhere."""
         mark = f"\x00{self._envelope['id']}"
-        before, after = event(self._chunk([self._skeleton(choice, mark)])).split(orjson.dumps(mark))
+        before, after = event(self._chunk([self._skeleton(choice, mark)])).split(orjson.dumps(mark), 1)
         return before, after
 
     def _whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.errors import ParallmError
 from mlx_parallm.server import answers
 from mlx_parallm.server.formats import finite
 from mlx_parallm.server.generation import Choice, Collected, Generation, News
@@ -87,6 +88,9 @@ class Form:
         self._so_far[choice.index].add(news)
         return self._frame(self._part(choice, news))
 
+    def failure(self, error: ParallmError) -> bytes:
+        return self._frame(error.body())
+
     def _frame(self, part: Any) -> bytes:
         return event(part)
 
@@ -107,8 +111,8 @@ class Form:
 class OwnForm(Form):
     def _common(self, choice: Choice) -> dict[str, Any]:
         # A model without adapters has no versions: then the number is the client's own.
-        asked, has_versions = self.body.policy_version, any(version for _, version in choice.versions)
-        version = asked if asked is not None and not has_versions else choice.policy_version
+        asked, registry = self.body.policy_version, self.served.engine.adapters
+        version = asked if asked is not None and not len(registry) else choice.policy_version
         return {"request_id": self.name, "policy_version": version, "step_id": self.body.step_id}
 
     def _part(self, choice: Choice, news: News) -> dict[str, Any]:
@@ -232,7 +236,7 @@ class SglangForm(Form):
             meta["output_token_logprobs"] = [self._triple(score.token, score.logprob) for score in result.scores]
             if self._asked.top_logprobs_num:
                 meta["output_top_logprobs"] = [[self._triple(*pair) for pair in score.top] for score in result.scores]
-        if choice.prompt_logprobs is not None:
+        if choice.prompt_logprobs is not None and self._asked.logprob_start_len >= 0:
             tokens, start = self.generation.prompts[choice.prompt], self._asked.logprob_start_len
             known = zip(tokens, choice.prompt_logprobs, strict=True)
             meta["input_token_logprobs"] = [
@@ -243,6 +247,8 @@ class SglangForm(Form):
     def _finish(self, choice: Choice) -> dict[str, Any] | None:
         if choice.finish_reason is None:
             return None
+        if choice.finish_reason == "abort":
+            return {"type": "abort", "message": "the engine was paused"}
         if choice.finish_reason == "length":
             return {"type": "length", "length": choice.completion_tokens}
         matched = choice.stop_reason if choice.stop_reason is not None else choice.stop_token

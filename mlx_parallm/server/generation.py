@@ -68,7 +68,8 @@ class Choice:
     @property
     def policy_version(self) -> int:
         """The version of the adapter that made its newest token; 0: none did."""
-        return self.versions[-1][1]
+        made = [version for first, version in self.versions if first < self.completion_tokens]
+        return made[-1] if made else self.versions[0][1]
 
     @property
     def policy_spans(self) -> list[list[int]]:
@@ -90,7 +91,8 @@ class Choice:
         self.versions = delta.versions or self.versions
         news = News(Piece(), delta.tokens)
         before = self.completion_tokens
-        if delta.logprobs is not None or (self._parser is not None and len(delta.tokens) > 1):
+        one_by_one = self._parser is not None or self._stream.has_stops
+        if delta.logprobs is not None or (one_by_one and len(delta.tokens) > 1):
             for place, token in enumerate(delta.tokens):
                 self._push([token], news, delta.logprobs[place] if delta.logprobs is not None else None)
         else:
@@ -229,7 +231,7 @@ class Generation:
     def _on_delta(self, first: int, delta: Delta) -> None:
         if self._ended:
             return
-        if delta.error is not None or delta.finish_reason in ("error", "abort"):
+        if delta.error is not None or delta.finish_reason == "error":
             self._fail(delta.error or UnavailableError("the engine has given this request up"))
             return
         choice = self.choices[first + delta.index]

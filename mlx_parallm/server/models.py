@@ -106,15 +106,18 @@ class ModelTable:
     ) -> tuple[ServedModel, Version | None]:
         """The model that a request asks for, and the adapter: by `model`, or by `lora_adapter` as name[@version].
 
-        With a `policy_version`, that version of it; a model without any adapter has no versions to choose from.
+        With a `policy_version`, that version of it, or of what was published last; a model without any adapter has no
+        versions to choose from.
         """
         served = self.find(model)
         version = self._version(served, model, lora_adapter)
-        if policy_version is None or version is None:
+        if policy_version is None:
             return served, version
-        if policy_version == 0:
+        registry = served.engine.adapters
+        name = version.name if version is not None else registry.policy_name if lora_adapter is None else None
+        if policy_version == 0 or name is None:
             return served, None
-        return served, served.engine.adapters.find(version.name, policy_version)
+        return served, registry.find(name, policy_version)
 
     def _version(self, served: ServedModel, model: str, lora_adapter: str | None) -> Version | None:
         registry = served.engine.adapters
@@ -131,6 +134,10 @@ class ModelTable:
 def parse_label(label: str, param: str) -> tuple[str, int | None]:
     """name[@version]"""
     name, at, number = label.partition("@")
-    if at and not number.isdecimal():
-        raise InvalidRequestError(f"a version is a number, not {number!r}", param=param)
+    if at and not is_number(number):
+        raise InvalidRequestError(f"a version is a number, not {number[:40]!r}", param=param)
     return name, int(number) if number else None
+
+
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 19

@@ -7,6 +7,7 @@ A null field means an absent one. Fields that we don't know are ignored, as Open
 
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import (
     AliasChoices,
     BaseModel,
@@ -23,6 +24,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_TOOLS = 128
 MAX_PROMPTS = 1024
+MAX_METADATA = 65_536  # bytes
 INT64 = 2**63 - 1
 
 
@@ -141,6 +143,17 @@ class PolicyBody(Body):
     follow_policy: bool | None = Field(
         None, description="Go on with a newer version of the adapter from the step after it is published"
     )
+
+    @field_validator("metadata")
+    @classmethod
+    def _can_come_back(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            size = len(orjson.dumps({"in": {"the": {"answer": [value]}}}))
+        except (TypeError, ValueError):
+            raise PydanticCustomError("metadata", "It is nested too deeply") from None
+        if size > MAX_METADATA:
+            raise PydanticCustomError("metadata", f"At most {MAX_METADATA} bytes are taken")
+        return value
 
     @property
     def of_a_trainer(self) -> bool:

@@ -178,6 +178,7 @@ class SglangBody(Body):
                 "prompt": self.text if self.text is not None else self.input_ids,
                 "lora_adapter": self.lora_path,
                 "max_tokens": params.max_new_tokens,
+                "echo": params.max_new_tokens == 0,  # only the prompt is to be scored
                 "min_tokens": params.min_new_tokens,
                 "stop": list(params.stop),
                 "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},

@@ -35,6 +35,7 @@ class StreamFormat(Protocol):
     def opening(self) -> bytes: ...
     def chunk(self, choice: Choice, news: News) -> bytes: ...
     def closing(self) -> bytes: ...
+    def failure(self, error: ParallmError) -> bytes: ...
 
 
 class EventStream(Response):
@@ -87,7 +88,7 @@ class EventStream(Response):
     def _take(self) -> tuple[bytes, bool]:
         """All that waits to be sent, and whether more will come."""
         if self._ended:
-            self._pending.append(self._form.closing() if self._error is None else event(self._error.body()))
+            self._pending.append(self._form.closing() if self._error is None else self._form.failure(self._error))
             self._pending.append(self._form.ending)
         data = b"".join(self._pending)
         self._pending.clear()

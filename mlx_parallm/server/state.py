@@ -1,9 +1,13 @@
 """What the server is doing as a whole, and the way from the engine thread to the event loop."""
 
 import asyncio
+import logging
 from dataclasses import dataclass
 
+from mlx_parallm.errors import ParallmError
 from mlx_parallm.types import Delta, Request
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -27,4 +31,16 @@ class Dispatcher:
 
 def _deliver(news: list[tuple[Request, Delta]]) -> None:
     for request, delta in news:
-        request.on_delta(delta)
+        try:
+            request.on_delta(delta)
+        except Exception:  # whatever is wrong with one, the others must hear theirs
+            log.exception("%s can't be told its news", request.id)
+            _give_up(request, delta)
+
+
+def _give_up(request: Request, delta: Delta) -> None:
+    error = ParallmError("the server has failed at this request; its log says why")
+    try:
+        request.on_delta(Delta(request.id, delta.index, finish_reason="error", error=error))
+    except Exception:
+        log.exception("nor that it has failed")

@@ -161,6 +161,9 @@ def test_what_is_refused_changes_nothing(
     for path, body, status, param in (
         ("/load_adapter", {"name": "x", "path": str(broken)}, 400, None),
         ("/load_adapter", {"name": "x", "path": str(tmp_path)}, 400, "lora_path"),
+        ("/load_adapter", {"name": "x", "path": "~nobody-of-that-name/x"}, 400, "path"),
+        ("/load_adapter", {"name": "x", "path": "x" * 300}, 400, "path"),
+        ("/load_adapter", {"name": "x", "path": "\0"}, 400, "lora_path"),
         ("/load_adapter", {"name": "../x", "path": good}, 400, "name"),
         ("/load_adapter", {"name": "tiny-llama", "path": good}, 400, "name"),
         ("/load_adapter", {"name": "default", "path": good}, 400, "name"),

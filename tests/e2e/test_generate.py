@@ -181,6 +181,13 @@ def test_sglangs_shape(client: httpx.Client, bare: dict[str | None, Bare]) -> No
     assert [len(chunk["text"]) for chunk in chunks] == sorted(len(chunk["text"]) for chunk in chunks)
 
 
+def deep(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -193,6 +200,9 @@ def test_sglangs_shape(client: httpx.Client, bare: dict[str | None, Bare]) -> No
         ({"prompt": "a", "logprobs": "yes"}, "logprobs"),
         ({"prompt": "a", "logprobs_mode": "cooked"}, "logprobs_mode"),
         ({"prompt": "a", "policy_version": -1}, "policy_version"),
+        ({"prompt": "a", "metadata": deep(300)}, "metadata"),
+        ({"prompt": "a", "metadata": {"a": "x" * 70_000}}, "metadata"),
+        ({"prompt": "a", "lora_adapter": "p@" + "9" * 5000}, "lora_adapter"),
         ({"prompt": "a", "max_tokens": 10**9}, "max_tokens"),
         ({"prompt": {"prompt_token_ids": []}}, "prompt"),
         ({"prompt": {"prompt_token_ids": [10**9]}}, "prompt.0"),
@@ -226,6 +236,10 @@ def test_versions_are_named_asked_for_and_followed(
     older = generate(client, ignore_eos=True, lora_adapter=policy, policy_version=1)
     assert (older["completion_ids"], older["policy_version"]) == (few, 1)
     assert generate(client, lora_adapter=policy, policy_version=0)["policy_version"] == 0
+    unnamed = generate(client, ignore_eos=True, policy_version=1)  # of what was published last
+    assert (unnamed["completion_ids"], unnamed["policy_version"]) == (few, 1)
+    plain = generate(client, lora_adapter="base", policy_version=1)
+    assert (plain["policy_version"], plain["policy_spans"][0][2]) == (0, 0)
     gone = client.post("/generate", json={"prompt": PROMPT, "lora_adapter": policy, "policy_version": 9})
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
     sglang = {"input_ids": PROMPT, "lora_path": policy, "sampling_params": {"max_new_tokens": 10, "temperature": 0}}
@@ -307,8 +321,11 @@ def test_shares_of_the_models_own_name(client: httpx.Client, bare: dict[str | No
         ({"split": {"v1": -1, "v2": 2}}, 400),
         ({"split": {}}, 400),
         ({"split": {"v1": 1}, "version": "p"}, 400),
+        ({"version": "v" + "9" * 5000}, 404),
     ):
-        assert client.post("/model/switch-lora", json=body).status_code == status, body
+        refused = client.post("/model/switch-lora", json=body)
+        assert refused.status_code == status, body
+        assert "JSON object" not in refused.json()["error"]["message"], body
     info = client.get("/server_info").json()
     answers.ServerInfo.model_validate(info)
     assert info["models"][0]["serves"] == {"p@1": 0.7, "p@2": 0.3}
@@ -341,3 +358,37 @@ def test_an_upload_to_a_name_in_use_is_refused(client: httpx.Client, policy: str
     for path, pinned in (("pin", True), ("unpin", False)):
         assert client.post(f"/v1/adapters/{path}", json={"name": policy, "version": 1}).status_code == 200
         assert client.get("/v1/adapters").json()["data"][0]["pinned"] is pinned
+
+
+def test_a_pause_that_aborts_gives_what_there_is(client: httpx.Client) -> None:
+    long = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+    with ThreadPoolExecutor(3) as pool:
+        bodies = [
+            long | {"step_id": 1},
+            long | {"n": 1},
+            {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}},
+        ]
+        asked = [pool.submit(client.post, "/generate", json=body) for body in bodies]
+        while client.get("/debug/metrics").json()["running"] < 3:
+            continue
+        assert client.post("/pause", params={"mode": "abort"}).status_code == 200
+        own, vllm, sglang = (one.result().json() for one in asked)
+    client.post("/resume")
+    assert own["finish_reason"] == "abort"
+    assert 0 < len(own["completion_ids"]) == len(own["logprobs"]) < 1900
+    assert vllm["finish_reasons"] == ["abort"]
+    assert sglang["meta_info"]["finish_reason"]["type"] == "abort"
+    assert generate(client)["finish_reason"] in ("stop", "length")
+
+
+def test_a_prompt_is_only_scored(client: httpx.Client, bare: dict[str | None, Bare]) -> None:
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    found = client.post("/generate", json=body).json()
+    assert found["output_ids"] == []
+    scores = [one for one, _, _ in found["meta_info"]["input_token_logprobs"][1:]]
+    assert scores == pytest.approx(scored(bare[None], PROMPT[:1], PROMPT[1:]), abs=1e-4)

@@ -1,6 +1,8 @@
 """Versions of an adapter on every token: rows that keep theirs, rows that follow, shares, pins, and many adapters."""
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +14,9 @@ from mlx_parallm.adapters.files import read_folder
 from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.registry import KEPT_VERSIONS, Route
 from mlx_parallm.adapters.weights import Adapter, AdapterError, Part
+from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.types import SamplingParams
 from tests.engine.harness import Answer, Bare, Driver, driver
 from tests.engine.test_parity import GPU
 from tests.tiny import tiny
@@ -223,6 +227,75 @@ def test_the_token_that_ends_a_row_has_its_logprob(running: Driver) -> None:
     assert answer.last.stop_token == tokens[4]
     assert answer.last.stop_logprob is not None
     assert answer.last.stop_logprob.logprob == pytest.approx(logprobs[tokens.index(tokens[4])], abs=1e-4)
+
+
+def test_followers_that_lose_their_place(adapters: dict[str, Adapter]) -> None:
+    """With memory for some of the rows: all end, each token has one version, and they come in order."""
+    prompts = [[10 + n, *PROMPT, *PROMPT[: 2 * n]] for n in range(12)]
+    options = {"max_tokens": 330, "ignore_eos": True, "adapter": "p", "follow": True}
+    with driver("llama", max_batch_size=12, block_size=8, max_loras=2) as running:
+        running.engine.policies.publish("p", adapters["few"], "")
+        running.ask(PROMPT, **options)
+        per_token = running.engine._runner.cache.bytes_per_token  # type: ignore[attr-defined]
+    for tuning in (None, GPU):
+        limit = 6 * 256 * per_token
+        with driver("llama", tuning=tuning, max_batch_size=12, block_size=8, kv_cache_memory=limit) as running:
+            engine = running.engine
+            engine.policies.publish("p", adapters["few"], "")
+            pending = [running.submit(prompt, **options)[1] for prompt in prompts]
+            for kind in ("all", "few", "all"):
+                enough = 300 * engine.adapters.find("p").number
+                while engine.metrics.generated_tokens < enough and engine.failure is None:
+                    time.sleep(0.01)
+                engine.policies.publish("p", adapters[kind], "")
+            for one in pending:
+                answer = one.wait()[0]
+                assert len(answer.tokens) == 330
+                firsts, versions = zip(*spans(answer), strict=True)
+                assert list(firsts) == sorted(set(firsts))
+                assert list(versions) == sorted(set(versions))
+                assert firsts[0] == 0
+            assert engine.metrics.preemptions > 0
+            running.settle()
+
+
+def test_a_row_forgets_what_it_asked_for() -> None:
+    class Version:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    first, second, third = Version(1), Version(2), Version(3)
+    row = Row([1], SamplingParams(), 0, 0, 50, frozenset())
+    row.take_adapter(first)
+    row.tokens, row.launched = [0] * 5, 7
+    row.take_adapter(second)
+    assert row.policies == [(0, first), (7, second)]
+    row.rewind()
+    assert row.policies == [(0, first), (5, second)]
+    row.take_adapter(third)
+    assert row.policies == [(0, first), (5, third)]
+    row.launched = 9
+    row.rewind()
+    assert row.policies == [(0, first), (5, third)]
+
+
+def test_a_follower_that_moves_while_the_ssd_is_read(adapters: dict[str, Adapter], tmp_path: Path) -> None:
+    prompt = [number % 200 + 20 for number in range(600)]
+    settings = {"block_size": 8, "ssd": True, "ssd_cache_dir": str(tmp_path)}
+    for number in range(4):
+        with driver("llama", **settings) as running:
+            engine = running.engine
+            engine.policies.publish("p", adapters["few"], "")
+            if number:
+                assert engine.pause("keep", 10)
+            pending = running.submit(prompt, max_tokens=3, ignore_eos=True, adapter="p", follow=True)[1]
+            if number:
+                engine.policies.publish("p", adapters["all"], "")
+                engine.resume()
+            answer = pending.wait()[0]
+            assert engine.failure is None
+            assert spans(answer)[-1][1] == (2 if number else 1)
+            running.settle()
 
 
 def random_adapter(targets: Layout, seed: int) -> Adapter:

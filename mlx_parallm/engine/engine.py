@@ -46,6 +46,7 @@ DEADLINE_CHECK_SECONDS = 0.1
 MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shapes change too often to keep all
 SPARE_SECONDS = 2.0  # for which an idle engine keeps it: fresh memory costs more than it seems
 FLUSH_SECONDS = 30.0
+SLOW_STEP_SECONDS = 1.0  # worth a line in the log
 RATE_SAMPLE_TOKENS = 64  # shorter pieces of prompt say little of how fast prompts are computed
 
 
@@ -474,6 +475,7 @@ class Engine:
 
     def _advance(self, step: Step) -> None:
         """Takes note of a step just started, and reads those that are far enough behind it."""
+        step.started_at = time.perf_counter()
         if step.kind == "prefill":
             for _, row, _ in step.rows:
                 self._admissions += 1
@@ -489,6 +491,11 @@ class Engine:
         tokens = self._runner.read(step)
         now = time.perf_counter()
         self._count(step, now - max(step.launched_at, self._read_at))
+        if now - step.launched_at > SLOW_STEP_SECONDS:
+            begun = step.started_at - step.launched_at
+            log.debug(
+                "a %s of %d took %.1f s, %.1f of them to start", step.kind, step.count, now - step.launched_at, begun
+            )
         self._read_at = now
         for item in tokens:
             row = item.row

@@ -49,6 +49,7 @@ class Step:
     fence: list[mx.array] = field(default_factory=list)  # what to wait for when nothing was sampled
     prompt_scores: list[tuple[list[TokenLogprob | None], list[int], Scores]] = field(default_factory=list)
     launched_at: float = field(default_factory=time.perf_counter)
+    started_at: float = 0.0  # when the host had handed all of it to the device
 
 
 class Runner:

@@ -1,0 +1,116 @@
+"""The tree that learns: the same arrays as the one that serves, the same numbers, and gradients that are right."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.training.objectives import Objective, chosen_logprobs, losses
+from mlx_parallm.training.tree import LearningTree, LoRAConfig, shared_tree
+from tests.engine.harness import as_served, driver_of
+from tests.tiny import KINDS, tiny
+
+PROMPT = list(range(20, 60))
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_tree_has_the_arrays_that_serve(kind: str) -> None:
+    model = as_served(kind)
+    tree = shared_tree(model)
+    served = dict(tree_flatten(model.module.parameters()))
+    own = dict(tree_flatten(tree.parameters()))
+    assert served.keys() == own.keys()
+    assert all(own[name] is array for name, array in served.items())
+    assert not tree_flatten(tree.trainable_parameters())
+    tokens = mx.array([PROMPT])
+    assert mx.allclose(tree(tokens), tiny(kind).module(tokens), atol=1e-4)
+
+
+def test_a_quantised_model_is_shared_too() -> None:
+    model = tiny()
+    nn.quantize(model.module, group_size=32, bits=4, class_predicate=lambda _, layer: isinstance(layer, nn.Linear))
+    tree = shared_tree(model)
+    served = dict(tree_flatten(model.module.parameters()))
+    assert all(array is served[name] for name, array in tree_flatten(tree.parameters()))
+    assert mx.allclose(tree(mx.array([PROMPT])), model.module(mx.array([PROMPT])), atol=1e-4)
+    learning = LearningTree(model, LoRAConfig(rank=4, target_modules=ALL))
+    assert learning.parameters()
+
+
+def random_parameters(tree: LearningTree, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    tree.set_parameters(
+        {
+            name: array
+            if name.endswith(".m")
+            else mx.array(0.2 * random.standard_normal(array.shape).astype(np.float32))
+            for name, array in tree.parameters().items()
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "lora", [LoRAConfig(rank=4, alpha=8), LoRAConfig(rank=8, target_modules=ALL), LoRAConfig(rank=4, dora=True)]
+)
+def test_rollouts_and_the_tree_give_the_same_logprobs(lora: LoRAConfig) -> None:
+    """Before and after each of two publishes, from cached prompts too."""
+    models: list[LanguageModel] = []
+
+    def load() -> LanguageModel:
+        models.append(as_served("llama"))
+        return models[0]
+
+    with driver_of(load, block_size=8) as running:
+        tree = LearningTree(models[0], lora)
+        for seed in (1, 2):
+            random_parameters(tree, seed)
+            running.engine.policies.publish("policy", tree.adapter(), "")
+            for _ in range(2):
+                sampling = {"max_tokens": 20, "temperature": 0.8, "seed": seed, "ignore_eos": True}
+                answer = running.ask(PROMPT, adapter="policy", logprobs=0, processed_logprobs=True, **sampling)
+                tokens = mx.array([PROMPT + answer.tokens])
+                logits = tree.module(tokens[:, :-1])[:, len(PROMPT) - 1 :]
+                found = chosen_logprobs(logits, tokens[:, len(PROMPT) :], 0.8)[0]
+                assert [scored.logprob for scored in answer.logprobs] == pytest.approx(found.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo", "rloo"])
+def test_gradients_are_those_of_finite_differences(algorithm: str) -> None:
+    tree = LearningTree(tiny(), LoRAConfig(rank=2, alpha=4))
+    random_parameters(tree, 3)
+    tokens = mx.array([PROMPT[:12], PROMPT[5:17]])
+    mask = mx.array([[0.0] * 5 + [1.0] * 6, [0.0] * 4 + [1.0] * 5 + [0.0] * 2])
+    objective = Objective(algorithm, clip_low=0.5, clip_high=0.5, beta=0.1)  # type: ignore[arg-type]
+    advantage = mx.array([0.7, -1.1])
+    with_base = chosen_logprobs(tiny().module(tokens[:, :-1]), tokens[:, 1:])
+    old = chosen_logprobs(tree.module(tokens[:, :-1]), tokens[:, 1:]) + 0.05
+
+    def loss(module: nn.Module) -> mx.array:
+        new = chosen_logprobs(module(tokens[:, :-1]), tokens[:, 1:])
+        found = losses(objective, new, old, advantage, mask, with_base)
+        return (found.policy + objective.beta * found.divergence).sum()
+
+    gradients = dict(tree_flatten(nn.value_and_grad(tree.module, loss)(tree.module)[1]))
+    assert gradients.keys() == tree.parameters().keys()
+    before = tree.parameters()
+    random = np.random.default_rng(0)
+    for name, gradient in gradients.items():
+        direction = mx.array(random.standard_normal(gradient.shape).astype(np.float32))
+        step = 2e-3
+        sides = []
+        for sign in (1, -1):
+            tree.set_parameters(before | {name: before[name] + sign * step * direction})
+            sides.append(loss(tree.module).item())
+        tree.set_parameters(before)
+        if algorithm != "cispo":  # whose ratio is held fixed, so that its loss is not what is differentiated
+            slope = (sides[0] - sides[1]) / (2 * step)
+            assert (gradient * direction).sum().item() == pytest.approx(slope, rel=0.03, abs=0.02), name
+
+
+def test_layers_that_are_not_there() -> None:
+    with pytest.raises(ModelLoadError, match="no layer called wobble"):
+        LearningTree(tiny(), LoRAConfig(target_modules=("wobble",)))

@@ -1,0 +1,144 @@
+"""Objectives against numbers worked out by hand."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.training.objectives import (
+    Algorithm,
+    Objective,
+    advantages,
+    chosen_logprobs,
+    divergence,
+    entropy,
+    group_has_signal,
+    losses,
+    token_weights,
+)
+
+REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 5.0], np.float32)
+GROUPS = np.array([0, 0, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        # Of the first group: mean 0.5, deviation of a sample sqrt(4 * 0.25 / 3) = 0.57735; the second is all the same.
+        ("grpo", [0.5 / 0.57745, -0.5 / 0.57745, -0.5 / 0.57745, 0.5 / 0.57745, 0, 0]),
+        ("dr_grpo", [0.5, -0.5, -0.5, 0.5, 0, 0]),
+        ("rloo", [1 - 1 / 3, -2 / 3, -2 / 3, 1 - 1 / 3, 0, 0]),  # the others' mean: 1/3 and 2/3
+        ("reinforce", [0.5, -0.5, -0.5, 0.5, 0, 0]),
+    ],
+)
+def test_advantages(algorithm: Algorithm, expected: list[float]) -> None:
+    assert advantages(REWARDS, GROUPS, algorithm).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_group_of_one_or_of_equals_teaches_nothing() -> None:
+    for algorithm in ("grpo", "rloo", "reinforce"):
+        assert advantages(np.array([3.0], np.float32), np.array([0]), algorithm).tolist() == [0.0]
+    assert not group_has_signal(np.array([3.0], np.float32))
+    assert not group_has_signal(np.array([3.0, 3.0], np.float32))
+    assert group_has_signal(np.array([3.0, 3.5], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("grpo", [1 / 8, 1 / 4]),  # two answers of 4 and 2 tokens: each answer counts a half
+        ("dapo", [1 / 6, 1 / 6]),
+        ("dr_grpo", [1 / 20, 1 / 20]),  # two answers that could have 10 tokens each
+    ],
+)
+def test_token_weights(algorithm: Algorithm, expected: list[float]) -> None:
+    assert token_weights(np.array([4, 2]), algorithm, 10).tolist() == pytest.approx(expected)
+
+
+# Ratio, advantage, and by hand: the loss, its derivative by the new log-probability, whether the clip (0.2, 0.28) bit.
+TABLE = [
+    (1.0, 1.0, -1.0, -1.0, 0),
+    (1.1, 1.0, -1.1, -1.1, 0),
+    (1.5, 1.0, -1.28, 0.0, 1),  # good, and already likelier than allowed: nothing more to gain
+    (0.5, 1.0, -0.5, -0.5, 0),  # good, and less likely: all of it counts
+    (1.0, -1.0, 1.0, 1.0, 0),
+    (0.9, -1.0, 0.9, 0.9, 0),
+    (0.5, -1.0, 0.8, 0.0, 1),  # bad, and less likely already
+    (1.5, -1.0, 1.5, 1.5, 0),  # bad, and likelier: the pessimistic side has no bound
+    (3.0, -2.0, 6.0, 6.0, 0),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "slope", "clipped"), TABLE)
+def test_the_pessimistic_clip(ratio: float, advantage: float, loss: float, slope: float, clipped: int) -> None:
+    objective = Objective("dapo", clip_low=0.2, clip_high=0.28)
+    old, mask = mx.array([[-1.0]]), mx.array([[1.0]])
+
+    def of(new: mx.array) -> mx.array:
+        return losses(objective, new, old, mx.array([advantage]), mask).policy.sum()
+
+    new = old + math.log(ratio)
+    found, gradient = mx.value_and_grad(of)(new)
+    assert found.item() == pytest.approx(loss, abs=1e-5)
+    assert gradient.item() == pytest.approx(slope, abs=1e-5)
+    assert losses(objective, new, old, mx.array([advantage]), mask).clipped.item() == clipped
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    objective = Objective("cispo", clip_low=0.2, clip_high=0.28)
+    old, mask = mx.array([[-1.0, -1.0]]), mx.array([[1.0, 1.0]])
+
+    def of(new: mx.array) -> mx.array:
+        return losses(objective, new, old, mx.array([2.0]), mask).policy.sum()
+
+    gradient = mx.grad(of)(old + mx.log(mx.array([[3.0, 0.5]])))
+    assert gradient.tolist()[0] == pytest.approx([-1.28 * 2, -0.8 * 2], abs=1e-5)
+
+
+def test_gspo_has_one_ratio_for_an_answer() -> None:
+    objective = Objective("gspo", clip_low=0.2, clip_high=0.2)
+    old = mx.array([[-1.0, -2.0, -3.0]])
+    mask = mx.array([[1.0, 1.0, 0.0]])  # the last is padding
+    new = old + mx.log(mx.array([[1.44, 1.0, 9.0]]))  # the geometric mean of the first two is 1.2
+    found = losses(objective, new, old, mx.array([-1.0]), mask)
+    assert found.policy.tolist()[0] == pytest.approx([1.2, 1.2, 0.0], abs=1e-5)
+
+
+def test_rloo_is_the_policy_gradient() -> None:
+    """At the policy that sampled, the gradient by a token's log-probability is minus its advantage."""
+    old, mask = mx.array([[-1.0, -2.0]]), mx.array([[1.0, 0.0]])
+
+    def of(new: mx.array) -> mx.array:
+        return losses(Objective("rloo"), new, old, mx.array([0.7]), mask).policy.sum()
+
+    assert mx.grad(of)(old).tolist()[0] == pytest.approx([-0.7, 0.0])
+
+
+def test_what_is_too_far_from_the_sampler_is_left_out() -> None:
+    old = mx.zeros((3, 2))
+    new = mx.log(mx.array([[1.0, 1.0], [1.0, 5.0], [2.5, 2.5]]))
+    mask, advantage = mx.ones((3, 2)), mx.ones((3,))
+    tokens = losses(Objective("grpo", token_limit=3.0), new, old, advantage, mask).kept
+    assert tokens.tolist() == [[1, 1], [1, 0], [1, 1]]
+    answers = losses(Objective("grpo", answer_limit=2.3), new, old, advantage, mask).kept
+    assert answers.tolist() == [[1, 1], [1, 1], [0, 0]]  # mean ratios 1, sqrt(5) = 2.236 and 2.5
+
+
+def test_divergence_and_logprobs() -> None:
+    found = divergence(mx.array([-1.0, -1.0]), mx.array([-1.0, -2.0]))
+    assert found.tolist() == pytest.approx([0.0, math.exp(-1) + 1 - 1], abs=1e-6)
+    logits = mx.log(mx.array([[[0.5, 0.25, 0.25]]]))
+    assert chosen_logprobs(logits, mx.array([[1]])).item() == pytest.approx(math.log(0.25), abs=1e-6)
+    at_half = chosen_logprobs(logits, mx.array([[0]]), 0.5)  # probabilities squared: 4/6, 1/6, 1/6
+    assert at_half.item() == pytest.approx(math.log(4 / 6), abs=1e-6)
+    assert entropy(logits).item() == pytest.approx(1.5 * math.log(2), abs=1e-6)
+    reference = losses(
+        Objective("grpo", beta=0.1),
+        mx.array([[-1.0, -1.0]]),
+        mx.array([[-1.0, -1.0]]),
+        mx.array([0.0]),
+        mx.array([[1.0, 0.0]]),
+        mx.array([[-2.0, -5.0]]),
+    )
+    assert reference.divergence.tolist()[0] == pytest.approx([math.exp(-1), 0.0], abs=1e-6)

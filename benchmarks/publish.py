@@ -6,7 +6,7 @@
 Clients sample from the adapter without a pause. After a while without, `--publishes` new versions come at even
 intervals, and then none again. Said: the engine thread's time for each (published, copied to the device, put beside the
 others in use), the tokens' pace with and without, and requests that failed. Afterwards every answer is computed again
-by mlx-lm's model with the weights of the version that it names; exit code 1 where its log-probabilities differ.
+by mlx-lm's layers with the weights of the version that it names; exit code 1 where its log-probabilities differ.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 import numpy as np
 import servers
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +34,7 @@ from mlx_parallm.client import InferenceClient, Sample
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.loader import load
+from mlx_parallm.training.tree import shared_tree
 from mlx_parallm.words import WORDS
 
 NAME = "policy"
@@ -62,8 +64,10 @@ class Versions:
     def __init__(self, module: nn.Module, rank: int) -> None:
         self._targets = {p: t for p, t in Layout(module).targets.items() if p.rsplit(".", 1)[-1] in TARGETS}
         self._rank = rank
-        self._layers = {path: layer for path, layer in module.named_modules() if path in self._targets}
-        self._base = {path: layer.weight for path, layer in self._layers.items()}
+        keys = {path.split(".", 3)[-1] for path in self._targets}  # within a block
+        linear_to_lora_layers(module, len(module.layers), {"rank": rank, "scale": SCALE, "dropout": 0.0, "keys": keys})
+        self._module = module
+        self._dtype = module.layers[0].self_attn.q_proj.linear.weight.dtype
 
     def weights(self, number: int) -> dict[str, "np.ndarray[Any, Any]"]:
         draw = np.random.default_rng(number).standard_normal
@@ -73,14 +77,11 @@ class Versions:
             found[f"{path}.lora_b"] = draw((self._rank, target.lines), np.float32) * 0.02
         return found
 
-    def merge(self, number: int) -> None:
+    def use(self, number: int) -> None:
         """Makes the module the model with that version; as the server does, in the model's own precision."""
         weights = self.weights(number)
-        for path, layer in self._layers.items():
-            base = self._base[path]
-            a, b = (mx.array(weights[f"{path}.lora_{side}"]).astype(base.dtype) for side in "ab")
-            layer.weight = (base.astype(mx.float32) + SCALE * (a @ b).T.astype(mx.float32)).astype(base.dtype)
-        mx.eval([layer.weight for layer in self._layers.values()])
+        self._module.load_weights([(k, mx.array(v).astype(self._dtype)) for k, v in weights.items()], strict=False)
+        mx.eval(self._module.parameters())
 
 
 @dataclass
@@ -164,10 +165,10 @@ def recompute(module: nn.Module, versions: Versions, samples: list[Sample]) -> t
     for sample in samples:
         by_version[sample.policy_version].append(sample)
     for number, some in sorted(by_version.items()):
-        for merged, differences in ((number, right), (number - 1, wrong)):
-            if merged < 1 or (merged != number and len(wrong) > 500):
+        for used, differences in ((number, right), (number - 1, wrong)):
+            if used < 1 or (used != number and len(wrong) > 500):
                 continue
-            versions.merge(merged)
+            versions.use(used)
             for sample in some:
                 assert sample.logprobs is not None
                 tokens = mx.array([sample.prompt_ids + sample.completion_ids])
@@ -182,7 +183,8 @@ def main() -> int:
     args = parse_args()
     console = Console()
     model = load(args.model, name="model")
-    versions = Versions(model.module, args.rank)
+    module = shared_tree(model)  # of mlx-lm's own classes
+    versions = Versions(module, args.rank)
     with servers.running(servers.ours(args.model, ["--max-loras", "16"])) as server:
         seen, costs = asyncio.run(drive(server.url, versions, args, console))
     table = Table("engine thread, per event", "ms")
@@ -196,8 +198,8 @@ def main() -> int:
         f"{busy / quiet:.3f}×"
     )
     some = list(itertools.islice(random.Random(0).sample(seen.samples, len(seen.samples)), args.recompute))
-    right, wrong = recompute(model.module, versions, some)
-    exact = model.module.parameters()["model"]["embed_tokens"]["weight"].dtype == mx.float32
+    right, wrong = recompute(module, versions, some)
+    exact = model.precision == "float32"
     bound = args.bound or (1e-4 if exact else 0.25)
     console.print(
         f"{len(some)} answers computed again ({device_kind()}): |Δ logprob| mean {statistics.mean(right):.2e}, largest "

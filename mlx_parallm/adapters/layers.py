@@ -110,16 +110,20 @@ class Seat:
         choice, add = self.selection.choice, self.selection.add
         if add is None:
             return None
+        if self.bundle is None:
+            alone = add(x, [(y, self.group, self.number)], choice)
+            return None if alone is None else alone[0]
         others = [
             (seat, base)
-            for seat, base in (self.bundle.members if self.bundle is not None else ())
+            for seat, base in self.bundle.members
             if seat is not self and choice.has(seat.group) and choice.plain(seat.group)
         ]
         outputs = [(self, y), *((seat, base(x)) for seat, base in others)]
         added = add(x, [(output, seat.group, seat.number) for seat, output in outputs], choice)
-        if added is not None and self.bundle is not None:
-            self.bundle.leave(x, choice, {seat: output for (seat, _), output in zip(others, added[1:], strict=True)})
-        return None if added is None else added[0]
+        if added is None:
+            return None
+        self.bundle.leave(x, choice, {seat: output for (seat, _), output in zip(others, added[1:], strict=True)})
+        return added[0]
 
     def looked_up(self, tokens: mx.array, y: mx.array) -> mx.array:
         """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""

@@ -225,12 +225,15 @@ class Apart:
         order = [number for numbers in self._members.values() for number in numbers]
         self._back = mx.array(np.argsort(order))
         self._parties: dict[int, Any] = {}
+        parts = [part for member in self._members if member is not None for part in member.groups.items()]
+        self._groups = {group for group, _ in parts}
+        self._scaled = {group for group, arrays in parts if arrays[2] is not None}
 
     def has(self, group: int) -> bool:
-        return any(member is not None and group in member.groups for member in self._members)
+        return group in self._groups
 
     def plain(self, group: int) -> bool:
-        return all(part[2] is None for part in self._parts(group).values() if part is not None)
+        return group not in self._scaled
 
     def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
         def adapted(part: Arrays, x: mx.array, y: mx.array) -> mx.array:

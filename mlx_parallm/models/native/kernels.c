@@ -213,6 +213,27 @@ static void mix(const float *weights, const float *values, int64_t stride, int64
         for (int64_t n = 0; n < size; n++) out[d] += weights[n] * values[n * stride + d];
 }
 
+enum { WIDE = 16 }; /* columns at a time */
+
+/* The same of WIDE columns for four rows at once, whose weights lie side by side: (size, 4). */
+static inline void mix_four(const float *weights, const float *values, int64_t stride, int64_t size, float *const *out) {
+    vec sums[4][4];
+    for (int i = 0; i < 4; i++) memcpy(sums[i], out[i], sizeof sums[i]);
+    for (int64_t n = 0; n < size; n++) {
+        const float *value = values + n * stride, *weight = weights + 4 * n;
+        __builtin_prefetch(value + 2 * WIDE); /* lines are far apart: no prefetcher follows so many */
+        const vec v0 = at(value), v1 = at(value + 4), v2 = at(value + 8), v3 = at(value + 12);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            sums[i][0] += weight[i] * v0;
+            sums[i][1] += weight[i] * v1;
+            sums[i][2] += weight[i] * v2;
+            sums[i][3] += weight[i] * v3;
+        }
+    }
+    for (int i = 0; i < 4; i++) memcpy(out[i], sums[i], sizeof sums[i]);
+}
+
 struct attention {
     const float *q, *k, *v;
     const uint8_t *mask;
@@ -468,43 +489,63 @@ static void sixteen_dots(const float *const *x, const float *lines, int64_t size
 }
 
 struct added {
-    const float *x, *y;
+    const float *x;
+    float *y;
     const int64_t *parties;
-    float *out;
     int64_t N, K, number;
 };
 
-/* Rows that use the same lines, four at a time. */
+/* Parties that use the same lines: what is read of those serves all of them while it is near. */
+static int add_run(const struct added *p, const int64_t *parties, int64_t count) {
+    const int64_t rank = parties[2], N = p->N, K = p->K, *last = parties + 7 * (count - 1) + 3;
+    const int64_t whole = last[3] < 0 ? count - 1 : count; /* parties of four */
+    const float *a = (const float *)(intptr_t)parties[0] + p->number * rank * K;
+    const float *b = (const float *)(intptr_t)parties[1] + p->number * rank * N;
+    float *z = malloc(sizeof(float) * rank * (4 * count + 1)), *own = z + 4 * rank * count;
+    if (!z) return 1;
+    for (int64_t r = 0; r < rank; r += 4)
+        for (int64_t k = 0; k < count; k++) {
+            const int64_t *rows = parties + 7 * k + 3;
+            const float *x[4];
+            float sums[4][4];
+            for (int i = 0; i < 4; i++) x[i] = p->x + (rows[i] < 0 ? rows[0] : rows[i]) * K;
+            sixteen_dots(x, a + r * K, K, sums);
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 4; j++) z[4 * (rank * k + r + j) + i] = sums[i][j];
+        }
+    int64_t d = 0;
+    for (; d + WIDE <= N; d += WIDE)
+        for (int64_t k = 0; k < whole; k++) {
+            float *out[4];
+            for (int i = 0; i < 4; i++) out[i] = p->y + parties[7 * k + 3 + i] * N + d;
+            mix_four(z + 4 * rank * k, b + d, N, rank, out);
+        }
+    for (int64_t k = 0; k < count; k++)
+        for (int i = 0; i < 4 && parties[7 * k + 3 + i] >= 0; i++) {
+            const int64_t from = k < whole ? d : 0;
+            for (int64_t r = 0; r < rank; r++) own[r] = z[4 * (rank * k + r) + i];
+            mix(own, b + from, N, rank, N - from, p->y + parties[7 * k + 3 + i] * N + from);
+        }
+    free(z);
+    return 0;
+}
+
 static int add_some(const void *context, int64_t first, int64_t end) {
     const struct added *p = context;
-    for (const int64_t *party = p->parties + 7 * first; party < p->parties + 7 * end; party += 7) {
-        const int64_t rank = party[2], *rows = party + 3;
-        const float *a = (const float *)(intptr_t)party[0] + p->number * rank * p->K;
-        const float *b = (const float *)(intptr_t)party[1] + p->number * rank * p->N;
-        const float *x[4];
-        float *z = calloc(rank ? 4 * rank : 1, sizeof(float));
-        if (!z) return 1;
-        for (int i = 0; i < 4; i++) x[i] = p->x + (rows[i] < 0 ? rows[0] : rows[i]) * p->K;
-        for (int64_t r = 0; r < rank; r += 4) {
-            float sums[4][4];
-            sixteen_dots(x, a + r * p->K, p->K, sums);
-            for (int i = 0; i < 4; i++) memcpy(z + i * rank + r, sums[i], sizeof sums[i]);
-        }
-        for (int i = 0; i < 4 && rows[i] >= 0; i++) {
-            float *out = p->out + rows[i] * p->N;
-            memcpy(out, p->y + rows[i] * p->N, sizeof(float) * p->N);
-            mix(z + i * rank, b, p->N, rank, p->N, out);
-        }
-        free(z);
+    while (first < end) {
+        const int64_t *parties = p->parties + 7 * first;
+        int64_t count = 1;
+        while (first + count < end && parties[7 * count] == parties[0]) count++;
+        if (parties[2] && add_run(p, parties, count)) return 1;
+        first += count;
     }
     return 0;
 }
 
-/* out (M, N) = y + (x (M, K) · aᵀ) · b, with each row's own a (rank, K) and b (rank, N). `parties` (count, 7) says where
- * the first layer's lie, of which this is the number-th after, their rank, a multiple of four, and which rows use them:
- * up to four, then -1. */
-int add_low_rank(const float *x, const float *y, const int64_t *parties, float *out, int64_t count, int64_t N, int64_t K,
-                 int64_t number) {
-    const struct added p = {x, y, parties, out, N, K, number};
+/* y (M, N) += (x (M, K) · aᵀ) · b, with each row's own a (rank, K) and b (rank, N). `parties` (count, 7) says where the
+ * first layer's lie, of which this is the number-th after, their rank, a multiple of four, and which rows use them: up
+ * to four, then -1. */
+int add_low_rank(const float *x, float *y, const int64_t *parties, int64_t count, int64_t N, int64_t K, int64_t number) {
+    const struct added p = {x, y, parties, N, K, number};
     return share(add_some, &p, count, count > 1);
 }

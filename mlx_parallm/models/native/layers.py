@@ -64,21 +64,21 @@ def _add_low_rank(
 ) -> list[mx.array] | None:
     """For each layer's y (B, 1, N) + x (B, 1, K) · own lines of a (L, rank, K) · own lines of b (L, rank, N).
 
-    `choice.parties(group)` says where those lie, and which rows' own they are. None where MLX should do it.
+    `choice.parties(group)` says where those lie, and which rows' own they are. Written into each y itself, which nobody
+    else has seen. None where MLX should do it.
     """
-    if x.ndim != 3 or x.shape[1] != 1 or any(one.dtype != mx.float32 for one in (x, *(y for y, _, _ in layers))):
+    if x.ndim != 3 or x.shape[1] != 1 or x.dtype != mx.float32:
         return None
-    mx.eval(x, [y for y, _, _ in layers])
+    outputs = [np.asarray(y) for y, _, _ in layers]  # which evaluates them, and x
+    if not all(view.dtype == np.float32 and view.flags.c_contiguous and view.flags.writeable for view in outputs):
+        return None
     inputs = np.ascontiguousarray(np.asarray(x))
-    added = []
-    for y, group, number in layers:
-        outputs, parties = np.ascontiguousarray(np.asarray(y)), choice.parties(group)
-        out = np.empty(y.shape, np.float32)
-        pointers = [_at(view) for view in (inputs, outputs, parties, out)]
-        if library.add_low_rank(*pointers, len(parties), y.shape[2], x.shape[2], number):
+    for view, (_, group, number) in zip(outputs, layers, strict=True):
+        parties = choice.parties(group)
+        sizes = len(parties), view.shape[2], inputs.shape[2], number
+        if library.add_low_rank(_at(inputs), _at(view), _at(parties), *sizes):
             raise MemoryError
-        added.append(mx.array(out))
-    return added
+    return [y for y, _, _ in layers]
 
 
 class Rope(nn.RoPE):

@@ -2,13 +2,15 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine, News
@@ -154,3 +156,13 @@ class Bare:
             logits = self.model.module(mx.array([[token]]), cache=cache)
         assert max(moved) < 1e-3, "the model is no measure"
         return max(moved)
+
+
+def bare_with(adapters: Mapping[str, Path]) -> dict[str | None, Bare]:
+    """The tiny Llama without an adapter, and with each of these folders', as mlx-lm loads them."""
+    found: dict[str | None, Bare] = {None: Bare(tiny())}
+    for name, folder in adapters.items():
+        model = tiny()
+        load_adapters(model.module, str(folder))
+        found[name] = Bare(model)
+    return found

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.adapters.files import read_folder
 from mlx_parallm.adapters.weights import AdapterError
 from mlx_parallm.errors import ModelNotFoundError
-from tests.engine.harness import Bare, Driver, driver
+from tests.engine.harness import Bare, Driver, bare_with, driver
 from tests.engine.test_parity import GPU
 from tests.tiny import tiny
 from tests.unit.test_adapters import ADAPTERS, LIMIT, written
@@ -27,12 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def bare(folders: dict[str, Path]) -> dict[str | None, Bare]:
-    found: dict[str | None, Bare] = {None: Bare(tiny())}
-    for name, folder in folders.items():
-        model = tiny()
-        load_adapters(model.module, str(folder))
-        found[name] = Bare(model)
-    return found
+    return bare_with(folders)
 
 
 @pytest.fixture(params=[None, GPU], ids=["cpu", "gpu"])

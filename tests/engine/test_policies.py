@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.adapters.files import read_folder
 from mlx_parallm.adapters.layers import Layout
@@ -17,7 +16,7 @@ from mlx_parallm.adapters.weights import Adapter, AdapterError, Part
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.types import SamplingParams
-from tests.engine.harness import Answer, Bare, Driver, driver
+from tests.engine.harness import Answer, Bare, Driver, bare_with, driver
 from tests.engine.test_parity import GPU
 from tests.tiny import tiny
 from tests.unit.test_adapters import LIMIT, written
@@ -33,14 +32,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Adapter]:
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bare]:
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Bare]:
     folder = tmp_path_factory.mktemp("bare")
-    found = {}
-    for name in KINDS:
-        model = tiny()
-        load_adapters(model.module, str(written(folder, name)))
-        found[name] = Bare(model)
-    return found
+    return bare_with({name: written(folder, name) for name in KINDS})
 
 
 @pytest.fixture(params=[None, GPU], ids=["cpu", "gpu"])
@@ -69,7 +63,7 @@ def recomputed(kinds: list[tuple[int, Bare]], prompt: list[int], tokens: list[in
 
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:9]])
 def test_a_row_that_follows_moves_on_and_says_where(
-    running: Driver, adapters: dict[str, Adapter], bare: dict[str, Bare], prompt: list[int]
+    running: Driver, adapters: dict[str, Adapter], bare: dict[str | None, Bare], prompt: list[int]
 ) -> None:
     engine = running.engine
     engine.policies.publish("p", adapters["few"], "")
@@ -123,7 +117,7 @@ def test_followers_wait_for_a_place(running: Driver, adapters: dict[str, Adapter
     second.wait()
 
 
-def test_a_row_that_waits_begins_with_the_newest(adapters: dict[str, Adapter], bare: dict[str, Bare]) -> None:
+def test_a_row_that_waits_begins_with_the_newest(adapters: dict[str, Adapter], bare: dict[str | None, Bare]) -> None:
     with driver("llama", max_batch_size=1, block_size=8) as running:
         engine = running.engine
         engine.policies.publish("p", adapters["few"], "")
@@ -163,7 +157,7 @@ def test_shares_of_the_models_own_name(running: Driver, adapters: dict[str, Adap
     assert registry.policy_version == 0
 
 
-def test_pinned_versions_stay(running: Driver, adapters: dict[str, Adapter], bare: dict[str, Bare]) -> None:
+def test_pinned_versions_stay(running: Driver, adapters: dict[str, Adapter], bare: dict[str | None, Bare]) -> None:
     engine = running.engine
     engine.policies.publish("p", adapters["all"], "")
     engine.policies.pin("p", 1, True)

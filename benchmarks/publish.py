@@ -93,6 +93,7 @@ class Load:
     failed: list[str] = field(default_factory=list)
     publishing: bool = False
     over: bool = False
+    warm: asyncio.Event = field(default_factory=asyncio.Event)  # as many answers as clients have come
 
 
 async def ask(client: InferenceClient, load: Load, args: argparse.Namespace, number: int) -> None:
@@ -113,6 +114,8 @@ async def ask(client: InferenceClient, load: Load, args: argparse.Namespace, num
             load.failed.append(error.message)
             continue
         load.samples.append(sample)
+        if len(load.samples) >= args.clients:
+            load.warm.set()
         if publishing == load.publishing:
             load.paces[publishing].append((time.perf_counter() - begun) / len(sample.completion_ids))
 
@@ -124,6 +127,8 @@ async def drive(
     async with InferenceClient(url) as client:
         await client.upload_adapter(NAME, versions.weights(1), {"lora_parameters": {"scale": SCALE, "rank": args.rank}})
         tasks = [asyncio.create_task(ask(client, load, args, number)) for number in range(args.clients)]
+        await load.warm.wait()
+        load.paces.clear()
         await asyncio.sleep(args.quiet_seconds)
         before = await debug(client)
         load.publishing = True

@@ -21,6 +21,8 @@ from mlx_parallm.adapters import kernel
 from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.mixtures import Present, SideBySide
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.rows import Job, Prefill, Row
+from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv.attention import MIN_BLOCKS
@@ -35,6 +37,7 @@ from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel, fingerprint
 from mlx_parallm.models.native.layers import low_rank_adder
 from mlx_parallm.paths import user_cache
+from mlx_parallm.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +71,32 @@ def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes
     raise ModelLoadError(f"{model.name} gives other logits with its cache than without: it can't be served")
 
 
-def warm_up(forward: Forward, layout: Layout, cache: BatchCache) -> None:
-    """Runs adapters that change nothing, where passes are traced: a request should not wait for kernels to be built."""
-    if not layout.traced or not isinstance(cache, SlotCache) or cache.free < 2:
+def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int, tuning: Tuning) -> None:
+    """Where kernels are built at their first use, uses them: no request should wait for that."""
+    if not layout.traced:
         return
+    _rehearse(Runner(forward, cache, vocab_size, lambda: None, tuning.round_prompts))
+    if isinstance(cache, SlotCache) and cache.free >= 2:
+        _try_adapters(forward, layout, cache)
+
+
+def _rehearse(runner: Runner) -> None:
+    """Made-up prompts, drawn and greedy, the second while the first runs."""
+    rows = []
+    for temperature in (0.8, 0.0)[: runner.cache.free]:
+        sampling = SamplingParams(temperature=temperature, logprobs=0, processed_logprobs=True)
+        rows.append(Row(PROBE[0] * 8, sampling, 0, seed=0, max_tokens=8, stop_ids=frozenset()))
+        job = Job(rows[-1:], rows[-1].prompt, 0, 0.0)
+        runner.read(runner.prefill(Prefill([job], len(job.tokens))))
+        for _ in range(2):
+            runner.read(runner.decode(rows))
+    for row in rows:
+        runner.leave(row)
+    runner.rest()
+
+
+def _try_adapters(forward: Forward, layout: Layout, cache: SlotCache) -> None:
+    """Adapters that change nothing."""
     one, other = layout.blank(), layout.blank()
     for rows in ((one, one), (one, other), (one, None)):
         choice = SideBySide.of(Present(tuple(dict.fromkeys(row for row in rows if row))), rows)

@@ -267,7 +267,7 @@ class Engine:
         self.adapters = Registry(layout, config.max_loras)
         forward = Forward(self.model.module, layout.selection)
         cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
-        warm_up(forward, layout, cache)
+        warm_up(forward, layout, cache, self.model.vocab_size, tuning)
         self._prefix = prefix_cache(self.model, cache, config, limit // 2, tuning)
         self._runner = Runner(
             forward,

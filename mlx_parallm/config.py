@@ -114,6 +114,10 @@ class ServeConfig:
     drain_timeout_seconds: float = _option(30.0, "how long SIGTERM waits for running requests", parse=float)
     log_level: str = _option("INFO", "DEBUG, INFO, WARNING or ERROR", parse=str.upper)
     log_json: bool = _option(False, "one JSON object per log line", parse=_parse_bool)
+    inference_share: float = _option(
+        0.7, "of the engine's time for requests, while there are some and training has work too",
+        section="rl_training", parse=float,
+    )  # fmt: skip
     # cache
     kv_cache_memory: int | None = _option(
         None, "most bytes of live keys and values, as 8GiB (default: by memory)", section="cache", parse=parse_bytes
@@ -160,6 +164,8 @@ class ServeConfig:
         for name in ("max_tokens", "max_model_len", "kv_cache_memory"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
+        if not 0 < self.inference_share <= 1:
+            raise ConfigError(f"inference_share must be above 0 and at most 1, not {self.inference_share}")
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1, not {self.block_size}")
         if self.num_blocks is not None and self.num_blocks < 0:

@@ -91,6 +91,22 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class BackgroundMetrics:
+    """Work that shares the engine's time with serving: training."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    contended_seconds: float = 0.0  # of them, while there was somebody to serve
+    serving_seconds: float = 0.0  # of serving, while there was such work to do
+    longest_stall: float = 0.0  # seconds for which rows waited
+
+    @property
+    def serving_share(self) -> float:
+        total = self.contended_seconds + self.serving_seconds
+        return self.serving_seconds / total if total else 1.0
+
+
+@dataclass(slots=True)
 class EngineMetrics:
     # gauges
     queue_depth: int = 0
@@ -117,6 +133,7 @@ class EngineMetrics:
     batch_fill_sum: float = 0.0
     prefix: PrefixMetrics = field(default_factory=PrefixMetrics)
     ssd: DiskMetrics = field(default_factory=DiskMetrics)
+    background: BackgroundMetrics = field(default_factory=BackgroundMetrics)
     prompt_rate: Rate = field(default_factory=Rate)
     decode_rate: Rate = field(default_factory=Rate)
     time_to_first_token: Histogram = field(default_factory=Histogram)

@@ -10,7 +10,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Literal, TypeVar, cast
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ import mlx.core as mx
 from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import Admission
+from mlx_parallm.engine.background import Background, Steps
 from mlx_parallm.engine.batching import adapter_layout, batch_cache, prefix_cache, warm_up
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.errands import Errands
@@ -42,6 +44,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
 News = list[tuple[Request, Delta]]
+Recorder = Callable[[Request, int, Row], None]
 DEADLINE_CHECK_SECONDS = 0.1
 MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shapes change too often to keep all
 SPARE_SECONDS = 2.0  # for which an idle engine keeps it: fresh memory costs more than it seems
@@ -81,6 +84,8 @@ class Engine:
         self._read_at = 0.0
         self._tuning = tuning
         self.metrics = EngineMetrics()
+        self._background = Background(config.inference_share, self.metrics.background)
+        self.recorder: Recorder | None = None  # is told of every choice that has ended
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] | None = None
         self.model: LanguageModel
@@ -106,21 +111,45 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Takes a request or raises at once; its deltas come through `dispatch`."""
+        self.submit_all([request])
+
+    def submit_all(self, requests: Sequence[Request]) -> None:
+        """Takes requests that arrive at one moment: all or none."""
         if self._closed is not None:
             raise UnavailableError(self._closed)
+        made = [(request, self._rows_of(request)) for request in requests]
+        with self._pending_lock:
+            waiting = self._pending + self._scheduler.queued
+            if waiting + len(made) > self._config.max_queue_size:
+                self.metrics.requests_rejected += len(made)
+                raise QueueFullError(f"{waiting} requests are waiting already: try again later")
+            self._pending += len(made)
+        arrival = time.monotonic()
+
+        def take() -> None:
+            for request, rows in made:
+                self._take(request, rows, arrival)
+
+        self._inbox.put(take)
+
+    def _rows_of(self, request: Request) -> list[Row]:
         rows = self._admission.rows(request)
         if request.adapter is not None:
             version = self.adapters.find(request.adapter, request.adapter_version)
             for row in rows:
                 row.adapter = version
-        with self._pending_lock:
-            waiting = self._pending + self._scheduler.queued
-            if waiting >= self._config.max_queue_size:
-                self.metrics.requests_rejected += 1
-                raise QueueFullError(f"{waiting} requests are waiting already: try again later")
-            self._pending += 1
-        arrival = time.monotonic()
-        self._inbox.put(lambda: self._take(request, rows, arrival))
+        for row in rows:
+            row.recorded = self.recorder is not None
+        return rows
+
+    def work(self, steps: "Steps[T]") -> "Future[T]":
+        """Has the engine thread run something in short steps, beside serving; what it returns comes in the future."""
+        future: Future[T] = Future()
+        if self._closed is not None:
+            future.set_exception(UnavailableError(self._closed))
+        else:
+            self._inbox.put(lambda: self._background.add(steps, future))
+        return future
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Frees the rows of a request, or of one of its choices, within a step."""
@@ -251,6 +280,7 @@ class Engine:
             if self.on_failure is not None:
                 self.on_failure(self.failure)
         finally:
+            self._background.close()
             self._idle.set()
             self._quiet.set()
 
@@ -315,6 +345,7 @@ class Engine:
         if self._paused:
             self._settle_all()
             return
+        begun, serving = time.perf_counter(), not self._scheduler.idle or bool(self._under_way)
         self.policies.follow()
         self._make_room()
         scheduler = self._scheduler
@@ -329,8 +360,23 @@ class Engine:
         # While a step is under way, news waits until the next is being started: the interpreter is free then.
         if not self._under_way:
             self._hand_over()
+        if serving:
+            self._background.served(time.perf_counter() - begun)
+        self._do_other_work()
         if not scheduler.admitting and not scheduler.running and not scheduler.partial:
             self._stand_still()
+
+    def _do_other_work(self) -> None:
+        serving = not self._scheduler.idle
+        if not self._background.due(serving):
+            return
+        self._settle_all()  # rows get what is theirs before they wait
+        if not serving and not self._idle.is_set():
+            self._rest()
+        self._background.step(serving)
+        while serving and self._background.due(serving):  # steps that are shorter than what serving has earned them
+            self._background.step(serving)
+        self._read_at = time.perf_counter()
 
     def _stand_still(self) -> None:
         self._paused = True
@@ -373,11 +419,11 @@ class Engine:
                 self._inbox.get(timeout=DEADLINE_CHECK_SECONDS if len(self._book) else None)()
             except queue.Empty:
                 return
-        elif not self._under_way and scheduler.idle and scheduler.admitting:
+        elif not self._under_way and scheduler.idle and scheduler.admitting and not self._background.waiting:
             if self._inbox.empty():
                 self._rest()
             self._await_work()
-        elif not self._under_way and scheduler.only_waiting:
+        elif not self._under_way and scheduler.only_waiting and not self._background.waiting:
             try:
                 self._inbox.get(timeout=scheduler.seconds_until_admission() + 0.001)()
             except queue.Empty:
@@ -503,7 +549,7 @@ class Engine:
                 continue
             if not row.tokens:
                 self.metrics.time_to_first_token.observe(time.monotonic() - row.readers[0].arrival)
-            row.accept(item.token, item.logprob)
+            row.accept(item.token, item.logprob, item.drawn)
             if row.matcher is not None and row.finish_reason is None:
                 row.matcher.consume_token(item.token)
             self._tell(row)
@@ -517,6 +563,8 @@ class Engine:
 
     def _end(self, row: Row, reader: Reader, reason: str) -> None:
         self._book.strike(row, reader)
+        if self.recorder is not None and row.recorded and reason != "error":
+            self.recorder(reader.request, reader.index, row)
         if not self._book.entries(reader.request.id):
             self.metrics.count_finish(reason)
             self.metrics.request_seconds.observe(time.monotonic() - reader.arrival)

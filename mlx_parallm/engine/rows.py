@@ -42,6 +42,8 @@ class Row:
     readers: list[Reader] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # generated and read
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    recorded: bool = False  # for those who learn from what was drawn
+    drawn: list[float] = field(default_factory=list)  # log-probabilities of tokens as they were drawn, the last's too
     launched: int = 0  # generated tokens asked of the device, read or not
     position: int | None = None  # in the running batch
     epoch: int = 0  # counts the places it has left: results asked for in an earlier one are void
@@ -70,8 +72,10 @@ class Row:
     def wants_more(self) -> bool:
         return self.finish_reason is None and self.launched < self.max_tokens
 
-    def accept(self, token: int, logprob: TokenLogprob | None) -> None:
+    def accept(self, token: int, logprob: TokenLogprob | None, drawn: float | None = None) -> None:
         """Takes one token that was read from the device, and decides whether it is the last."""
+        if drawn is not None:
+            self.drawn.append(drawn)
         if not self.max_tokens:  # only the prompt was to be scored
             self.finish_reason = "length"
         elif token in self.stop_ids and len(self.tokens) >= self.sampling.min_tokens:

@@ -35,6 +35,7 @@ class Token:
     row: Row
     token: int
     logprob: TokenLogprob | None
+    drawn: float | None = None  # its log-probability as it was drawn
 
 
 @dataclass(slots=True)
@@ -169,7 +170,12 @@ class Runner:
         found: dict[int, TokenLogprob] = {}
         if step.sampled.scores is not None:
             found = dict(zip(asked, step.sampled.scores.on_host([tokens[i] for i in asked]), strict=True))
-        return [Token(row, tokens[i], found.get(i)) for i, row, epoch in step.rows if row.epoch == epoch]
+        drawn = None if step.sampled.drawn is None else np.array(step.sampled.drawn).tolist()
+        return [
+            Token(row, tokens[i], found.get(i), drawn[i] if drawn and row.recorded else None)
+            for i, row, epoch in step.rows
+            if row.epoch == epoch
+        ]
 
     def leave(self, row: Row) -> None:
         """Frees a row's place; results still under way for it are ignored."""

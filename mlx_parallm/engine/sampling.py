@@ -44,9 +44,11 @@ class Sampled:
 
     tokens: mx.array  # (R,) int32
     scores: Scores | None = None  # of the rows that asked for log-probabilities
+    drawn: mx.array | None = None  # (R,): log-probabilities of the tokens as they were drawn
 
     def arrays(self) -> list[mx.array]:
-        return [self.tokens, *(self.scores.arrays() if self.scores else [])]
+        drawn = [] if self.drawn is None else [self.drawn]
+        return [self.tokens, *(self.scores.arrays() if self.scores else []), *drawn]
 
 
 class Sampler:
@@ -87,6 +89,7 @@ class Sampler:
         processed = [params[i].processed_logprobs for i in self.logprob_rows]
         self._processed = mx.array(processed)[:, None] if any(processed) else None
         self._top_count = max((params[i].logprobs or 0 for i in self.logprob_rows), default=0)
+        self._recorded = any(row.recorded for row in rows if row)
         self.grammar_rows = [(i, row) for i, row in enumerate(rows) if row and row.matcher is not None]
 
     @property
@@ -118,12 +121,15 @@ class Sampler:
         else:
             tokens = mx.argmax(logits, axis=-1)
         tokens = tokens.astype(mx.int32)
+        drawn = None
+        if self._recorded:
+            drawn = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - mx.logsumexp(logits, axis=-1)
         if self._logprob_index is None:
-            return Sampled(tokens)
+            return Sampled(tokens, None, drawn)
         shown = raw[self._logprob_index]
         if self._processed is not None:
             shown = mx.where(self._processed, logits[self._logprob_index], shown)
-        return Sampled(tokens, scores_of(shown, tokens[self._logprob_index], self._top_count))
+        return Sampled(tokens, scores_of(shown, tokens[self._logprob_index], self._top_count), drawn)
 
     def _draw(self, logits: mx.array, numbers: mx.array) -> tuple[mx.array, mx.array]:
         """Gumbel-max: argmax(logits + temperature * noise) is a draw from softmax(logits / temperature).

@@ -1,0 +1,76 @@
+"""Work that shares the engine's time with serving, in short steps: training. The engine owns it and knows no more of it.
+
+Serving has its share of the time while both have work; either takes all when the other has none. The account is kept in
+seconds: serving earns the other side its part, and a step is paid for after it has run.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mlx_parallm.errors import UnavailableError
+from mlx_parallm.metrics import BackgroundMetrics
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+MAX_CREDIT = 1.0  # seconds: who has not asked for long does not get it all at once
+
+
+class Background:
+    """All but the metrics belongs to the engine thread."""
+
+    def __init__(self, serving_share: float, metrics: BackgroundMetrics) -> None:
+        self._share = serving_share
+        self._credit = 0.0
+        self._tasks: deque[tuple[Steps[Any], Future[Any]]] = deque()
+        self._closed = False
+        self.metrics = metrics
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._tasks)
+
+    def add(self, steps: Steps[T], future: "Future[T]") -> None:
+        if self._closed:
+            future.set_exception(UnavailableError("the engine has stopped"))
+        else:
+            self._tasks.append((steps, future))
+
+    def served(self, seconds: float) -> None:
+        """Serving has taken so long, while there was other work to do."""
+        if self._tasks:
+            self.metrics.serving_seconds += seconds
+            self._credit = min(MAX_CREDIT, self._credit + seconds * (1 - self._share) / self._share)
+
+    def due(self, serving: bool) -> bool:
+        """Whether to run a step now; `serving`: there is also somebody to serve."""
+        return bool(self._tasks) and (not serving or self._credit > 0)
+
+    def step(self, serving: bool) -> None:
+        """Runs one step of the work that has waited longest."""
+        steps, future = self._tasks.popleft()
+        begun = time.perf_counter()
+        try:
+            next(steps)
+        except StopIteration as end:
+            future.set_result(end.value)
+        except Exception as error:  # the work has failed, not the engine
+            future.set_exception(error)
+        else:
+            self._tasks.append((steps, future))
+        seconds = time.perf_counter() - begun
+        self.metrics.steps += 1
+        self.metrics.seconds += seconds
+        if serving:
+            self._credit -= seconds
+            self.metrics.contended_seconds += seconds
+            self.metrics.longest_stall = max(self.metrics.longest_stall, seconds)
+
+    def close(self) -> None:
+        self._closed = True
+        while self._tasks:
+            steps, future = self._tasks.popleft()
+            steps.close()
+            future.set_exception(UnavailableError("the engine has stopped"))

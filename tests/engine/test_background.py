@@ -1,0 +1,96 @@
+"""Work in short steps beside serving: shares of the time, failures, and the end of the engine."""
+
+import time
+from collections.abc import Generator
+
+import pytest
+
+from mlx_parallm.engine.background import Background
+from mlx_parallm.errors import UnavailableError
+from mlx_parallm.metrics import BackgroundMetrics
+from tests.engine.harness import driver
+
+PROMPT = list(range(20, 40))
+
+
+def busy(steps: int, seconds: float) -> Generator[None, None, int]:
+    for _ in range(steps):
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            continue
+        yield
+    return steps
+
+
+def test_work_is_done_beside_requests_and_without() -> None:
+    with driver("llama") as running:
+        assert running.engine.work(busy(3, 0.001)).result(30) == 3
+        alone = running.ask(PROMPT, max_tokens=30)
+        future = running.engine.work(busy(200, 0.002))
+        assert running.ask(PROMPT, max_tokens=30).tokens == alone.tokens
+        assert future.result(30) == 200
+        running.settle()
+        assert running.engine.metrics.background.steps >= 203
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.9])
+def test_serving_has_its_share_while_both_have_work(share: float) -> None:
+    with driver("llama", inference_share=share) as running:
+        future = running.engine.work(busy(10_000, 0.003))
+        metrics = running.engine.metrics.background
+        running.ask(PROMPT, max_tokens=400, ignore_eos=True)
+        assert metrics.serving_share == pytest.approx(share, abs=0.05)
+        assert not future.done()
+
+
+def test_a_failure_is_the_works_own() -> None:
+    def failing() -> Generator[None, None, None]:
+        yield
+        raise ValueError("too bad")
+
+    with driver("llama") as running:
+        future = running.engine.work(failing())
+        with pytest.raises(ValueError, match="too bad"):
+            future.result(30)
+        assert len(running.ask(PROMPT).tokens) == 8
+
+
+def test_work_ends_with_the_engine() -> None:
+    with driver("llama") as running:
+        future = running.engine.work(busy(1_000_000, 0.001))
+    with pytest.raises(UnavailableError):
+        future.result(5)
+    with pytest.raises(UnavailableError):
+        running.engine.work(busy(1, 0.001)).result(5)
+
+
+def test_several_take_turns() -> None:
+    order: list[str] = []
+
+    def steps(name: str) -> Generator[None, None, None]:
+        for _ in range(3):
+            order.append(name)
+            yield
+
+    background = Background(0.5, BackgroundMetrics())
+    from concurrent.futures import Future
+
+    background.add(steps("a"), Future())
+    background.add(steps("b"), Future())
+    while background.due(False):
+        background.step(False)
+    assert order == ["a", "b", "a", "b", "a", "b"]
+
+
+def test_drawn_logprobs_are_recorded_for_all() -> None:
+    with driver("llama") as running:
+        ended = {}
+        running.engine.recorder = lambda request, index, row: ended.setdefault(request.id, (row, index))
+        options = {"temperature": 0.7, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+        name, pending = running.submit(PROMPT, logprobs=0, processed_logprobs=True, **options)
+        quiet, other = running.submit(PROMPT, **options)
+        answer = pending.wait()[0]
+        other.wait()
+        running.settle()
+        for one in (name, quiet):
+            assert ended[one][0].drawn == pytest.approx([scored.logprob for scored in answer.logprobs], abs=1e-5)

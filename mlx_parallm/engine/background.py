@@ -1,4 +1,4 @@
-"""Work that shares the engine's time with serving, in short steps: training. The engine owns it and knows no more of it.
+"""Work that shares the engine's time with serving, in short steps: training. The engine knows no more of it than that.
 
 Serving has its share of the time while both have work; either takes all when the other has none. The account is kept in
 seconds: serving earns the other side its part, and a step is paid for after it has run.

@@ -80,7 +80,9 @@ def token_weights(lengths: Integers, algorithm: Algorithm, max_length: int) -> F
 
 def chosen_logprobs(logits: mx.array, tokens: mx.array, temperature: mx.array | float = 1.0) -> mx.array:
     """(B, T, V), (B, T) -> (B, T): log-probabilities of tokens as the sampler draws them at its temperature."""
-    scaled = logits.astype(mx.float32) / temperature
+    scaled = logits.astype(mx.float32)
+    if not isinstance(temperature, float) or temperature != 1.0:
+        scaled = scaled / temperature
     return mx.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0] - mx.logsumexp(scaled, axis=-1)
 
 

@@ -5,13 +5,15 @@ training mode or checkpointed. So the trainer builds the model's classes anew an
 the base is copied. Only the LoRA parameters are new, in float32. Engine thread only.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -30,6 +32,7 @@ class LoRAConfig:
     alpha: float = 32.0
     target_modules: tuple[str, ...] = ("q_proj", "v_proj")  # by the last part of their names
     dora: bool = False
+    layers: int | None = None  # the last so many blocks; None: all of them
 
     @property
     def scale(self) -> float:
@@ -56,17 +59,115 @@ def shared_tree(model: LanguageModel) -> nn.Module:
     return tree
 
 
+class PromptCache:
+    """A layer's keys and values of a prompt, computed once for all answers; gradients flow through it."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self.kept: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self.kept is None:
+            self.kept, self.offset = (keys, values), keys.shape[2]
+            return keys, values
+        rows = keys.shape[0]
+        before = (mx.broadcast_to(one, (rows, *one.shape[1:])) for one in self.kept)
+        joined = [mx.concatenate(list(pair), axis=2) for pair in zip(before, (keys, values), strict=True)]
+        return joined[0], joined[1]
+
+    def make_mask(self, length: int, *, return_array: bool = False, window_size: int | None = None) -> Any:
+        if not return_array and window_size is None:
+            return "causal" if length > 1 else None
+        places = mx.arange(self.offset + length)
+        mask = places[self.offset :, None] >= places[None]
+        return mask if window_size is None else mask & (places[self.offset :, None] < places[None] + window_size)
+
+
+def answer_logits(module: nn.Module, prompt: mx.array, answers: mx.array, shared: bool) -> mx.array:
+    """(P,), (n, C) -> (n, C, V): what the model says before each token of each answer.
+
+    `shared`: the prompt goes through the model once, and the answers behind it.
+    """
+    rows, last = answers.shape[0], prompt.shape[0] - 1
+    if not shared or not last:
+        texts = mx.concatenate([mx.broadcast_to(prompt, (rows, last + 1)), answers], axis=1)
+        whole: mx.array = module(texts[:, :-1])
+        return whole[:, last:]
+    caches = [PromptCache() for _ in module.layers]
+    module(prompt[None, :-1], cache=caches)  # its logits are never computed
+    behind = mx.concatenate([mx.broadcast_to(prompt[-1:], (rows, 1)), answers[:, :-1]], axis=1)
+    logits: mx.array = module(behind, cache=caches)
+    return logits
+
+
+def can_share_prompts(module: nn.Module, vocab_size: int) -> bool:
+    """Whether a model's answers may be computed behind one prompt: all its state is keys and values, by the look of it
+    and by trying."""
+    if not all(type(cache) is KVCache for cache in make_prompt_cache(module)):
+        return False
+    prompt, answers = mx.array([3, 1, 4, 1, 5]) % vocab_size, mx.array([[9, 2, 6], [5, 3, 5]]) % vocab_size
+    try:
+        found = answer_logits(module, prompt, answers, True).astype(mx.float32)
+    except (ValueError, TypeError, AttributeError, RuntimeError):
+        return False
+    expected = answer_logits(module, prompt, answers, False).astype(mx.float32)
+    return bool((mx.linalg.norm(found - expected) <= 0.02 * mx.linalg.norm(expected)).item())
+
+
+def checkpoint_layers(module: nn.Module) -> None:
+    """Has each block of this tree computed again when gradients are, instead of keeping what is within.
+
+    Each gets a class of its own, made from its class, which stays as it is.
+    """
+    made: dict[type, type] = {}
+    for layer in module.layers:
+        kind = type(layer)
+        if kind not in made:
+            made[kind] = type(f"Checkpointed{kind.__name__}", (kind,), {"__call__": _checkpointed(kind)})
+        layer.__class__ = made[kind]
+
+
+def _checkpointed(kind: type) -> Callable[..., mx.array]:
+    def call(self: nn.Module, x: mx.array, *args: Any, cache: Any = None, **kwargs: Any) -> mx.array:
+        places = [place for place, arg in enumerate(args) if isinstance(arg, PromptCache)]
+        own: PromptCache | None = cache if isinstance(cache, PromptCache) else (args[places[0]] if places else None)
+        before = own.kept if own is not None else None
+        offset = own.offset if own is not None else 0
+
+        def inner(parameters: Any, x: mx.array, kept: Sequence[mx.array]) -> tuple[mx.array, ...]:
+            self.update(parameters)
+            inside = PromptCache()
+            inside.offset, inside.kept = offset, (kept[0], kept[1]) if kept else None
+            passed = [inside if place in places else arg for place, arg in enumerate(args)]
+            more = kwargs if cache is None else {**kwargs, "cache": inside if cache is own else cache}
+            found = kind.__call__(self, x, *passed, **more)
+            return (found, *inside.kept) if own is not None and inside.kept is not None and not kept else (found,)
+
+        parameters = self.trainable_parameters()
+        found = mx.checkpoint(inner)(parameters, x, list(before or ()))
+        self.update(parameters)
+        if own is not None and before is None and len(found) == 3:
+            own.kept, own.offset = (found[1], found[2]), found[1].shape[2]
+        return found[0]
+
+    return call
+
+
 class LearningTree:
     """A shared tree whose chosen layers have LoRA parameters."""
 
-    def __init__(self, model: LanguageModel, lora: LoRAConfig) -> None:
+    def __init__(self, model: LanguageModel, lora: LoRAConfig, *, checkpointing: bool = False) -> None:
         self.lora = lora
         self.module = shared_tree(model)
+        self.shares_prompts = can_share_prompts(self.module, model.vocab_size)
         keys = _keys(self.module, lora.target_modules)
         if not keys:
             raise ModelLoadError(f"{model.name} has no layer called {' or '.join(lora.target_modules)}")
         parameters = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0, "keys": keys}
-        linear_to_lora_layers(self.module, len(self.module.layers), parameters, use_dora=lora.dora)
+        count = min(lora.layers or len(self.module.layers), len(self.module.layers))
+        linear_to_lora_layers(self.module, count, parameters, use_dora=lora.dora)
+        if checkpointing:
+            checkpoint_layers(self.module)
 
     def parameters(self) -> dict[str, mx.array]:
         """What learns, by name."""

@@ -1,0 +1,205 @@
+"""Checkpoints of a trainer on disk: a folder each, complete or not there.
+
+A folder holds the adapter in mlx-lm's format (any mlx-lm can load it), the trainer's arrays, and `state.json` with the
+counters and a checksum of each file. It is written under another name, brought to the disk, and renamed; what a kill
+leaves behind is ignored and swept away. Any thread; no MLX.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from mlx_parallm.adapters.files import CONFIG
+from mlx_parallm.adapters.weights import Adapter
+from mlx_parallm.errors import InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+STATE = "state.json"
+ADAPTER = "adapters.safetensors"
+ARRAYS = "trainer.safetensors"
+BEST = "best-performance"
+STEP = re.compile(r"step-(\d+)")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+PARTIAL = ".partial-"
+OLD = ".old-"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: Path
+    state: dict[str, Any]
+    arrays: dict[str, Any]
+
+
+def adapter_files(adapter: Adapter, scale: float, rank: int, source: str) -> dict[str, bytes]:
+    """An adapter as mlx-lm writes it."""
+    tensors = {}
+    for path, part in adapter.parts.items():
+        tensors[f"{path}.lora_a"] = np.ascontiguousarray(part.a.T)
+        tensors[f"{path}.lora_b"] = np.ascontiguousarray(part.b.T / scale)
+        if part.m is not None:
+            tensors[f"{path}.m"] = part.m
+    blocks = {int(found[1]) for path in adapter.parts if (found := re.search(r"layers\.(\d+)\.", path))}
+    keys = sorted({re.sub(r".*layers\.\d+\.", "", path) for path in adapter.parts})
+    config = {
+        "fine_tune_type": "dora" if adapter.dora else "lora",
+        "model": source,
+        "num_layers": len(blocks),
+        "lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys},
+    }
+    return {ADAPTER: save(tensors), CONFIG: json.dumps(config, indent=2).encode()}
+
+
+def peft_files(adapter: Adapter, rank: int, source: str) -> dict[str, bytes]:
+    """The same as PEFT writes it."""
+    tensors = {}
+    for path, part in adapter.parts.items():
+        name = f"base_model.model.{path}"
+        tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(part.a)
+        tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(part.b)
+        if part.m is not None:
+            tensors[f"{name}.lora_magnitude_vector"] = part.m
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": rank,
+        "lora_alpha": rank,  # the scale is in B already
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_dora": adapter.dora,
+        "inference_mode": True,
+        "target_modules": sorted({path.rsplit(".", 1)[-1] for path in adapter.parts}),
+    }
+    return {"adapter_model.safetensors": save(tensors), CONFIG: json.dumps(config, indent=2).encode()}
+
+
+class Checkpoints:
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self._keep = keep
+        self.saves = 0
+        self.failures = 0
+
+    def save(self, name: str, files: Mapping[str, bytes], arrays: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
+        """Writes a checkpoint, in the place of one that has this name."""
+        if not NAME.fullmatch(name):
+            raise InvalidRequestError(
+                "a checkpoint's name has letters, digits, '.', '_' and '-', 100 at most", param="checkpoint_name"
+            )
+        contents = dict(files) | {ARRAYS: save(dict(arrays))}
+        sums = {file: hashlib.blake2b(data, digest_size=16).hexdigest() for file, data in contents.items()}
+        contents[STATE] = json.dumps({**state, "saved_at": time.time(), "files": sums}, indent=2).encode()
+        partial = self.folder / f"{PARTIAL}{name}-{uuid.uuid4().hex[:8]}"
+        try:
+            partial.mkdir(parents=True)
+            for file, data in contents.items():
+                _write(partial / file, data)
+            _sync(partial)
+            self._put(partial, self.folder / name)
+        except OSError:
+            self.failures += 1
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self.saves += 1
+        self._sweep()
+        return self.folder / name
+
+    def _put(self, partial: Path, target: Path) -> None:
+        old = None
+        if target.exists():
+            old = self.folder / f"{OLD}{target.name}"
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(target, old)  # a kill from here on: `tidy` puts it back
+        os.rename(partial, target)
+        _sync(self.folder)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Keeps the newest numbered ones, and those with a name."""
+        numbered = sorted(self._numbered())
+        for _, path in numbered[: max(0, len(numbered) - self._keep)]:
+            gone = self.folder / f"{PARTIAL}gone-{uuid.uuid4().hex[:8]}"
+            os.rename(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def tidy(self) -> None:
+        """Removes what writers that were killed have left. Before anybody writes."""
+        for path in self.folder.glob(f"{PARTIAL}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f"{OLD}*"):
+            target = self.folder / path.name.removeprefix(OLD)
+            if target.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.rename(path, target)
+
+    def _numbered(self) -> list[tuple[int, Path]]:
+        if not self.folder.is_dir():
+            return []
+        return [(int(found[1]), path) for path in self.folder.iterdir() if (found := STEP.fullmatch(path.name))]
+
+    def names(self) -> list[str]:
+        """The oldest first."""
+        if not self.folder.is_dir():
+            return []
+        paths = [path for path in self.folder.iterdir() if (path / STATE).is_file() and not path.name.startswith(".")]
+        return [path.name for path in sorted(paths, key=lambda path: (path.stat().st_mtime, path.name))]
+
+    def latest(self) -> Checkpoint | None:
+        """The one with the most updates that is whole."""
+        found = []
+        for name in self.names():
+            try:
+                found.append((int(json.loads((self.folder / name / STATE).read_text())["updates"]), name))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("checkpoint %s can't be read: %s", name, error)
+        for _, name in sorted(found, reverse=True):
+            try:
+                return self.load(name)
+            except InvalidRequestError as error:
+                log.warning("%s", error.message)
+        return None
+
+    def load(self, name: str) -> Checkpoint:
+        path = self.folder / name
+        if not NAME.fullmatch(name) or not (path / STATE).is_file():
+            raise InvalidRequestError(f"there is no checkpoint {name!r}", param="checkpoint_name")
+        try:
+            state = json.loads((path / STATE).read_text())
+            for file, expected in state["files"].items():
+                if hashlib.blake2b((path / file).read_bytes(), digest_size=16).hexdigest() != expected:
+                    raise InvalidRequestError(f"checkpoint {name} is damaged: {file}")
+            return Checkpoint(path, state, load_file(path / ARRAYS))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise InvalidRequestError(f"checkpoint {name} can't be read: {error}") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

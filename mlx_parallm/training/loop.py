@@ -1,0 +1,244 @@
+"""The built-in loop: draw problems, have the current policy answer, score, update, and look at held-out ones.
+
+How it departs from the papers: rollouts come from the engine that serves, so what was drawn and its log-probabilities
+are the sampler's own; one update per batch by default, so every batch is on-policy; groups without a difference are
+skipped. All randomness comes from the seed and the step's number, so a run that was killed goes on as it would have.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.prompts import Conversation, Prompts
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.training.rewards import Item, Rewards
+from mlx_parallm.training.rollouts import Rollouts
+from mlx_parallm.training.session import Report, Session
+from mlx_parallm.training.tasks import Problem, Task
+from mlx_parallm.training.trajectories import Record, Trajectory
+from mlx_parallm.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+CURRICULUM_WINDOW = 5  # steps whose success decides about the level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    steps: int = 100
+    prompts_per_step: int = 4
+    group_size: int = 8
+    temperature: float = 1.0
+    answer_tokens: int | None = None  # None: what the task says
+    eval_every: int = 0  # steps; 0: at the beginning and the end
+    eval_problems: int = 32
+    level: int = 1
+    raise_level_at: float | None = None  # the success rate from which problems get harder
+    shuffle_rewards: bool = False  # a placebo: within each group, rewards go to other answers
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts_per_step", "eval_problems", "level"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.group_size < 2:
+            raise ConfigError(f"group_size must be at least 2, not {self.group_size}")
+        if not self.temperature > 0:
+            raise ConfigError(f"temperature must be above 0, and is {self.temperature}")
+
+
+@dataclass(slots=True)
+class StepNews:
+    """What a step has to tell."""
+
+    step: int
+    reward: float
+    level: int
+    rollout_seconds: float
+    rollout_tokens: int
+    update_seconds: float
+    report: Report | None = None
+    held_out: float | None = None
+    samples: list[str] = field(default_factory=list)
+
+    def flat(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        found: dict[str, Any] = {
+            "step": self.step,
+            "reward": self.reward,
+            "level": self.level,
+            "rollout_seconds": self.rollout_seconds,
+            "rollout_tokens": self.rollout_tokens,
+            "update_seconds": self.update_seconds,
+            "held_out": self.held_out,
+        }
+        if self.report is not None:
+            found |= {
+                "policy_version": self.report.version,
+                "published": self.report.published,
+                "refused": self.report.outcome.reason or None,
+                "rolled_back": self.report.rolled_back or None,
+                **self.report.outcome.metrics,
+            }
+        return found
+
+
+class Asker:
+    """Puts problems to a policy and scores its answers."""
+
+    def __init__(self, engine: Engine, rollouts: Rollouts, rewards: Rewards, task: Task) -> None:
+        self.task = task
+        self._rollouts = rollouts
+        self._rewards = rewards
+        self._prompts = Prompts(engine.model.tokenizer)
+        self._vocabulary = Vocabulary(engine.model.tokenizer)
+        rewards.add(task.name, task.scores)
+
+    def tokens(self, problem: Problem) -> list[int]:
+        return self._prompts.chat(Conversation([dict(message) for message in problem.messages])).tokens
+
+    def ask(
+        self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
+    ) -> list[list[tuple[Record, float | None]]]:
+        """For each problem, its answers with their scores."""
+        drawn = self._rollouts.draw(
+            [self.tokens(problem) for problem in problems], sampling, adapter=adapter, seed=seed, salt=salt
+        )
+        items = [
+            Item(
+                problem.messages[-1]["content"],
+                self.text(record),
+                {**problem.metadata, "finish_reason": record.finish_reason},
+            )
+            for problem, records in zip(problems, drawn, strict=True)
+            for record in records
+        ]
+        scores = iter(self._rewards.score(self.task.name, items))
+        return [[(record, next(scores)) for record in records] for records in drawn]
+
+    def text(self, record: Record) -> str:
+        return self._vocabulary.decode(record.completion_ids, skip_special=True)
+
+
+class Loop:
+    def __init__(
+        self,
+        session: Session,
+        asker: Asker,
+        config: LoopConfig,
+        on_step: Callable[[StepNews], None] = lambda news: None,
+    ) -> None:
+        self._session = session
+        self._asker = asker
+        self._config = config
+        self._on_step = on_step
+        self._stopping = threading.Event()
+        task = asker.task
+        self._length = config.answer_tokens or task.max_tokens
+        self._held_out = self._problems(random.Random(f"held-out {task.name}"), config.eval_problems, config.level, ())
+        self._successes: list[float] = []
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def run(self) -> list[StepNews]:
+        """All steps that are left."""
+        session, config = self._session, self._config
+        begin = int(session.extra.get("step", 0))
+        level = int(session.extra.get("level", config.level))
+        self._successes = list(session.extra.get("successes", []))
+        found = []
+        if not begin:
+            self._tell(found, StepNews(0, 0.0, level, 0.0, 0, 0.0, held_out=self.evaluate()))
+        for step in range(begin + 1, config.steps + 1):
+            if self._stopping.is_set():
+                break
+            news = self._step(step, level)
+            level = self._next_level(level, news.reward)
+            if step == config.steps or (config.eval_every and step % config.eval_every == 0):
+                news.held_out = self.evaluate()
+            self._tell(found, news)
+        return found
+
+    def _tell(self, found: list[StepNews], news: StepNews) -> None:
+        found.append(news)
+        self._on_step(news)
+
+    def _step(self, step: int, level: int) -> StepNews:
+        config, session = self._config, self._session
+        chance = random.Random(f"{config.seed} {step}")
+        problems = self._problems(chance, config.prompts_per_step, level, self._held_out)
+        sampling = SamplingParams(temperature=config.temperature, max_tokens=self._length, n=config.group_size)
+        begun = time.perf_counter()
+        # A salt for each step: nothing is reused from before, so a step is the same after a restart.
+        answers = self._asker.ask(problems, sampling, session.name, chance.getrandbits(31), f"step {step}")
+        drawn = time.perf_counter()
+        trajectories = self._trajectories(step, answers, chance)
+        session.buffer.counts.collected += len(trajectories)
+        session.extra = {"step": step, "level": level, "successes": self._successes[-CURRICULUM_WINDOW:]}
+        report = session.update(trajectories) if trajectories else None
+        records = [record for group in answers for record, _ in group]
+        scores = [score for group in answers for _, score in group if score is not None]
+        return StepNews(
+            step,
+            sum(scores) / max(1, len(scores)),
+            level,
+            drawn - begun,
+            sum(len(record.completion_ids) for record in records),
+            time.perf_counter() - drawn,
+            report,
+            samples=[self._asker.text(record) for record in records[:2]],
+        )
+
+    def _trajectories(
+        self, step: int, answers: Iterable[Sequence[tuple[Record, float | None]]], chance: random.Random
+    ) -> list[Trajectory]:
+        found = []
+        for number, group in enumerate(answers):
+            scored = [(record, score) for record, score in group if score is not None]
+            scores = [score for _, score in scored]
+            if self._config.shuffle_rewards:
+                chance.shuffle(scores)
+            found += [
+                Trajectory.recorded(record, score, f"{step}-{number}")
+                for (record, _), score in zip(scored, scores, strict=True)
+            ]
+        return found
+
+    def evaluate(self) -> float:
+        """The mean score of greedy answers to problems that are never learnt from."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=self._length)
+        answers = self._asker.ask(self._held_out, sampling, self._session.name, None, "held out")
+        scores = [score for group in answers for _, score in group if score is not None]
+        return sum(scores) / max(1, len(scores))
+
+    def _problems(self, chance: random.Random, count: int, level: int, without: Sequence[Problem]) -> list[Problem]:
+        known = {problem.messages[-1]["content"] for problem in without}
+        found: list[Problem] = []
+        for _ in range(100 * count):
+            problem = self._asker.task.problem(chance, level)
+            text = problem.messages[-1]["content"]
+            if text not in known:
+                found.append(problem)
+                known.add(text)
+            if len(found) == count:
+                return found
+        raise ConfigError(f"task {self._asker.task.name} has not {count} different problems beside the held-out ones")
+
+    def _next_level(self, level: int, success: float) -> int:
+        threshold = self._config.raise_level_at
+        self._successes.append(success)
+        recent = self._successes[-CURRICULUM_WINDOW:]
+        if threshold is None or level >= self._asker.task.levels or len(recent) < CURRICULUM_WINDOW:
+            return level
+        if sum(recent) / len(recent) < threshold:
+            return level
+        self._successes.clear()
+        log.info("problems get harder: level %d", level + 1)
+        return level + 1

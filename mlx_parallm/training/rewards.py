@@ -1,0 +1,141 @@
+"""Scoring functions: what an answer is worth. Looked up by name, called in batches, off the engine thread, with a limit.
+
+A scoring function takes three lists of one length (prompts, completions, metadata) and gives a number for each. Those
+of the built-in tasks have their tasks' names; others are named by `module:function` or `file.py:function`, when the
+server starts: a request can only choose among names that somebody has put there.
+"""
+
+import importlib
+import importlib.util
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.training.tasks import TASKS
+
+log = logging.getLogger(__name__)
+
+Score = Callable[[Sequence[str], Sequence[str], Sequence[Mapping[str, Any]]], Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    prompt: str
+    completion: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Rewards:
+    def __init__(
+        self, named: Mapping[str, Score] | None = None, *, timeout: float = 30.0, batch_size: int = 32
+    ) -> None:
+        self._named: dict[str, Score] = {name: task.scores for name, task in TASKS.items()} | dict(named or {})
+        self._timeout = timeout
+        self._batch_size = batch_size
+        self.failures = 0  # answers that got no score
+        self.timeouts = 0  # calls that were given up
+
+    @classmethod
+    def of(cls, entries: Sequence[str], *, timeout: float, batch_size: int) -> "Rewards":
+        """`NAME=module:function` or `NAME=file.py:function`; without a name, it is the function's."""
+        named = {}
+        for entry in entries:
+            name, found, target = entry.partition("=")
+            target = target if found else entry
+            named[name if found else target.replace(":", ".").rsplit(".", 1)[-1]] = load_function(target)
+        return cls(named, timeout=timeout, batch_size=batch_size)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._named)
+
+    def check(self, name: str) -> None:
+        if name not in self._named:
+            raise InvalidRequestError(
+                f"there is no scoring function {name!r} here; there is {', '.join(self.names)}",
+                param="scoring_function",
+            )
+
+    def add(self, name: str, function: Score) -> None:
+        self._named[name] = function
+
+    def score(self, name: str, items: Sequence[Item]) -> list[float | None]:
+        """A number for each; None for those whose scoring failed or took too long. Blocks: not for the event loop."""
+        self.check(name)
+        found: list[float | None] = []
+        for first in range(0, len(items), self._batch_size):
+            found += self._batch(name, items[first : first + self._batch_size])
+        return found
+
+    def _batch(self, name: str, items: Sequence[Item]) -> list[float | None]:
+        results: list[Sequence[float]] = []
+        errors: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                results.append(
+                    self._named[name](
+                        [item.prompt for item in items],
+                        [item.completion for item in items],
+                        [item.metadata for item in items],
+                    )
+                )
+            except BaseException as error:
+                errors.append(error)
+
+        # A thread of its own: one that never comes back holds nobody else up.
+        thread = threading.Thread(target=call, name=f"score-{name}", daemon=True)
+        thread.start()
+        thread.join(self._timeout)
+        if not results:
+            self.failures += len(items)
+            self.timeouts += not errors
+            why = f"{type(errors[0]).__name__}: {errors[0]}" if errors else f"nothing within {self._timeout:g} s"
+            log.warning("scoring function %s: %s", name, why)
+            return [None] * len(items)
+        return self._numbers(name, list(results[0]), len(items))
+
+    def _numbers(self, name: str, scores: Sequence[Any], count: int) -> list[float | None]:
+        if len(scores) != count:
+            log.warning("scoring function %s gave %d numbers for %d answers", name, len(scores), count)
+            scores = [None] * count
+        found = [_number(score) for score in scores]
+        self.failures += found.count(None)
+        return found
+
+
+def _number(score: Any) -> float | None:
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def load_function(target: str) -> Any:
+    """`module:function`, `module.function` or `file.py:function`."""
+    place, found, name = target.rpartition(":")
+    if not found:
+        place, _, name = target.rpartition(".")
+    if not place or not name:
+        raise ConfigError(f"{target!r} names no function: write module:function or file.py:function")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, Path(place).expanduser())
+            if spec is None or spec.loader is None or not Path(place).expanduser().is_file():
+                raise ConfigError(f"{target!r}: there is no file {place}")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        function = getattr(module, name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"{target!r} can't be loaded: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{target!r} is no function")
+    return function

@@ -1,0 +1,408 @@
+"""Updates of one adapter, in pieces that the engine runs between its steps. Engine thread only.
+
+`update` is a generator: it yields after every micro-batch, after the optimiser's step and after the check of what came
+out, and returns the outcome. A result that is not finite, changes nothing, or moves the policy too far is undone: the
+parameters and the optimiser are then what they were.
+"""
+
+import math
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_parallm.adapters.weights import Adapter
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.training.batches import Batch, Micro
+from mlx_parallm.training.objectives import (
+    AGGREGATION,
+    Algorithm,
+    Floats,
+    Integers,
+    Objective,
+    chosen_logprobs,
+    divergence,
+    losses,
+)
+from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits, shared_tree
+
+Parameters = dict[str, mx.array]
+MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
+CHECKED = 2  # answers by which an update is checked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLConfig:
+    """How a policy learns."""
+
+    algorithm: Algorithm = "grpo"
+    learning_rate: float = 1e-5
+    batch_size: int = 32  # trajectories of an update, about
+    epochs: int = 1  # optimiser steps on one batch
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    beta: float = 0.0  # of the KL divergence to the model without the adapter
+    token_limit: float | None = None
+    answer_limit: float | None = None
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 1000  # after which linear and cosine have come to nothing
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    max_length: int = 512  # of an answer, for Dr. GRPO's weights
+    max_kl: float = 1.0  # nats a token by which one update may move the policy
+    max_parameter_norm: float = 1e4
+    microstep_seconds: float = 0.5  # about how long a piece of an update takes …
+    microbatch_tokens: int = 0  # … unless it has always this many tokens
+    gradient_checkpointing: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in AGGREGATION:
+            raise ConfigError(f"algorithm must be one of {', '.join(AGGREGATION)}, not {self.algorithm!r}")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"schedule must be constant, linear or cosine, not {self.schedule!r}")
+        for name in ("batch_size", "epochs", "total_steps", "max_length"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in (
+            "learning_rate",
+            "clip_low",
+            "clip_high",
+            "beta",
+            "warmup_steps",
+            "weight_decay",
+            "microbatch_tokens",
+        ):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
+        for name in ("max_grad_norm", "max_kl", "max_parameter_norm", "microstep_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, and is {getattr(self, name)}")
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.algorithm, self.clip_low, self.clip_high, self.beta, self.token_limit, self.answer_limit)
+
+
+@dataclass(slots=True)
+class Sums:
+    """Over the tokens of an update."""
+
+    loss: float = 0.0
+    tokens: float = 0.0
+    kept: float = 0.0
+    clipped: float = 0.0
+    entropy: float = 0.0  # by the drawn tokens' own log-probabilities
+    mismatch: float = 0.0  # KL of the policy that learns to the one that drew
+    reference: float = 0.0  # KL to the model without the adapter
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    largest_gap: float = 0.0
+
+    def add(self, values: Sequence[float]) -> None:
+        *sums, gap = values
+        for name, value in zip(self.__slots__[:-1], sums, strict=True):
+            setattr(self, name, getattr(self, name) + value)
+        self.largest_gap = max(self.largest_gap, gap)
+
+    def metrics(self) -> dict[str, float]:
+        count = max(self.tokens, 1.0)
+        return {
+            "loss": self.loss,
+            "tokens": self.tokens,
+            "kl": self.reference / count,
+            "mismatch_kl": self.mismatch / count,
+            "max_logprob_gap": self.largest_gap,
+            "clip_fraction": self.clipped / count,
+            "kept_fraction": self.kept / count,
+            "entropy": self.entropy / count,
+            "effective_sample_size": self.ratio**2 / max(self.ratio_squared, 1e-12) / count,
+        }
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of one update. `adapter` is None where it was refused; `reason` says why."""
+
+    metrics: dict[str, float]
+    used: int
+    skipped: int
+    adapter: Adapter | None = None
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A few answers, and their log-probabilities before the update."""
+
+    micro: Micro
+    scores: mx.array
+
+    @property
+    def answers(self) -> Integers:
+        return self.micro.answers[:CHECKED]
+
+    @property
+    def mask(self) -> Floats:
+        return self.micro.mask[:CHECKED]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A trainer as it was."""
+
+    parameters: Parameters
+    optimizer: Any
+    updates: int
+
+
+class Refused(Exception):
+    """This update must not be published."""
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How many tokens make a piece of the wanted length."""
+
+    seconds: float
+    fixed: int
+    rate: float = 0.0  # tokens a second
+
+    def budget(self) -> int:
+        if self.fixed:
+            return self.fixed
+        return int(min(MAX_MICRO, max(MIN_MICRO, self.rate * self.seconds))) if self.rate else 2 * MIN_MICRO
+
+    def note(self, tokens: int, seconds: float) -> None:
+        rate = tokens / max(seconds, 1e-6)
+        # The first pieces build kernels; a quick rise is believed slowly, a slow piece at once.
+        self.rate = rate if not self.rate or rate < self.rate else 0.7 * self.rate + 0.3 * rate
+
+
+class Trainer:
+    def __init__(self, model: LanguageModel, lora: LoRAConfig, config: RLConfig) -> None:
+        self.config = config
+        self.lora = lora
+        mx.random.seed(config.seed)
+        self.tree = LearningTree(model, lora, checkpointing=config.gradient_checkpointing)
+        self.parameters: Parameters = {name: array.astype(mx.float32) for name, array in self.tree.parameters().items()}
+        mx.eval(self.parameters)
+        self._restore(self.parameters)
+        self._reference = shared_tree(model)
+        self.optimizer = optim.AdamW(_schedule(config), betas=[0.9, 0.999], eps=1e-8, weight_decay=config.weight_decay)
+        self.optimizer.init(self.parameters)
+        self.updates = 0  # optimiser steps that stand
+        self._gradient = mx.value_and_grad(self._loss)
+        self._pace = _Pace(config.microstep_seconds, config.microbatch_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Of parameters and the optimiser's memory of them."""
+        arrays = [*self.parameters.values(), *(array for _, array in tree_flatten(self.optimizer.state))]
+        return sum(array.nbytes for array in arrays)
+
+    def adapter(self) -> Adapter:
+        return self.tree.adapter()
+
+    def update(self, trajectories: Sequence[Trajectory]) -> Generator[None, None, Outcome]:
+        begun = time.perf_counter()
+        batch = Batch.of(trajectories, self.config.algorithm, self.config.max_length)
+        rewards = np.array([one.reward for one in trajectories], np.float32)
+        metrics = {
+            "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
+            "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+            "off_policy": float(sum(one.off_policy for one in trajectories)),
+            "flat_trajectories": float(batch.flat),
+        }
+        if not batch.trajectories:
+            return Outcome(metrics, 0, batch.flat, None, "no group has answers with different rewards")
+        before = self.snapshot()
+        try:
+            sample: _Sample | None = None
+            for _ in range(self.config.epochs):
+                sums, norm, first = yield from self._step(batch)
+                if sample is None:
+                    metrics |= sums.metrics() | {"grad_norm": norm}
+                    sample = first
+            assert sample is not None
+            metrics |= yield from self._checked(sample, before.parameters)
+        except Refused as refused:
+            self.go_back(before)
+            seconds = time.perf_counter() - begun
+            return Outcome(metrics, len(batch.trajectories), batch.flat, None, str(refused), seconds)
+        self.updates += 1
+        metrics["learning_rate"] = _number(self.optimizer.learning_rate)
+        seconds = time.perf_counter() - begun
+        metrics["tokens_per_second"] = metrics["tokens"] * self.config.epochs / max(seconds, 1e-6)
+        return Outcome(metrics, len(batch.trajectories), batch.flat, self.adapter(), "", seconds)
+
+    def _step(self, batch: Batch) -> Generator[None, None, tuple[Sums, float, _Sample]]:
+        sums = Sums()
+        first: _Sample | None = None
+        total: Parameters = {}
+        for micro in batch.micros(self._pace.budget):
+            begun = time.perf_counter()
+            (_, values, scores), gradients = self._gradient(self.parameters, micro)
+            total = {name: gradients[name] + total[name] for name in total} if total else gradients
+            first = first or _Sample(micro, scores[:CHECKED])
+            mx.eval(total, values, first.scores)
+            sums.add(np.array(values).tolist())
+            self._restore(self.parameters)
+            self._pace.note(micro.tokens, time.perf_counter() - begun)
+            yield
+        if not math.isfinite(sums.loss):
+            raise Refused(f"the loss is {sums.loss}")
+        clipped, norm = optim.clip_grad_norm(total, self.config.max_grad_norm)
+        found = _number(norm)
+        if not math.isfinite(found):
+            raise Refused(f"the gradient's norm is {found}")
+        if found == 0.0:
+            raise Refused("the gradient is zero")
+        self.parameters = self.optimizer.apply_gradients(clipped, self.parameters)
+        mx.eval(self.parameters, self.optimizer.state)
+        self._restore(self.parameters)
+        yield
+        assert first is not None
+        return sums, found, first
+
+    def _loss(self, parameters: Parameters, micro: Micro) -> tuple[mx.array, mx.array, mx.array]:
+        self._restore(parameters)
+        objective = self.config.objective
+        prompt, answers = mx.array(micro.prompt), mx.array(micro.answers)
+        mask, temperature, known = mx.array(micro.mask), _temperature(micro), mx.array(micro.known)
+        logits = answer_logits(self.tree.module, prompt, answers, self.tree.shares_prompts)
+        new = chosen_logprobs(logits, answers, temperature)
+        old = mx.where(known > 0, mx.array(micro.old), mx.stop_gradient(new))
+        reference = None
+        if objective.beta:
+            plain = answer_logits(self._reference, prompt, answers, self.tree.shares_prompts)
+            reference = mx.stop_gradient(chosen_logprobs(plain, answers, temperature))
+        found = losses(objective, new, old, mx.array(micro.advantage), mask, reference)
+        weight = mx.array(micro.weight)[:, None]
+        loss = mx.sum((found.policy + objective.beta * found.divergence) * weight)
+        still = mx.stop_gradient(new)
+        gap = (still - old) * mask
+        ratio = mx.exp(gap) * mask
+        values = [
+            loss,
+            mx.sum(mask),
+            mx.sum(found.kept),
+            mx.sum(found.clipped),
+            -mx.sum(still * mask),
+            mx.sum(divergence(old, still) * mask),
+            mx.sum(found.divergence),
+            mx.sum(ratio),
+            mx.sum(ratio * ratio),
+            mx.max(mx.abs(gap)),
+        ]
+        return loss, mx.stop_gradient(mx.stack([value.astype(mx.float32) for value in values])), still
+
+    def _checked(self, sample: _Sample, before: Parameters) -> Generator[None, None, dict[str, float]]:
+        """Whether the new parameters may be served: looks at them, and at what they make of some of the batch."""
+        norms = [mx.linalg.norm(array) for array in self.parameters.values()]
+        moved = [mx.max(mx.abs(array - before[name])) for name, array in self.parameters.items()]
+        norm, step = (_number(one) for one in (mx.linalg.norm(mx.stack(norms)), mx.max(mx.stack(moved))))
+        if not math.isfinite(norm):
+            raise Refused("the parameters are not finite")
+        if step == 0.0 and self.config.learning_rate > 0:
+            raise Refused("nothing has changed")
+        if norm > self.config.max_parameter_norm:
+            raise Refused(f"the parameters' norm is {norm:.3g}, over {self.config.max_parameter_norm:g}")
+        prompt, answers, mask = (mx.array(one) for one in (sample.micro.prompt, sample.answers, sample.mask))
+        logits = answer_logits(self.tree.module, prompt, answers, self.tree.shares_prompts)
+        after = chosen_logprobs(logits, answers, _temperature(sample.micro, CHECKED))
+        plain = answer_logits(self._reference, prompt, answers, self.tree.shares_prompts)
+        reference = chosen_logprobs(plain, answers, _temperature(sample.micro, CHECKED))
+        count = mx.maximum(mx.sum(mask), 1)
+        away = mx.sum(divergence(sample.scores, reference) * mask) / count
+        moved_by = mx.sum(divergence(sample.scores, after) * mask) / count  # of the old policy to the new: it drew them
+        kl, reference_kl = _number(moved_by), _number(away)
+        yield
+        if not kl <= self.config.max_kl:
+            raise Refused(f"it would move the policy by {kl:.3g} nats a token, over {self.config.max_kl:g}")
+        found = {"update_kl": kl, "parameter_norm": norm}
+        return found if self.config.beta else found | {"kl": reference_kl}  # else it is known of all answers
+
+    def _restore(self, parameters: Parameters) -> None:
+        self.tree.set_parameters(parameters)
+
+    # To go back to.
+
+    def snapshot(self) -> "Snapshot":
+        """Copies nothing: arrays stay as they are."""
+        return Snapshot(self.parameters, tree_map(lambda leaf: leaf, self.optimizer.state), self.updates)
+
+    def go_back(self, snapshot: "Snapshot") -> None:
+        self.parameters, self.updates = snapshot.parameters, snapshot.updates
+        self.optimizer.state = tree_map(lambda leaf: leaf, snapshot.optimizer)
+        self._restore(self.parameters)
+
+    # What a checkpoint keeps.
+
+    def state(self) -> dict[str, Any]:
+        """Arrays by name, on the host: waits for them."""
+        arrays = {f"parameters.{name}": np.array(array) for name, array in self.parameters.items()}
+        return arrays | {f"optimizer.{name}": np.array(array) for name, array in tree_flatten(self.optimizer.state)}
+
+    def load_state(self, arrays: dict[str, Any], updates: int) -> None:
+        parameters = {
+            name.removeprefix("parameters."): mx.array(array)
+            for name, array in arrays.items()
+            if name.startswith("parameters.")
+        }
+        if {name: array.shape for name, array in parameters.items()} != {
+            name: array.shape for name, array in self.parameters.items()
+        }:
+            raise ConfigError("the checkpoint is of an adapter with other layers or another rank")
+        self.parameters = {name: parameters[name] for name in self.parameters}
+        kept = {
+            name.removeprefix("optimizer."): mx.array(array)
+            for name, array in arrays.items()
+            if name.startswith("optimizer.")
+        }
+        self.optimizer.state = _nested(kept, self.optimizer.state)
+        mx.eval(self.parameters, self.optimizer.state)
+        self._restore(self.parameters)
+        self.updates = updates
+
+
+def _number(value: mx.array) -> float:
+    return float(np.array(value))
+
+
+def _temperature(micro: Micro, rows: int | None = None) -> mx.array | float:
+    """A number where it is one for all: dividing all logits by 1 costs."""
+    temperature = micro.temperature[:rows]
+    return float(temperature[0, 0, 0]) if (temperature == temperature[0]).all() else mx.array(temperature)
+
+
+def _nested(flat: dict[str, mx.array], like: Any) -> Any:
+    """In the form of a state that has names with dots in it."""
+    names = [name for name, _ in tree_flatten(like)]
+    if set(names) != set(flat):
+        raise ConfigError("the checkpoint's optimiser is another than this one")
+    leaves = iter([flat[name] for name in names])
+    return tree_map(lambda _: next(leaves), like)
+
+
+def _schedule(config: RLConfig) -> Any:
+    rate, steps = config.learning_rate, config.total_steps - config.warmup_steps
+    main: Any = rate
+    if config.schedule == "linear":
+        main = optim.linear_schedule(rate, 0.0, max(1, steps))
+    elif config.schedule == "cosine":
+        main = optim.cosine_decay(rate, max(1, steps))
+    if not config.warmup_steps:
+        return main
+    warmup = optim.linear_schedule(rate / config.warmup_steps, rate, config.warmup_steps)
+    rest = main if callable(main) else (lambda _: mx.array(rate))
+    return optim.join_schedules([warmup, rest], [config.warmup_steps])

@@ -1,0 +1,276 @@
+"""What is learnt from: answers with their rewards, the ledger of what this server drew, and the buffer of groups.
+
+The ledger keeps, of the last choices that the engine has ended, the tokens and their log-probabilities as drawn. It
+makes a reward that comes later for a request id into a trajectory, and tells whether one from outside is what was drawn
+here; what is not is marked off-policy. Any thread; no MLX.
+"""
+
+import hashlib
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_parallm.engine.rows import Row
+from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.types import Request
+
+Spans = tuple[tuple[int, int, int], ...]  # (first token, the one after the last, version)
+SAME_LOGPROB = 1e-3  # how far what a client sends back may be from the ledger
+KINDS = ("chatcmpl-", "cmpl-", "gen-")  # before a request's id, in answers
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One choice that the engine has ended."""
+
+    request: str  # the engine's own name for it
+    label: str  # the client's
+    index: int
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: Spans
+    policy: str | None  # the adapter, None: the model alone
+    temperature: float
+    finish_reason: str = "stop"
+
+    @classmethod
+    def of(cls, request: Request, index: int, row: Row) -> "Record":
+        completion = [*row.tokens, *([] if row.stop_token is None else [row.stop_token])]
+        starts = [*row.policies, (len(completion), None)]
+        spans = tuple(
+            (first, min(end, len(completion)), 0 if adapter is None else adapter.number)
+            for (first, adapter), (end, _) in zip(starts, starts[1:], strict=False)
+            if first < min(end, len(completion))
+        )
+        sampling = row.sampling
+        return cls(
+            request.id,
+            request.label,
+            request.first + index,
+            tuple(row.prompt),
+            tuple(completion),
+            tuple(row.drawn[: len(completion)]),
+            spans,
+            None if row.adapter is None else row.adapter.name,
+            1.0 if sampling.greedy else sampling.temperature,
+            row.finish_reason or "abort",
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """An answer with its reward. `logprobs` are those of the policy that drew it; None: nobody knows."""
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    reward: float
+    group_id: str = ""
+    logprobs: Sequence[float] | None = None
+    temperature: float = 1.0
+    spans: Spans = ()
+    mask: Sequence[bool] | None = None  # tokens to learn from; None: all
+    advantage: float | None = None  # None: by its group
+    request_id: str | None = None
+    off_policy: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids or not self.completion_ids:
+            raise InvalidRequestError("a trajectory needs prompt_ids and completion_ids", param="trajectories")
+        if not math.isfinite(self.reward) or (self.advantage is not None and not math.isfinite(self.advantage)):
+            raise InvalidRequestError("a reward is not a finite number", param="reward")
+        for name, values in (("logprobs", self.logprobs), ("mask", self.mask)):
+            if values is not None and len(values) != len(self.completion_ids):
+                raise InvalidRequestError(
+                    f"{len(values)} {name} for {len(self.completion_ids)} tokens of the answer", param=name
+                )
+        if self.logprobs is not None and not all(math.isfinite(value) for value in self.logprobs):
+            raise InvalidRequestError("a log-probability is not a finite number", param="logprobs")
+        self.group_id = self.group_id or prompt_group(self.prompt_ids)
+
+    @classmethod
+    def recorded(cls, record: Record, reward: float, group_id: str = "", tokens: int | None = None) -> "Trajectory":
+        """Of what the ledger has; `tokens`: the client was given only so many."""
+        return cls(
+            record.prompt_ids,
+            record.completion_ids[:tokens],
+            reward,
+            group_id,
+            record.logprobs[:tokens],
+            record.temperature,
+            record.spans,
+            request_id=record.label or record.request,
+        )
+
+    @property
+    def version(self) -> int:
+        """The oldest that made any of it."""
+        return min((version for _, _, version in self.spans), default=0)
+
+
+def prompt_group(prompt: Sequence[int]) -> str:
+    """Answers to one prompt are compared with each other, unless somebody says otherwise."""
+    return "prompt-" + hashlib.blake2b(repr(list(prompt)).encode(), digest_size=8).hexdigest()
+
+
+class Ledger:
+    """The last choices, by the names of their requests; bounded by their tokens."""
+
+    def __init__(self, max_tokens: int = 2_000_000) -> None:
+        self._max_tokens = max_tokens
+        self._tokens = 0
+        self._lock = threading.Lock()
+        self._records: OrderedDict[tuple[str, int], Record] = OrderedDict()  # by the client's name and the number
+        self._by_engine: dict[tuple[str, int], Record] = {}
+        self._wanted: dict[str, Callable[[Record], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __call__(self, request: Request, index: int, row: Row) -> None:
+        """The engine's recorder."""
+        if not row.drawn or not (row.tokens or row.stop_token is not None):
+            return
+        record = Record.of(request, index, row)
+        with self._lock:
+            self._put(record)
+            wanted = self._wanted.get(request.id)
+        if wanted is not None:
+            wanted(record)
+
+    def listen(self, request_ids: Iterable[str], on_record: Callable[[Record], None]) -> None:
+        """Has these requests' choices told as they end; on the engine thread, so be short."""
+        with self._lock:
+            self._wanted |= dict.fromkeys(request_ids, on_record)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        with self._lock:
+            for name in request_ids:
+                self._wanted.pop(name, None)
+
+    def find(self, request_id: str, index: int = 0) -> Record:
+        names = [request_id, *(request_id.removeprefix(kind) for kind in KINDS if request_id.startswith(kind))]
+        with self._lock:
+            for name in names:
+                if (record := self._records.get((name, index))) is not None:
+                    return record
+                if (record := self._by_engine.get((name, index))) is not None:
+                    return record
+        raise NotFoundError(
+            f"there is no answer {index} of request {request_id!r} among the last {len(self._records)} kept",
+            param="request_id",
+        )
+
+    def _put(self, record: Record) -> None:
+        key = record.label or record.request, record.index
+        if (old := self._records.pop(key, None)) is not None:
+            self._drop(old)
+        self._records[key] = self._by_engine[record.request, record.index] = record
+        self._tokens += _size(record)
+        while self._tokens > self._max_tokens and len(self._records) > 1:
+            self._drop(self._records.popitem(last=False)[1])
+
+    def _drop(self, record: Record) -> None:
+        self._by_engine.pop((record.request, record.index), None)
+        self._tokens -= _size(record)
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Marks one off-policy that this server did not draw, or not with these log-probabilities."""
+        trajectory.off_policy = True
+        if trajectory.request_id is None or trajectory.logprobs is None:
+            return
+        for index in range(64):
+            try:
+                record = self.find(trajectory.request_id, index)
+            except NotFoundError:
+                return
+            length = len(trajectory.completion_ids)
+            if (
+                list(record.prompt_ids) == list(trajectory.prompt_ids)
+                and list(record.completion_ids[:length]) == list(trajectory.completion_ids)
+                and all(abs(a - b) <= SAME_LOGPROB for a, b in zip(record.logprobs, trajectory.logprobs, strict=False))
+            ):
+                trajectory.off_policy = False
+                trajectory.temperature, trajectory.spans = record.temperature, record.spans
+                return
+
+
+def _size(record: Record) -> int:
+    return len(record.prompt_ids) + len(record.completion_ids)
+
+
+@dataclass(slots=True)
+class BufferCounts:
+    collected: int = 0
+    dropped: int = 0  # to make room
+    stale: int = 0
+    flat: int = 0  # of groups whose rewards are all the same: nothing to learn
+
+
+class Buffer:
+    """Groups that wait to be learnt from, the oldest first; a bounded number of trajectories."""
+
+    def __init__(self, max_trajectories: int, max_staleness: int | None = None) -> None:
+        self._max = max_trajectories
+        self._max_staleness = max_staleness
+        self._groups: OrderedDict[str, list[Trajectory]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._size = 0
+        self.counts = BufferCounts()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, trajectories: Iterable[Trajectory]) -> None:
+        with self._changed:
+            for trajectory in trajectories:
+                self._groups.setdefault(trajectory.group_id, []).append(trajectory)
+                self._size += 1
+                self.counts.collected += 1
+            while self._size > self._max and len(self._groups) > 1:
+                _, oldest = self._groups.popitem(last=False)
+                self._size -= len(oldest)
+                self.counts.dropped += len(oldest)
+            self._changed.notify_all()
+
+    def ready(self) -> int:
+        """Trajectories that have others to be compared with."""
+        with self._changed:
+            return sum(len(group) for group in self._groups.values() if _comparable(group))
+
+    def wait(self, count: int, timeout: float) -> bool:
+        """Whether so many are ready, within that time."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: sum(len(group) for group in self._groups.values() if _comparable(group)) >= count, timeout
+            )
+
+    def take(self, at_most: int, version: int) -> list[Trajectory]:
+        """Whole groups, about so many trajectories; those too old for this version are dropped and counted."""
+        taken: list[Trajectory] = []
+        with self._changed:
+            for name, group in list(self._groups.items()):
+                if self._max_staleness is not None:
+                    fresh = [one for one in group if version - one.version <= self._max_staleness]
+                    self.counts.stale += len(group) - len(fresh)
+                    self._size -= len(group) - len(fresh)
+                    group[:] = fresh
+                    if not fresh:
+                        del self._groups[name]
+                        continue
+                if _comparable(group) and len(taken) < at_most:
+                    taken += self._groups.pop(name)
+                    self._size -= len(group)
+        return taken
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _comparable(group: Sequence[Trajectory]) -> bool:
+    return len(group) > 1 or any(one.advantage is not None for one in group)

@@ -1,0 +1,212 @@
+"""The trainer on a tiny model: the same update however it is cut, what it refuses, what it learns, what it keeps."""
+
+import re
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.training.batches import Batch
+from mlx_parallm.training.objectives import AGGREGATION, chosen_logprobs
+from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer
+from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits
+from tests.engine.harness import as_served
+from tests.tiny import tiny
+
+PROMPTS = (list(range(20, 41)), list(range(60, 75)))
+LORA = LoRAConfig(rank=4, alpha=8)
+
+
+def made(reward_of: "object" = None, seed: int = 0, groups: int = 2, size: int = 4) -> list[Trajectory]:
+    """Random answers of different lengths; by default random rewards."""
+    random = np.random.default_rng(seed)
+    found = []
+    for group in range(groups):
+        for _ in range(size):
+            answer = random.integers(3, 90, random.integers(4, 10)).tolist()
+            reward = reward_of(answer) if callable(reward_of) else float(random.integers(0, 3))
+            found.append(Trajectory(PROMPTS[group % 2], answer, reward, f"g{group}"))
+    return found
+
+
+def run(trainer: Trainer, trajectories: Sequence[Trajectory]) -> Outcome:
+    steps = trainer.update(trajectories)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            return outcome
+
+
+def with_logprobs(trainer: Trainer, trajectories: Sequence[Trajectory], shift: float = 0.0) -> None:
+    for one in trajectories:
+        tokens = mx.array([one.completion_ids])
+        logits = answer_logits(trainer.tree.module, mx.array(one.prompt_ids), tokens, False)
+        one.logprobs = (chosen_logprobs(logits, tokens)[0] + shift).tolist()
+
+
+def apart(left: Trainer, right: Trainer) -> float:
+    return max(mx.mean(mx.abs(left.parameters[name] - right.parameters[name])).item() for name in left.parameters)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_answers_behind_one_prompt_are_the_same_as_whole_texts(kind: str) -> None:
+    tree = LearningTree(as_served(kind), LORA)
+    assert tree.shares_prompts
+    answers = mx.array([[5, 6, 7, 8], [50, 60, 70, 80]])
+    found, expected = (answer_logits(tree.module, mx.array(PROMPTS[0]), answers, shared) for shared in (True, False))
+    assert mx.allclose(found, expected, atol=1e-4)
+
+
+def test_models_with_other_state_do_not_share_prompts() -> None:
+    assert not LearningTree(as_served("gemma3"), LORA).shares_prompts
+    assert not LearningTree(
+        as_served("hybrid"), LoRAConfig(rank=4, target_modules=("q_proj", "in_proj"))
+    ).shares_prompts
+
+
+@pytest.mark.parametrize("algorithm", list(AGGREGATION))
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_update_is_the_same_however_it_is_cut(algorithm: str, checkpointing: bool) -> None:
+    settings = {"algorithm": algorithm, "learning_rate": 1e-3, "beta": 0.1, "max_kl": 10.0}
+    whole = Trainer(tiny(), LORA, RLConfig(microbatch_tokens=10_000, **settings))  # type: ignore[arg-type]
+    cut = Trainer(tiny(), LORA, RLConfig(microbatch_tokens=30, gradient_checkpointing=checkpointing, **settings))  # type: ignore[arg-type]
+    trajectories = made()
+    with_logprobs(whole, trajectories)
+    for trainer in (whole, cut):
+        for _ in range(2):
+            assert run(trainer, trajectories).adapter is not None
+    assert apart(whole, cut) < 1e-5  # Adam makes much of gradients that are hardly any
+    assert apart(whole, Trainer(tiny(), LORA, RLConfig())) > 2e-4
+
+
+def test_checkpointing_leaves_the_models_classes_alone() -> None:
+    served = tiny()
+    kind = type(served.module.layers[0])
+    before = kind.__call__
+    trainer = Trainer(served, LORA, RLConfig(gradient_checkpointing=True))
+    assert type(trainer.tree.module.layers[0]) is not kind
+    assert type(served.module.layers[0]) is kind
+    assert kind.__call__ is before
+
+
+def test_the_base_is_shared_and_stays_as_it_is() -> None:
+    model = tiny()
+    before = {name: np.array(array) for name, array in tree_flatten(model.module.parameters())}
+    trainer = Trainer(model, LORA, RLConfig(learning_rate=1e-2))
+    run(trainer, made())
+    served = dict(tree_flatten(model.module.parameters()))
+    own = {id(array) for _, array in tree_flatten(trainer.tree.module.parameters())}
+    assert all(id(array) in own for array in served.values())
+    assert all(np.array_equal(before[name], np.array(array)) for name, array in served.items())
+
+
+@pytest.mark.parametrize("algorithm", list(AGGREGATION))
+def test_answers_that_did_better_become_likelier(algorithm: str) -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(algorithm=algorithm, learning_rate=1e-3))  # type: ignore[arg-type]
+    trajectories = made(seed=1)
+
+    def scores() -> list[float]:
+        with_logprobs(trainer, trajectories)
+        return [float(np.mean(one.logprobs)) for one in trajectories]  # type: ignore[arg-type]
+
+    before = scores()
+    for _ in range(4):
+        with_logprobs(trainer, trajectories)
+        assert run(trainer, trajectories).adapter is not None
+    change = np.array(scores()) - before
+    advantage = Batch.of(trajectories, algorithm, 512).advantage  # type: ignore[arg-type]
+    assert np.corrcoef(change, advantage)[0, 1] > 0.6
+
+
+def test_metrics_of_an_update_on_policy() -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3))
+    trajectories = made()
+    with_logprobs(trainer, trajectories)
+    found = run(trainer, trajectories).metrics
+    assert found["max_logprob_gap"] < 1e-4
+    assert found["mismatch_kl"] == pytest.approx(0, abs=1e-6)
+    assert found["clip_fraction"] == 0
+    assert found["effective_sample_size"] == pytest.approx(1, abs=1e-4)
+    assert found["entropy"] > 0
+    assert found["update_kl"] > 0
+    assert found["tokens"] == sum(len(one.completion_ids) for one in trajectories)
+    with_logprobs(trainer, trajectories, shift=-0.5)
+    assert run(trainer, trajectories).metrics["max_logprob_gap"] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_groups_without_a_difference_are_skipped_and_counted() -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3))
+    flat = made(lambda _: 1.0)
+    outcome = run(trainer, flat)
+    assert outcome.adapter is None
+    assert (outcome.used, outcome.skipped) == (0, 8)
+    mixed = flat[:4] + made(seed=2)[4:]
+    outcome = run(trainer, mixed)
+    assert (outcome.used, outcome.skipped) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"learning_rate": 1e3}, "nats a token|not finite|norm"),
+        ({"learning_rate": 1e-2, "max_kl": 1e-9}, "nats a token"),
+        ({"learning_rate": 1e-2, "max_parameter_norm": 1e-3}, "norm"),
+    ],
+)
+def test_a_bad_update_is_undone(settings: dict[str, float], why: str) -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(**settings))  # type: ignore[arg-type]
+    before = {name: np.array(array) for name, array in trainer.state().items()}
+    outcome = run(trainer, made())
+    assert outcome.adapter is None
+    assert re.search(why, outcome.reason)
+    after = trainer.state()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert trainer.updates == 0
+
+
+def test_rewards_and_logprobs_that_are_no_numbers_never_get_in() -> None:
+    for wrong in ({"reward": float("nan")}, {"reward": 1.0, "logprobs": [float("inf")] * 2}):
+        with pytest.raises(InvalidRequestError):
+            Trajectory([1], [2, 3], **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="1 logprobs for 2"):
+        Trajectory([1], [2, 3], 1.0, logprobs=[0.0])
+
+
+def test_masked_tokens_do_not_count() -> None:
+    one, other = (Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3)) for _ in range(2))
+    short, long = made(), made()
+    for a, b in zip(short, long, strict=True):
+        b.completion_ids = [*a.completion_ids, 7, 7]
+        b.mask = [True] * len(a.completion_ids) + [False] * 2
+    run(one, short)
+    run(other, long)
+    assert apart(one, other) < 1e-5
+
+
+def test_a_trainer_restored_goes_on_as_if_nothing_had_happened() -> None:
+    config = RLConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=2, total_steps=6, microbatch_tokens=64)
+    through, stopped = Trainer(tiny(), LORA, config), Trainer(tiny(), LORA, config)
+    for seed in range(3):
+        run(through, made(seed=seed))
+        run(stopped, made(seed=seed))
+    kept, updates = stopped.state(), stopped.updates
+    restored = Trainer(tiny(), LORA, config)
+    restored.load_state(kept, updates)
+    for seed in range(3, 6):
+        run(through, made(seed=seed))
+        run(restored, made(seed=seed))
+    assert all(np.array_equal(array, restored.state()[name]) for name, array in through.state().items())
+    with pytest.raises(ConfigError, match="another rank"):
+        Trainer(tiny(), LoRAConfig(rank=8), config).load_state(kept, updates)
+
+
+@pytest.mark.parametrize("wrong", [{"algorithm": "ppo"}, {"epochs": 0}, {"learning_rate": -1}, {"schedule": "x"}])
+def test_wrong_settings(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        RLConfig(**wrong)  # type: ignore[arg-type]

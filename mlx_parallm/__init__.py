@@ -1,9 +1,11 @@
-"""MLX ParaLLM: an LLM server for Apple Silicon with continuous batching.
+"""MLX ParaLLM: an LLM server for Apple Silicon with continuous batching, that trains what it serves.
 
-`LLM` and `SamplingParams` are all that offline users need, `InferenceClient` what trainers do; they load lazily, so
-that `import mlx_parallm` costs nothing and the BLAS can still be chosen before MLX is imported.
+`LLM` and `SamplingParams` are all that offline users need, `InferenceClient` what trainers do, `RLIntegratedServer`
+with `LoRAConfig` and `RLConfig` what trains and serves in one process. They load lazily, so that `import mlx_parallm`
+costs nothing and the BLAS can still be chosen before MLX is imported.
 """
 
+import importlib
 import os
 from typing import TYPE_CHECKING
 
@@ -12,22 +14,35 @@ from mlx_parallm.types import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_parallm.client import InferenceClient
+    from mlx_parallm.integrated import RLIntegratedServer
     from mlx_parallm.llm import LLM
+    from mlx_parallm.training.trainer import RLConfig
+    from mlx_parallm.training.tree import LoRAConfig
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "InferenceClient", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "InferenceClient",
+    "LoRAConfig",
+    "RLConfig",
+    "RLIntegratedServer",
+    "SamplingParams",
+    "__version__",
+]
+LAZY = {
+    "LLM": "mlx_parallm.llm",
+    "InferenceClient": "mlx_parallm.client",
+    "RLIntegratedServer": "mlx_parallm.integrated",
+    "RLConfig": "mlx_parallm.training.trainer",
+    "LoRAConfig": "mlx_parallm.training.tree",
+}
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss PyTorch, which nobody needs here
 preload()  # before any module of ours can import MLX
 
 
 def __getattr__(name: str) -> object:
-    if name == "LLM":
-        from mlx_parallm.llm import LLM
-
-        return LLM
-    if name == "InferenceClient":
-        from mlx_parallm.client import InferenceClient
-
-        return InferenceClient
+    if name in LAZY:
+        found: object = getattr(importlib.import_module(LAZY[name]), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The commands: `parallm serve | chat | bench | adapters`, and `mlx_parallm_serve`, which is `parallm serve`.
+"""The commands: `parallm serve | train | chat | bench | adapters`; `mlx_parallm_serve` and `mlx_parallm_train` too.
 
 Nothing here imports MLX or FastAPI before a command needs it, so that help and remote work start at once.
 A user's mistake (a bad flag, a model that can't be loaded) is one line on stderr: 2 for flags, 1 for the rest.
@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config
+from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config, train_cli
 from mlx_parallm.errors import ConfigError, ParallmError
 
 Command = Callable[[argparse.Namespace], int]
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, purpose, add_flags, run in (
         ("serve", "serve a model behind an OpenAI-compatible API", config.add_flags, serve),
+        ("train", "train an adapter, and serve it meanwhile", train_cli.add_flags, train_cli.run),
         ("chat", "talk to a model in the terminal", chat.add_flags, chat.run),
         ("bench", "measure any OpenAI-compatible server under load", bench_cli.add_flags, bench_cli.run),
         ("adapters", "list and change the adapters of a running server", adapters_cli.add_flags, adapters_cli.run),
@@ -39,6 +40,14 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
     return _run(parser.parse_args(argv))
 
 
+def train_main(argv: Sequence[str] | None = None) -> int:
+    """`mlx_parallm_train`: returns the exit code."""
+    parser = _parser("mlx_parallm_train", "Train an adapter by reinforcement, and serve it meanwhile.")
+    train_cli.add_flags(parser)
+    parser.set_defaults(run=train_cli.run)
+    return _run(parser.parse_args(argv))
+
+
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=name, description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{name} {__version__}")
@@ -46,7 +55,9 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def serve(args: argparse.Namespace) -> int:
-    settings = config.load_config({name: value for name, value in vars(args).items() if name != "run"})
+    settings = config.load_config(
+        {name: value for name, value in vars(args).items() if name != "run"}, kind=config.ServeConfig
+    )
     from mlx_parallm.server.run import serve as run_server
 
     return run_server(settings)

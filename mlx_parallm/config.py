@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -82,6 +82,16 @@ class ServeConfig:
         (), "LoRA or DoRA adapter to load at start, in mlx-lm's or PEFT's format; repeatable as NAME=PATH",
         section="model", aliases=("--adapter-path",), parse=_parse_list,
     )  # fmt: skip
+    lora_rank: int = _option(16, "rank of the adapter that is trained", section="model", parse=int)
+    lora_alpha: float = _option(32.0, "its scale, times its rank", section="model", parse=float)
+    lora_target_modules: tuple[str, ...] = _option(
+        ("q_proj", "v_proj"), "layers that it changes, by the last part of their names, with commas",
+        section="model", parse=_parse_list,
+    )  # fmt: skip
+    lora_layers: int | None = _option(
+        None, "of the last so many blocks; fewer learn faster (default: all)", section="model", parse=int
+    )
+    lora_dora: bool = _option(False, "train DoRA's magnitudes too", section="model", parse=_parse_bool)
     max_loras: int = _option(8, "adapters on the device at once, and in one batch", section="model", parse=int)
     max_lora_rank: int = _option(64, "largest rank of an adapter", section="model", parse=int)
     max_lora_bytes: int = _option(2 << 30, "largest adapter, as 2GiB", section="model", parse=parse_bytes)
@@ -114,10 +124,83 @@ class ServeConfig:
     drain_timeout_seconds: float = _option(30.0, "how long SIGTERM waits for running requests", parse=float)
     log_level: str = _option("INFO", "DEBUG, INFO, WARNING or ERROR", parse=str.upper)
     log_json: bool = _option(False, "one JSON object per log line", parse=_parse_bool)
+    # training
+    mode: str = _option(
+        "inference", "inference_and_training is --enable-rl-training; training gives requests what it leaves over",
+        choices=("inference", "training", "inference_and_training"),
+    )  # fmt: skip
+    enable_rl_training: bool = _option(
+        False, "train an adapter on what is served", section="rl_training", parse=_parse_bool, key="enabled"
+    )
+    train_adapter: tuple[str, ...] = _option(
+        ("policy",), "the adapter that is trained; repeatable, each learns from its own answers",
+        section="rl_training", parse=_parse_list,
+    )  # fmt: skip
     inference_share: float = _option(
         0.7, "of the engine's time for requests, while there are some and training has work too",
         section="rl_training", parse=float,
     )  # fmt: skip
+    trajectory_buffer_size: int = _option(1000, "trajectories that may wait", section="rl_training", parse=int)
+    update_frequency: int = _option(
+        100, "trajectories that make an update; 0: only when one is asked for", section="rl_training", parse=int
+    )
+    max_staleness: int | None = _option(
+        None, "versions by which a trajectory may be behind (default: any number)", section="rl_training", parse=int
+    )
+    scoring_function: tuple[str, ...] = _option(
+        (), "NAME=module:function or NAME=file.py:function that requests may name; repeatable",
+        section="rl_training", parse=_parse_list,
+    )  # fmt: skip
+    scoring_batch_size: int = _option(32, "answers that are scored in one call", section="rl_training", parse=int)
+    scoring_timeout: float = _option(30.0, "seconds that such a call may take", section="rl_training", parse=float)
+    atropos_url: str | None = _option(None, "Atropos API to take trajectories from", section="rl_training")
+    environment: str | None = _option(None, "the Atropos environment to take them of", section="rl_training")
+    algorithm: str = _option(
+        "grpo", "what the policy is trained to do", section="rl_training",
+        choices=("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"),
+    )  # fmt: skip
+    learning_rate: float = _option(1e-5, "of AdamW", section="rl_training", parse=float)
+    lr_schedule: str = _option(
+        "constant", "how it changes", section="rl_training", choices=("constant", "linear", "cosine"), key="schedule"
+    )
+    warmup_steps: int = _option(0, "updates until it is reached", section="rl_training", parse=int)
+    total_steps: int = _option(1000, "updates after which linear and cosine end", section="rl_training", parse=int)
+    weight_decay: float = _option(0.0, "of AdamW", section="rl_training", parse=float)
+    max_grad_norm: float = _option(1.0, "longer gradients are cut to it", section="rl_training", parse=float)
+    train_batch_size: int = _option(
+        32, "trajectories of an update, about", section="rl_training", parse=int, key="batch_size"
+    )
+    train_epochs: int = _option(1, "optimiser steps on one batch", section="rl_training", parse=int, key="epochs")
+    clip_low: float = _option(0.2, "how far a token's probability may fall", section="rl_training", parse=float)
+    clip_high: float = _option(0.2, "how far it may rise", section="rl_training", parse=float)
+    beta: float = _option(0.0, "weight of the KL divergence to the model", section="rl_training", parse=float)
+    token_limit: float | None = _option(
+        None, "tokens that were drawn this many times likelier or less are left out", section="rl_training", parse=float
+    )
+    answer_limit: float | None = _option(
+        None, "the same for whole answers, by their mean", section="rl_training", parse=float
+    )
+    max_kl: float = _option(
+        1.0, "nats a token by which an update may move the policy", section="rl_training", parse=float
+    )
+    microstep_seconds: float = _option(
+        0.5, "about how long a piece of an update holds requests up", section="rl_training", parse=float
+    )
+    microbatch_tokens: int = _option(
+        0, "tokens of such a piece; 0: what that time allows", section="rl_training", parse=int
+    )
+    gradient_checkpointing: bool = _option(
+        False, "compute blocks twice and keep less", section="rl_training", parse=_parse_bool
+    )
+    train_seed: int = _option(0, "of all that is random in training", section="rl_training", parse=int, key="seed")
+    checkpoint_interval: int = _option(
+        500, "updates from one to the next", section="checkpointing", parse=int, key="interval"
+    )
+    keep_n_checkpoints: int = _option(
+        10, "older ones go, but for those with a name", section="checkpointing", parse=int
+    )
+    checkpoint_dir: str = _option("./checkpoints", "folder for them", section="checkpointing")
+    resume: bool = _option(True, "go on from the last checkpoint there", section="checkpointing", parse=_parse_bool)
     # cache
     kv_cache_memory: int | None = _option(
         None, "most bytes of live keys and values, as 8GiB (default: by memory)", section="cache", parse=parse_bytes
@@ -145,6 +228,11 @@ class ServeConfig:
             "max_loras",
             "max_lora_rank",
             "max_lora_bytes",
+            "lora_rank",
+            "trajectory_buffer_size",
+            "scoring_batch_size",
+            "checkpoint_interval",
+            "keep_n_checkpoints",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -154,9 +242,18 @@ class ServeConfig:
             "drain_timeout_seconds",
             "ssd_max_bytes",
             "ssd_ttl_days",
+            "update_frequency",
+            "scoring_timeout",
         ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
+        for name in ("max_staleness", "lora_layers"):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
+        if self.lora_rank > self.max_lora_rank:
+            raise ConfigError(f"lora_rank is {self.lora_rank}, and max_lora_rank allows {self.max_lora_rank}")
+        if self.trains and len(self.train_adapter) > self.max_loras:
+            raise ConfigError(f"{len(self.train_adapter)} adapters to train, and max_loras is {self.max_loras}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
         if self.max_concurrent_streams < 0:
@@ -176,6 +273,15 @@ class ServeConfig:
             raise ConfigError(f"kv_group_size must be 32, 64 or 128, not {self.kv_group_size}")
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise ConfigError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level}")
+
+    @property
+    def trains(self) -> bool:
+        return self.enable_rl_training or self.mode in ("training", "inference_and_training")
+
+    @property
+    def serving_share(self) -> float:
+        """Of the engine's time, where training has work too."""
+        return min(0.05, self.inference_share) if self.mode == "training" else self.inference_share
 
     def named_adapters(self) -> dict[str, str]:
         """Name to folder for each adapter to load at start."""
@@ -202,6 +308,9 @@ class ServeConfig:
         return models
 
 
+C = TypeVar("C", bound=ServeConfig)
+
+
 def _model_name(source: str) -> str:
     """A hub id names itself; a folder or file is called by its last part."""
     path = Path(source).expanduser()
@@ -210,9 +319,9 @@ def _model_name(source: str) -> str:
     return source
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Gives `parser` every option of `ServeConfig`, absent ones left out of the namespace."""
-    for item in fields(ServeConfig):
+def add_flags(parser: argparse.ArgumentParser, kind: "type[ServeConfig]" = ServeConfig) -> None:
+    """Gives `parser` every option of a config, absent ones left out of the namespace."""
+    for item in fields(kind):
         meta = item.metadata
         common = dict(dest=item.name, default=argparse.SUPPRESS, help=meta["help"])
         flag = "--" + item.name.replace("_", "-")
@@ -239,22 +348,26 @@ def _argparse_type(parse: Any) -> Any:
     return read
 
 
-def load_config(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> ServeConfig:
+def load_config(
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    kind: type[C] = ServeConfig,  # type: ignore[assignment]
+) -> C:
     """Flags over PARALLM_* over the YAML file named by either."""
     environment = os.environ if environment is None else environment
     flags = dict(flags)
     config_file = flags.pop("config", None) or environment.get("PARALLM_CONFIG")
-    values = _read_file(Path(config_file)) if config_file else {}
-    for item in fields(ServeConfig):
+    values = _read_file(Path(config_file), kind) if config_file else {}
+    for item in fields(kind):
         text = environment.get(f"PARALLM_{item.name.upper()}")
         if text is not None:
             values[item.name] = _convert(item.metadata, text, f"PARALLM_{item.name.upper()}")
     for name, value in flags.items():
         values[name] = tuple(value) if isinstance(value, list) else value
-    return ServeConfig(**values)
+    return kind(**values)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path, kind: type[ServeConfig]) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
@@ -262,7 +375,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError(f"config file {path}: expected sections such as 'server:', found {type(document).__name__}")
     sections: dict[str, dict[str, Any]] = {}
-    for item in fields(ServeConfig):
+    for item in fields(kind):
         sections.setdefault(item.metadata["section"], {})[item.metadata["key"] or item.name] = item
     values: dict[str, Any] = {}
     for section, options in document.items():

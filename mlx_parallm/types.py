@@ -93,6 +93,7 @@ class Request:
     cache_salt: str = ""
     adapter: str | None = None
     adapter_version: int | None = None  # None: what the name means when the request arrives
+    record: bool = False  # keep the log-probabilities of what is drawn
     label: str = ""  # what the client calls it
     first: int = 0  # the number of its first choice among those of its call
     follow: bool = False  # goes on with a newer version from the step after it is published

@@ -84,8 +84,9 @@ class Engine:
         self._read_at = 0.0
         self._tuning = tuning
         self.metrics = EngineMetrics()
-        self._background = Background(config.inference_share, self.metrics.background)
-        self.recorder: Recorder | None = None  # is told of every choice that has ended
+        self._background = Background(config.serving_share, self.metrics.background)
+        self.recorder: Recorder | None = None  # is told of every recorded choice that has ended
+        self.records_all = False  # else only what asks for it
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] | None = None
         self.model: LanguageModel
@@ -139,7 +140,7 @@ class Engine:
             for row in rows:
                 row.adapter = version
         for row in rows:
-            row.recorded = self.recorder is not None
+            row.recorded = self.recorder is not None and (self.records_all or request.record)
         return rows
 
     def work(self, steps: "Steps[T]") -> "Future[T]":

@@ -272,6 +272,7 @@ class DebugMetrics(Answer):
         description="Of the engine's time, for each adapter published, brought in or put beside others"
     )
     prefix: dict[str, int] = Field(description="The prefix cache: lookups, hits, hit_tokens, evictions, blocks, bytes")
+    background: dict[str, float] = Field(description="Training: its steps and seconds, and the longest wait for it")
     ssd: dict[str, int] = Field(description="Its tier on SSD: files, bytes, reads, writes, dropped, damaged, pruned")
     models: dict[str, "DebugMetrics"] | None = Field(None, description="Each model's own, when several are served")
 
@@ -372,6 +373,105 @@ class Generated(Answer):
     finish_reason: Literal["stop", "length", "abort"]
     policy_spans: list[tuple[int, int, int]]
     metadata: dict[str, Any]
+
+
+class Updated(Answer):
+    policy_version: int
+    published: bool
+    loss: float | None
+    trajectories_used: int
+    trajectories_skipped: int = Field(description="Of groups whose rewards are all the same")
+    refused: str | None = Field(description="Why it was not published")
+    rolled_back: str | None = Field(description="The alarm that brought the last good version back")
+    checkpoint: str | None
+    metrics: dict[str, float]
+
+
+class TrainingStatus(Answer):
+    training_enabled: bool
+    policy_version: int
+    current_lora: str | None = None
+    updates: int | None = None
+    updates_published: int | None = None
+    updates_refused: int | None = None
+    rollbacks: int | None = None
+    trajectories_collected: int | None = None
+    trajectories_buffered: int | None = None
+    trajectories_ready: int | None = Field(None, description="That have others to be compared with")
+    trajectories_used: int | None = None
+    trajectories_flat: int | None = Field(None, description="Of groups without a difference, skipped")
+    trajectories_stale: int | None = None
+    trajectories_dropped: int | None = Field(None, description="To make room in the buffer")
+    trajectories_off_policy: int | None = None
+    last_update: float | None = None
+    last_refusal: str | None = None
+    loss: float | None = None
+    reward_mean: float | None = None
+    kl: float | None = Field(None, description="To the model without the adapter, nats a token")
+    updates_per_second: float | None = None
+    metrics: dict[str, float] | None = Field(
+        None,
+        description="Of the last update: mismatch_kl, max_logprob_gap, clip_fraction, effective_sample_size, …",
+    )
+    available_checkpoints: list[str] | None = None
+    adapters: list[str] | None = None
+    scoring_functions: list[str] | None = None
+    scoring_failures: int | None = None
+    inference_share: float | None = None
+    measured_inference_share: float | None = None
+    longest_stall_seconds: float | None = None
+    training_seconds: float | None = None
+    atropos: dict[str, int] | None = Field(None, description="What the Atropos API has handed out")
+
+
+class FeedbackTaken(Answer):
+    status: Literal["success"]
+    request_id: str
+    adapter: str
+    trajectories_buffered: int
+    trajectories_ready: int
+
+
+class CheckpointWritten(Answer):
+    status: Literal["success"]
+    checkpoint: str
+    path: str
+
+
+class TrainingInternals(Answer):
+    adapter: str
+    lora: dict[str, Any]
+    config: dict[str, Any]
+    updates: int
+    trainer_bytes: int
+    shares_prompts: bool
+    parameters: dict[str, list[int]]
+    buffer: dict[str, int]
+    ledger: int
+    collecting: int
+    background: dict[str, float]
+    status: TrainingStatus
+
+
+class RolloutSample(Answer):
+    request_id: str
+    index: int
+    completion_ids: list[int]
+    text: str
+    logprobs: list[float]
+    reward: float | None
+    finish_reason: str
+    policy_version: int
+    policy_spans: list[tuple[int, int, int]]
+
+
+class RolloutGroup(Answer):
+    prompt_ids: list[int]
+    samples: list[RolloutSample]
+
+
+class Rollout(Answer):
+    groups: list[RolloutGroup]
 
 
 class Status(Answer):

@@ -21,6 +21,8 @@ from mlx_parallm.server.openai import OpenAI, Workers
 from mlx_parallm.server.ops import Operations
 from mlx_parallm.server.state import Dispatcher, ServerState
 from mlx_parallm.server.tokens import Catalogue
+from mlx_parallm.server.training import TrainingRoutes
+from mlx_parallm.training.training import Training
 
 DESCRIPTION = """An LLM server for Apple Silicon with continuous batching, behind OpenAI's API.
 
@@ -32,6 +34,7 @@ def create_app(
     config: ServeConfig,
     dispatcher: Dispatcher,
     state: ServerState | None = None,
+    training: Training | None = None,
 ) -> FastAPI:
     """`models` have started engines whose news come through `dispatcher`; the first is the default."""
     workers = Workers(ThreadPoolExecutor(2, thread_name_prefix="tokenise"))
@@ -52,13 +55,15 @@ def create_app(
         redoc_url=None,
     )
     errors.add_handlers(app)
-    openai = OpenAI(table, config, workers)
+    openai = OpenAI(table, config, workers, training)
     app.include_router(openai.router())
     app.include_router(Generate(openai).router())
     app.include_router(Catalogue(table, workers).router())
     app.include_router(Adapters(table, config).router())
     app.include_router(Control(table, config).router())
-    app.include_router(Operations(table, config, state or ServerState()).router())
+    if training is not None:
+        app.include_router(TrainingRoutes(training, table.default, workers).router())
+    app.include_router(Operations(table, config, state or ServerState(), training).router())
     return app
 
 

@@ -179,7 +179,9 @@ class Generation:
         cache_salt: str,
         version: Version | None = None,
         follow: bool = False,
+        label: str = "",
     ) -> None:
+        self.on_done: Callable[[], None] | None = None  # is called once, when all choices have ended well
         self.prompts = prompts
         self.n = sampling[0].n
         self.choices = [make_choice(index, index // self.n) for index in range(len(prompts) * self.n)]
@@ -201,6 +203,8 @@ class Generation:
                 adapter=None if version is None else version.name,
                 adapter_version=None if version is None else version.number,
                 follow=follow,
+                label=label,
+                first=number * self.n,
             )
             for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True))
         ]
@@ -208,6 +212,10 @@ class Generation:
     @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
+
+    def recorded(self) -> list[tuple[str, int, int]]:
+        """Of each choice: the engine's name of its request, its number, and how many tokens it has."""
+        return [(self._requests[choice.prompt].id, choice.index, choice.completion_tokens) for choice in self.choices]
 
     def start(self, listener: Listener) -> None:
         """Hands all requests to the engine, or none: the error of one cancels the others."""
@@ -246,6 +254,8 @@ class Generation:
             self._open -= 1
             if self._open == 0:
                 self._ended = True
+                if self.on_done is not None:
+                    self.on_done()
                 self.listener.on_end(None)
 
     def _fail(self, error: ParallmError) -> None:

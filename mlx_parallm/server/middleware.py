@@ -35,6 +35,8 @@ ADMIN_PREFIXES = (
     "/continue_generation",
     "/v1/load_lora",
     "/v1/unload_lora",
+    "/v1/training/update",
+    "/training/",
 )
 
 

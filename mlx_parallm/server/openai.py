@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter
@@ -28,6 +29,7 @@ from mlx_parallm.server.models import ModelTable, ServedModel
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schemas import ChatBody, CompletionBody, GenerationBody
 from mlx_parallm.server.sse import EventStream, StreamFormat
+from mlx_parallm.training.training import NOT_ENABLED, Collection, Training
 from mlx_parallm.types import SamplingParams
 
 LONG_TEXT = 4_000  # characters; about a millisecond of tokenising
@@ -67,10 +69,13 @@ class AnswerFormat(StreamFormat, Protocol):
 class OpenAI:
     """The two routes over the served models."""
 
-    def __init__(self, table: ModelTable, config: ServeConfig, workers: Workers) -> None:
+    def __init__(
+        self, table: ModelTable, config: ServeConfig, workers: Workers, training: Training | None = None
+    ) -> None:
         self._table = table
         self._config = config
         self._workers = workers
+        self._training = training  # of the first model
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
@@ -190,7 +195,8 @@ class OpenAI:
         request: Request,
         kind: str,
     ) -> Generation:
-        return Generation(
+        collects = self._collects(body, served)
+        generation = Generation(
             served.engine,
             prompts,
             sampling,
@@ -202,7 +208,25 @@ class OpenAI:
             cache_salt=body.cache_salt or "",
             version=version,
             follow=bool(body.follow_policy),
+            label=body.request_id or request.scope["request_id"],
         )
+        if collects is not None:
+            generation.on_done = partial(collects, generation)
+        return generation
+
+    def _collects(self, body: GenerationBody, served: ServedModel) -> Callable[[Generation], None] | None:
+        """What is done with answers that are to be learnt from."""
+        if not body.collect_trajectory:
+            return None
+        training = self._training
+        if training is None or training.engine is not served.engine or not training.enabled:
+            raise InvalidRequestError(NOT_ENABLED, param="collect_trajectory", code="training_disabled")
+        name = body.scoring_function
+        if name is None:
+            return None  # its reward comes later, as feedback
+        training.rewards.check(name)
+        metadata = body.metadata or {}
+        return lambda generation: training.collect(Collection(generation.recorded(), name, metadata))
 
     async def respond(
         self, body: GenerationBody, request: Request, generation: Generation, form: AnswerFormat

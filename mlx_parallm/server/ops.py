@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -27,6 +27,8 @@ from mlx_parallm.server import answers
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.state import ServerState
+from mlx_parallm.training.session import Session
+from mlx_parallm.training.training import Training
 
 log = logging.getLogger(__name__)
 
@@ -171,13 +173,60 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return buckets
 
 
+class TrainingCollector(Collector):
+    """How training goes; each adapter that learns is a label."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def collect(self) -> Iterator[Metric]:
+        sessions = self._training.sessions
+        gauges: tuple[tuple[str, str, Callable[[Session], float]], ...] = (
+            ("rl_training_loss", "Loss of the last update", lambda one: one.totals.metrics.get("loss", 0.0)),
+            (
+                "rl_reward_mean",
+                "Mean reward of the last update",
+                lambda one: one.totals.metrics.get("reward_mean", 0.0),
+            ),
+            ("rl_kl", "KL divergence to the model", lambda one: one.totals.metrics.get("kl", 0.0)),
+            ("rl_updates_per_second", "Updates published a second", lambda one: one.totals.updates_per_second),
+            ("rl_trajectories_buffered", "Trajectories that wait", lambda one: len(one.buffer)),
+        )
+        for name, text, read in gauges:
+            family: Any = GaugeMetricFamily(PREFIX + name, text, labels=["adapter"])
+            for session in sessions.values():
+                family.add_metric([session.name], read(session))
+            yield family
+        counters: tuple[tuple[str, str, Callable[[Session], float]], ...] = (
+            ("rl_trajectories_collected", "Trajectories", lambda one: one.buffer.counts.collected),
+            ("rl_updates", "Updates published", lambda one: one.totals.updates),
+            ("rl_updates_refused", "Updates that were not published", lambda one: one.totals.refused),
+            ("rl_rollbacks", "Returns to the last good version", lambda one: one.totals.rollbacks),
+            ("checkpoint_saves", "Checkpoints written", lambda one: one.checkpoints.saves if one.checkpoints else 0),
+        )
+        for name, text, count in counters:
+            counter: Any = CounterMetricFamily(PREFIX + name, text, labels=["adapter"])
+            for session in sessions.values():
+                counter.add_metric([session.name], count(session))
+            yield counter
+        background = self._training.engine.metrics.background
+        yield CounterMetricFamily(f"{PREFIX}training_seconds", "Of the engine's, for training", background.seconds)
+        yield GaugeMetricFamily(
+            f"{PREFIX}training_longest_stall_seconds", "The longest that rows waited", background.longest_stall
+        )
+
+
 class Operations:
-    def __init__(self, table: ModelTable, config: ServeConfig, state: ServerState) -> None:
+    def __init__(
+        self, table: ModelTable, config: ServeConfig, state: ServerState, training: Training | None = None
+    ) -> None:
         self._table = table
         self._config = config
         self._state = state
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(EngineCollector(table))
+        if training is not None:
+            self._registry.register(TrainingCollector(training))
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Operations"])

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,23 +20,30 @@ import uvicorn
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
+from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
 from mlx_parallm.server import logs
 from mlx_parallm.server.adapters import load_folder
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.state import Dispatcher, ServerState
+from mlx_parallm.training.training import Training
 
 log = logging.getLogger(__name__)
+
+Companion = Callable[[Training], int | None]
 
 # The engine thread builds its graphs in Python: it must not wait 5 ms for the event loop to give way.
 SWITCH_INTERVAL = 0.0005
 LAST_BYTES_SECONDS = 5  # for responses to be written out once the engines have stopped
 
 
-def serve(config: ServeConfig) -> int:
-    """Serves until a signal or, if so configured, the death of an engine; returns the exit code."""
+def serve(config: ServeConfig, companion: Companion | None = None) -> int:
+    """Serves until a signal or, if so configured, the death of an engine; returns the exit code.
+
+    `companion` works beside it, on a thread, once it serves; the server stops when that returns a code.
+    """
     logs.set_up(config.log_level, config.log_json)
     sys.setswitchinterval(SWITCH_INTERVAL)
     listener = listen(config.host, config.port)
@@ -50,9 +57,21 @@ def serve(config: ServeConfig) -> int:
         for served in models.values():
             served.engine.stop()
         raise
+    training = _training(models, config)
     gc.collect()
     gc.freeze()  # what the models brought along will not be garbage
-    return Server(models, config, dispatcher, listener).run_until_stopped()
+    return Server(models, config, dispatcher, listener, training, companion).run_until_stopped()
+
+
+def _training(models: dict[str, ServedModel], config: ServeConfig) -> Training:
+    try:
+        training = Training(next(iter(models.values())).engine, config)
+        training.start()
+    except ParallmError:
+        for served in models.values():
+            served.engine.stop()
+        raise
+    return training
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -76,9 +95,13 @@ def _started(name: str, source: str | None, config: ServeConfig, dispatcher: Dis
         max_model_len=config.max_model_len,
         trust_remote_code=config.trust_remote_code,
     )
+    return ServedModel(name, start_engine(loader, config, dispatcher))
+
+
+def start_engine(loader: Callable[[], LanguageModel], config: ServeConfig, dispatcher: Dispatcher) -> Engine:
     engine = Engine(loader, config, dispatcher)
     engine.start()
-    return ServedModel(name, engine)
+    return engine
 
 
 class Server(uvicorn.Server):
@@ -90,7 +113,12 @@ class Server(uvicorn.Server):
         config: ServeConfig,
         dispatcher: Dispatcher,
         listener: socket.socket,
+        training: Training,
+        companion: Companion | None = None,
     ) -> None:
+        self._training = training
+        self._companion = companion
+        self._work: asyncio.Task[None] | None = None
         self._models = models
         self._settings = config
         self._listener = listener
@@ -99,7 +127,7 @@ class Server(uvicorn.Server):
         self._shutdown: asyncio.Task[None] | None = None
         super().__init__(
             uvicorn.Config(
-                create_app(models, config, dispatcher, self._state),
+                create_app(models, config, dispatcher, self._state, training),
                 loop="uvloop",
                 http="httptools",
                 ws="none",
@@ -113,10 +141,17 @@ class Server(uvicorn.Server):
 
     def run_until_stopped(self) -> int:
         with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
-            runner.run(self._main())
-        return self._exit_code
+            return runner.run(self.run_in_loop())
 
-    async def _main(self) -> None:
+    async def stop(self) -> None:
+        """The same as a signal, from the event loop."""
+        if self._shutdown is None:
+            self._on_signal(signal.SIGTERM)
+        assert self._shutdown is not None
+        await self._shutdown
+
+    async def run_in_loop(self) -> int:
+        """Serves in the running event loop; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -127,6 +162,7 @@ class Server(uvicorn.Server):
         for served in self._models.values():
             served.engine.on_failure = on_failure
         await self.serve(sockets=[self._listener])
+        return self._exit_code
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -140,9 +176,31 @@ class Server(uvicorn.Server):
         lines = [f"MLX ParaLLM {__version__}", *(f"  {label:<10} {value}" for label, value in rows)]
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
+        if self._companion is not None:
+            self._work = asyncio.ensure_future(self._accompany(self._companion))
+
+    async def _accompany(self, companion: Companion) -> None:
+        """Runs what works beside the server; its end, or its failure, ends the server."""
+        try:
+            code = await asyncio.to_thread(companion, self._training)
+            if code is not None:
+                self._exit_code = code
+                self._on_signal(signal.SIGTERM)
+        except UnavailableError:
+            log.info("training ends with the server")
+        except ParallmError as error:
+            log.critical("training can't go on: %s", error.message)
+            self._exit_code = 1
+            self._on_signal(signal.SIGTERM)
+        except Exception:
+            log.exception("training has failed")
+            self._exit_code = 1
+            self._on_signal(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
         if self._shutdown is not None:
+            if self._work is not None and self._work.done():
+                return
             log.warning("a second signal: ending at once")
             os._exit(128 + number)
         log.info("%s: no new requests; running ones have %gs", signal.Signals(number).name, self._patience)
@@ -158,7 +216,10 @@ class Server(uvicorn.Server):
         drained = await asyncio.gather(*(asyncio.to_thread(engine.drain, self._patience) for engine in engines))
         if not all(drained):
             log.warning("requests that still ran after %gs are cut off", self._patience)
+        await asyncio.to_thread(self._training.close)
         await asyncio.gather(*(asyncio.to_thread(engine.stop) for engine in engines))
+        if self._work is not None:
+            await asyncio.wait([self._work], timeout=LAST_BYTES_SECONDS)
         self.should_exit = True
 
     def _on_failure(self, reason: str) -> None:

@@ -139,7 +139,13 @@ class PolicyBody(Body):
     )
     step_id: int | str | None = Field(None, description="Comes back with the answer")
     request_id: str | None = Field(None, min_length=1, max_length=256, description="Comes back with the answer")
-    metadata: dict[str, Any] | None = Field(None, description="Comes back with the answer")
+    metadata: dict[str, Any] | None = Field(
+        None, description="Comes back with the answer, and goes to the scoring function"
+    )
+    collect_trajectory: bool | None = Field(None, description="Learn from the answer, by its score or later feedback")
+    scoring_function: str | None = Field(
+        None, min_length=1, max_length=200, description="What scores it: the name of a task or of one given at start"
+    )
     follow_policy: bool | None = Field(
         None, description="Go on with a newer version of the adapter from the step after it is published"
     )

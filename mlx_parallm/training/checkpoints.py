@@ -88,6 +88,13 @@ def peft_files(adapter: Adapter, rank: int, source: str) -> dict[str, bytes]:
     return {"adapter_model.safetensors": save(tensors), CONFIG: json.dumps(config, indent=2).encode()}
 
 
+def check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise InvalidRequestError(
+            "a checkpoint's name has letters, digits, '.', '_' and '-', 100 at most", param="checkpoint_name"
+        )
+
+
 class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
@@ -97,10 +104,7 @@ class Checkpoints:
 
     def save(self, name: str, files: Mapping[str, bytes], arrays: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
         """Writes a checkpoint, in the place of one that has this name."""
-        if not NAME.fullmatch(name):
-            raise InvalidRequestError(
-                "a checkpoint's name has letters, digits, '.', '_' and '-', 100 at most", param="checkpoint_name"
-            )
+        check_name(name)
         contents = dict(files) | {ARRAYS: save(dict(arrays))}
         sums = {file: hashlib.blake2b(data, digest_size=16).hexdigest() for file, data in contents.items()}
         contents[STATE] = json.dumps({**state, "saved_at": time.time(), "files": sums}, indent=2).encode()

@@ -153,7 +153,7 @@ class Loop:
         begin = int(session.extra.get("step", 0))
         level = int(session.extra.get("level", config.level))
         self._successes = list(session.extra.get("successes", []))
-        found = []
+        found: list[StepNews] = []
         if not begin:
             self._tell(found, StepNews(0, 0.0, level, 0.0, 0, 0.0, held_out=self.evaluate()))
         for step in range(begin + 1, config.steps + 1):

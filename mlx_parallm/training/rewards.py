@@ -1,4 +1,4 @@
-"""Scoring functions: what an answer is worth. Looked up by name, called in batches, off the engine thread, with a limit.
+"""Scoring functions: what an answer is worth. Looked up by name, called in batches on own threads, within limits.
 
 A scoring function takes three lists of one length (prompts, completions, metadata) and gives a number for each. Those
 of the built-in tasks have their tasks' names; others are named by `module:function` or `file.py:function`, when the

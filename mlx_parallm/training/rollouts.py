@@ -49,6 +49,7 @@ class Rollouts:
                 priority=priority,
                 cache_salt=salt,
                 adapter=adapter,
+                record=True,
                 label=f"{label}-{number}",
             )
             for number, prompt in enumerate(prompts)

@@ -1,4 +1,4 @@
-"""One adapter that learns: its trainer, its trajectories, its versions, its checkpoints. The server has one per adapter.
+"""One adapter that learns: its trainer, trajectories, versions and checkpoints. The server has one for each of them.
 
 An update runs on the engine, in pieces; what comes out is packed here, on the caller's thread, and published between
 two steps. A version is good once the answers drawn from it have given no alarm; an alarm brings the last good one back,
@@ -19,7 +19,7 @@ from mlx_parallm.adapters.registry import Route
 from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError, ParallmError, UnavailableError
-from mlx_parallm.training.checkpoints import BEST, Checkpoints, adapter_files
+from mlx_parallm.training.checkpoints import BEST, Checkpoints, adapter_files, check_name
 from mlx_parallm.training.trainer import Outcome, RLConfig, Snapshot, Trainer
 from mlx_parallm.training.trajectories import Buffer, Trajectory
 from mlx_parallm.training.tree import LoRAConfig
@@ -159,6 +159,10 @@ class Session:
         at_most: int | None = None,
     ) -> Report:
         """One update now, from these or from the buffer."""
+        if checkpoint_name is not None:
+            check_name(checkpoint_name)
+            if self.checkpoints is None:
+                raise InvalidRequestError("this server keeps no checkpoints", param="checkpoint_name")
         with self._lock:
             if trajectories is None:
                 trajectories = self.buffer.take(at_most or self.config.batch_size, self.version)
@@ -244,8 +248,6 @@ class Session:
     def _keep(self, report: Report, name: str | None) -> None:
         """Checkpoints: those asked for, those that are due, and the best."""
         if name is not None:
-            if self.checkpoints is None:
-                raise InvalidRequestError("this server keeps no checkpoints", param="checkpoint_name")
             report.checkpoint = self._save(name)
         if self.checkpoints is None or not report.published:
             return
@@ -280,6 +282,10 @@ class Session:
         }
         files = adapter_files(adapter, self.lora.scale, self.lora.rank, source)
         return self.checkpoints.save(name, files, arrays, state).name
+
+    def adapter_steps(self) -> Generator[None, None, Adapter]:
+        """For the engine: the parameters as they are now."""
+        return _once(self.trainer.adapter)
 
     def _on_engine(self, work: Callable[[], T]) -> T:
         return self.engine.work(_once(work)).result()

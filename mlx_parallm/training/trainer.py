@@ -8,7 +8,7 @@ parameters and the optimiser are then what they were.
 import math
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx

@@ -6,11 +6,12 @@ here; what is not is marked off-policy. Any thread; no MLX.
 """
 
 import hashlib
+import itertools
 import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_parallm.engine.rows import Row
@@ -19,6 +20,7 @@ from mlx_parallm.types import Request
 
 Spans = tuple[tuple[int, int, int], ...]  # (first token, the one after the last, version)
 SAME_LOGPROB = 1e-3  # how far what a client sends back may be from the ledger
+MAX_CHOICES = 64
 KINDS = ("chatcmpl-", "cmpl-", "gen-")  # before a request's id, in answers
 
 
@@ -37,13 +39,19 @@ class Record:
     temperature: float
     finish_reason: str = "stop"
 
+    def cut(self, tokens: int) -> "Record":
+        """The first so many tokens of its answer: a stop string ends it in the middle."""
+        if tokens >= len(self.completion_ids):
+            return self
+        return replace(self, completion_ids=self.completion_ids[:tokens], logprobs=self.logprobs[:tokens])
+
     @classmethod
     def of(cls, request: Request, index: int, row: Row) -> "Record":
         completion = [*row.tokens, *([] if row.stop_token is None else [row.stop_token])]
         starts = [*row.policies, (len(completion), None)]
         spans = tuple(
             (first, min(end, len(completion)), 0 if adapter is None else adapter.number)
-            for (first, adapter), (end, _) in zip(starts, starts[1:], strict=False)
+            for (first, adapter), (end, _) in itertools.pairwise(starts)
             if first < min(end, len(completion))
         )
         sampling = row.sampling
@@ -93,14 +101,14 @@ class Trajectory:
         self.group_id = self.group_id or prompt_group(self.prompt_ids)
 
     @classmethod
-    def recorded(cls, record: Record, reward: float, group_id: str = "", tokens: int | None = None) -> "Trajectory":
-        """Of what the ledger has; `tokens`: the client was given only so many."""
+    def recorded(cls, record: Record, reward: float, group_id: str = "") -> "Trajectory":
+        """Of what the ledger has."""
         return cls(
             record.prompt_ids,
-            record.completion_ids[:tokens],
+            record.completion_ids,
             reward,
             group_id,
-            record.logprobs[:tokens],
+            record.logprobs,
             record.temperature,
             record.spans,
             request_id=record.label or record.request,
@@ -126,6 +134,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._records: OrderedDict[tuple[str, int], Record] = OrderedDict()  # by the client's name and the number
         self._by_engine: dict[tuple[str, int], Record] = {}
+        self._by_text: dict[bytes, Record] = {}
         self._wanted: dict[str, Callable[[Record], None]] = {}
 
     def __len__(self) -> int:
@@ -170,33 +179,53 @@ class Ledger:
         if (old := self._records.pop(key, None)) is not None:
             self._drop(old)
         self._records[key] = self._by_engine[record.request, record.index] = record
+        self._by_text[_text(record.prompt_ids, record.completion_ids)] = record
         self._tokens += _size(record)
         while self._tokens > self._max_tokens and len(self._records) > 1:
             self._drop(self._records.popitem(last=False)[1])
 
     def _drop(self, record: Record) -> None:
         self._by_engine.pop((record.request, record.index), None)
+        text = _text(record.prompt_ids, record.completion_ids)
+        if self._by_text.get(text) is record:
+            del self._by_text[text]
         self._tokens -= _size(record)
 
     def check(self, trajectory: Trajectory) -> None:
         """Marks one off-policy that this server did not draw, or not with these log-probabilities."""
-        trajectory.off_policy = True
-        if trajectory.request_id is None or trajectory.logprobs is None:
-            return
-        for index in range(64):
-            try:
-                record = self.find(trajectory.request_id, index)
-            except NotFoundError:
-                return
-            length = len(trajectory.completion_ids)
-            if (
-                list(record.prompt_ids) == list(trajectory.prompt_ids)
-                and list(record.completion_ids[:length]) == list(trajectory.completion_ids)
-                and all(abs(a - b) <= SAME_LOGPROB for a, b in zip(record.logprobs, trajectory.logprobs, strict=False))
-            ):
-                trajectory.off_policy = False
-                trajectory.temperature, trajectory.spans = record.temperature, record.spans
-                return
+        record = self._drawn(trajectory)
+        trajectory.off_policy = record is None
+        if record is not None:
+            trajectory.temperature, trajectory.spans = record.temperature, record.spans
+
+    def _drawn(self, trajectory: Trajectory) -> Record | None:
+        if trajectory.logprobs is None:
+            return None
+        with self._lock:
+            found = [self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))]
+            if trajectory.request_id is not None:  # perhaps not all of it
+                found += [self._records.get((trajectory.request_id, index)) for index in range(MAX_CHOICES)]
+        return next((one for one in found if one is not None and _is_drawn(trajectory, one)), None)
+
+
+def _is_drawn(trajectory: Trajectory, record: Record) -> bool:
+    assert trajectory.logprobs is not None
+    length = len(trajectory.completion_ids)
+    same_text = (
+        tuple(trajectory.prompt_ids) == record.prompt_ids
+        and tuple(trajectory.completion_ids) == record.completion_ids[:length]
+    )
+    learnt = trajectory.mask or [True] * length
+    gaps = (
+        abs(left - right)
+        for left, right, counts in zip(trajectory.logprobs, record.logprobs, learnt, strict=False)
+        if counts
+    )
+    return same_text and all(gap <= SAME_LOGPROB for gap in gaps)
+
+
+def _text(prompt: Sequence[int], completion: Sequence[int]) -> bytes:
+    return hashlib.blake2b(repr([*prompt, *completion]).encode(), digest_size=16).digest()
 
 
 def _size(record: Record) -> int:

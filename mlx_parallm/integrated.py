@@ -1,0 +1,126 @@
+"""`RLIntegratedServer`: serving and training from Python, over one model in one process.
+
+    server = RLIntegratedServer(lora_config=LoRAConfig(rank=16, alpha=32), rl_config=RLConfig(learning_rate=1e-5))
+    await asyncio.gather(server.run_inference(port=8000), server.run_training_loop())
+
+The two coroutines may be run together or alone; the model is loaded once, by whichever comes first.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.loader import load
+from mlx_parallm.server.models import ServedModel
+from mlx_parallm.server.run import SWITCH_INTERVAL, Server, listen, start_engine
+from mlx_parallm.server.state import Dispatcher
+from mlx_parallm.training.loop import Asker, Loop, LoopConfig, StepNews
+from mlx_parallm.training.rewards import Score
+from mlx_parallm.training.session import Session
+from mlx_parallm.training.tasks import Task, find_task
+from mlx_parallm.training.trainer import RLConfig
+from mlx_parallm.training.training import Training
+from mlx_parallm.training.tree import LoRAConfig
+
+
+class RLIntegratedServer:
+    """`base_model` is a hub id, a folder or a .gguf file; None is the embedded one. Other options are the server's."""
+
+    def __init__(
+        self,
+        base_model: str | None = None,
+        *,
+        lora_config: LoRAConfig | None = None,
+        rl_config: RLConfig | None = None,
+        adapter: str = "policy",
+        scoring_functions: dict[str, Score] | None = None,
+        **config: Any,
+    ) -> None:
+        paths = (base_model,) if base_model else ()
+        self.config = ServeConfig(model_path=paths, **{"update_frequency": 0, **config})
+        self._lora = lora_config or LoRAConfig()
+        self._rl = rl_config or RLConfig()
+        self._adapter = adapter
+        self._scores = scoring_functions or {}
+        self._dispatcher = Dispatcher()
+        self._starting = asyncio.Lock()
+        self._served: ServedModel | None = None
+        self._training: Training | None = None
+        self._server: Server | None = None
+
+    @property
+    def session(self) -> Session:
+        """The adapter that learns; once either coroutine has begun."""
+        if self._training is None:
+            raise ConfigError("the model is not loaded yet: run_inference or run_training_loop does that")
+        return self._training.session(self._adapter)
+
+    async def start(self) -> None:
+        """Loads the model and makes the trainer."""
+        async with self._starting:
+            if self._training is not None:
+                return
+            self._dispatcher.bind(asyncio.get_running_loop())
+            sys.setswitchinterval(SWITCH_INTERVAL)
+            name, source = next(iter(self.config.named_models().items()))
+            loader = partial(load, source, name=name, dtype=self.config.dtype, max_model_len=self.config.max_model_len)
+            engine = await asyncio.to_thread(start_engine, loader, self.config, self._dispatcher)
+            training = Training(engine, self.config)
+            engine.records_all = True
+            for scores_name, function in self._scores.items():
+                training.rewards.add(scores_name, function)
+            await asyncio.to_thread(partial(training.add, self._adapter, serve=True, lora=self._lora, rl=self._rl))
+            self._served, self._training = ServedModel(name, engine), training
+
+    async def run_inference(self, port: int | None = None, host: str | None = None) -> int:
+        """Serves until `stop`, or a signal; returns the exit code."""
+        await self.start()
+        assert self._served is not None
+        assert self._training is not None
+        self.config = replace(
+            self.config,
+            port=self.config.port if port is None else port,
+            host=self.config.host if host is None else host,
+        )
+        listener = listen(self.config.host, self.config.port)
+        models = {self._served.name: self._served}
+        self._server = Server(models, self.config, self._dispatcher, listener, self._training)
+        return await self._server.run_in_loop()
+
+    async def run_training_loop(
+        self,
+        task: str | Task = "length",
+        *,
+        steps: int = 100,
+        prompts_per_step: int | None = None,
+        group_size: int = 8,
+        on_step: Callable[[StepNews], None] = lambda news: None,
+        **options: Any,
+    ) -> Sequence[StepNews]:
+        """The built-in loop: about `rl_config.batch_size` answers in each step."""
+        await self.start()
+        training = self._training
+        assert training is not None
+        found = find_task(task) if isinstance(task, str) else task
+        asker = Asker(training.engine, training.rollouts, training.rewards, found)
+        prompts = prompts_per_step or max(1, self._rl.batch_size // group_size)
+        settings = LoopConfig(
+            steps=steps, prompts_per_step=prompts, group_size=group_size, **{"seed": self._rl.seed, **options}
+        )
+        loop = Loop(self.session, asker, settings, on_step)
+        training.on_close = loop.stop
+        return await asyncio.to_thread(loop.run)
+
+    async def stop(self) -> None:
+        """Ends what runs; the model is given back."""
+        if self._server is not None:
+            await self._server.stop()
+        elif self._training is not None:
+            training = self._training
+            await asyncio.to_thread(training.close)
+            await asyncio.to_thread(training.engine.stop)

@@ -1,0 +1,274 @@
+"""Training beside serving, for one engine: the ledger, the scores, and a session for each adapter that learns.
+
+The server makes one at start. Without training it still keeps a ledger of what is asked to be recorded, so that
+rollouts work; with it, every answer is recorded, and may be rewarded later.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.errors import InvalidRequestError, NotFoundError, ParallmError, UnavailableError
+from mlx_parallm.training.atropos import Atropos, AtroposConfig
+from mlx_parallm.training.checkpoints import Checkpoints
+from mlx_parallm.training.rewards import Item, Rewards
+from mlx_parallm.training.rollouts import Rollouts
+from mlx_parallm.training.session import Report, Session
+from mlx_parallm.training.trainer import RLConfig
+from mlx_parallm.training.trajectories import Ledger, Record, Trajectory, prompt_group
+from mlx_parallm.training.tree import LoRAConfig
+
+log = logging.getLogger(__name__)
+
+RECORD_SECONDS = 10.0  # for the ledger to hear of an answer that its text has ended
+NOT_ENABLED = "this server does not train: start it with --enable-rl-training"
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """A call whose answers are to be learnt from: the engine's names of its choices, and how many tokens each gave."""
+
+    choices: Sequence[tuple[str, int, int]]  # (request, index of the choice in the call, tokens)
+    scoring_function: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def lora_config(config: ServeConfig) -> LoRAConfig:
+    modules = tuple(name for entry in config.lora_target_modules for name in entry.split(",") if name)
+    return LoRAConfig(config.lora_rank, config.lora_alpha, modules, config.lora_dora, config.lora_layers)
+
+
+def rl_config(config: ServeConfig) -> RLConfig:
+    return RLConfig(
+        algorithm=config.algorithm,  # type: ignore[arg-type]
+        learning_rate=config.learning_rate,
+        batch_size=config.train_batch_size,
+        epochs=config.train_epochs,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        beta=config.beta,
+        token_limit=config.token_limit,
+        answer_limit=config.answer_limit,
+        schedule=config.lr_schedule,  # type: ignore[arg-type]
+        warmup_steps=config.warmup_steps,
+        total_steps=config.total_steps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        max_kl=config.max_kl,
+        microstep_seconds=config.microstep_seconds,
+        microbatch_tokens=config.microbatch_tokens,
+        gradient_checkpointing=config.gradient_checkpointing,
+        seed=config.train_seed,
+    )
+
+
+class Training:
+    def __init__(self, engine: Engine, config: ServeConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self.ledger = Ledger()
+        self.rewards = Rewards.of(
+            config.scoring_function, timeout=config.scoring_timeout, batch_size=config.scoring_batch_size
+        )
+        self.rollouts = Rollouts(engine, self.ledger, config.max_batch_size)
+        self.sessions: dict[str, Session] = {}
+        self.vocabulary = Vocabulary(engine.model.tokenizer)
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="score")
+        self._lock = threading.Lock()
+        self.on_close: Callable[[], None] = lambda: None  # tells a loop to end
+        self.atropos: Atropos | None = None
+        self._stopped = threading.Event()
+        self.collecting = 0  # calls whose answers are being scored
+        engine.recorder = self.ledger
+
+    def start(self) -> None:
+        """Has the adapters of the config learn, where it says so."""
+        if not self.config.trains:
+            return
+        self.engine.records_all = True
+        names = [name for entry in self.config.train_adapter for name in entry.split(",") if name]
+        for name in names:
+            self.add(name, serve=name == names[0])
+        if self.config.atropos_url is not None:
+            self._follow_atropos(self.config.atropos_url)
+
+    def _follow_atropos(self, url: str) -> None:
+        """Learns from what an Atropos API hands out, on a thread of its own."""
+        config, session = self.config, self.session()
+        self.atropos = Atropos(
+            AtroposConfig(
+                url,
+                batch_size=config.train_batch_size,
+                max_token_len=self.engine.model.context_length,
+                checkpoint_dir=config.checkpoint_dir,
+                num_steps=config.total_steps,
+                save_checkpoint_interval=config.checkpoint_interval,
+                starting_step=session.trainer.updates,
+            )
+        )
+        thread = threading.Thread(target=self._learn_from_atropos, args=(session,), name="atropos", daemon=True)
+        thread.start()
+
+    def _learn_from_atropos(self, session: Session) -> None:
+        assert self.atropos is not None
+
+        def on_batch(trajectories: list[Trajectory]) -> None:
+            try:
+                self.learn(session, trajectories)
+            except UnavailableError:
+                self._stopped.set()
+            except ParallmError as error:
+                log.error("a batch of Atropos can't be learnt from: %s", error.message)
+
+        self.atropos.run(on_batch, self._stopped)
+
+    def learn(self, session: Session, trajectories: Sequence[Trajectory]) -> Report:
+        """One update from outside: what this server did not draw is marked so."""
+        size = self.engine.model.vocab_size
+        for one in trajectories:
+            if (
+                max(max(one.prompt_ids), max(one.completion_ids)) >= size
+                or min(*one.prompt_ids, *one.completion_ids) < 0
+            ):
+                raise InvalidRequestError(f"a trajectory has tokens outside the vocabulary of {size}")
+            self.ledger.check(one)
+        session.buffer.counts.collected += len(trajectories)
+        return session.update(trajectories)
+
+    def add(
+        self, name: str, *, serve: bool = False, lora: LoRAConfig | None = None, rl: RLConfig | None = None
+    ) -> Session:
+        """Another adapter that learns, with a trainer of its own."""
+        config = self.config
+        session = Session(
+            self.engine,
+            name,
+            lora or lora_config(config),
+            rl or rl_config(config),
+            checkpoints=Checkpoints(Path(config.checkpoint_dir).expanduser() / name, config.keep_n_checkpoints),
+            checkpoint_interval=config.checkpoint_interval,
+            buffer_size=config.trajectory_buffer_size,
+            max_staleness=config.max_staleness,
+        )
+        session.start(resume=config.resume, serve=serve)
+        if config.update_frequency:
+            session.follow_buffer(config.update_frequency)
+        self.sessions[name] = session
+        return session
+
+    def close(self) -> None:
+        self.on_close()
+        self._stopped.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for session in self.sessions.values():
+            session.close()
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.sessions)
+
+    def session(self, name: str | None = None) -> Session:
+        """The one of this adapter; the first without a name."""
+        if not self.sessions:
+            raise InvalidRequestError(NOT_ENABLED, code="training_disabled")
+        if name is None:
+            return next(iter(self.sessions.values()))
+        if name not in self.sessions:
+            raise NotFoundError(f"{name!r} is not trained here; {', '.join(self.sessions)} is", param="adapter")
+        return self.sessions[name]
+
+    # Where trajectories come from.
+
+    def collect(self, collection: Collection) -> None:
+        """Scores the answers of a call that has ended, and puts them into the buffer; elsewhere, and later."""
+        with self._lock:
+            self.collecting += 1
+        self._pool.submit(self._score, collection)
+
+    def _score(self, collection: Collection) -> None:
+        try:
+            records = [self._recorded(*choice) for choice in collection.choices]
+            items = [self.item(record, collection.metadata) for record in records]
+            scores = self.rewards.score(collection.scoring_function, items)
+            found = [self._group(records, record, collection.metadata) for record in records]
+            for record, group, score in zip(records, found, scores, strict=True):
+                if score is not None:
+                    self._keep(record, score, group)
+        except ParallmError as error:
+            log.warning("an answer can't be learnt from: %s", error.message)
+        finally:
+            with self._lock:
+                self.collecting -= 1
+
+    def _recorded(self, request: str, index: int, tokens: int) -> Record:
+        deadline = time.monotonic() + RECORD_SECONDS
+        while True:
+            try:
+                record = self.ledger.find(request, index).cut(tokens)
+                # A stop string has ended it, which the engine does not see.
+                return replace(record, finish_reason="stop") if record.finish_reason == "abort" else record
+            except NotFoundError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def item(self, record: Record, metadata: Mapping[str, Any]) -> Item:
+        return Item(
+            self.vocabulary.decode(record.prompt_ids),
+            self.vocabulary.decode(record.completion_ids, skip_special=True),
+            {**metadata, "finish_reason": record.finish_reason},
+        )
+
+    def _group(self, records: Sequence[Record], record: Record, metadata: Mapping[str, Any]) -> str:
+        """Answers of one call are a group, where several are to one prompt; a lone one is compared by its prompt."""
+        named = metadata.get("group_id")
+        if named is not None:
+            return str(named)
+        several = sum(other.prompt_ids == record.prompt_ids for other in records) > 1
+        return f"{record.request}" if several else prompt_group(record.prompt_ids)
+
+    def feedback(
+        self, request_id: str, reward: float, index: int, group_id: str | None, adapter: str | None
+    ) -> Session:
+        """A reward for an earlier answer."""
+        session = self.session(adapter)
+        record = self.ledger.find(request_id, index)
+        return self._keep(record, reward, group_id or "", session)
+
+    def _keep(self, record: Record, reward: float, group_id: str, session: Session | None = None) -> Session:
+        if session is None:
+            session = self.sessions.get(record.policy or "") or self.session()
+        trajectory = Trajectory.recorded(record, reward, group_id)
+        trajectory.off_policy = record.policy != session.name
+        session.buffer.add([trajectory])
+        return session
+
+    def submit(self, records: Sequence[tuple[Record, float, str]]) -> None:
+        """Rollouts that are scored already."""
+        for record, reward, group in records:
+            self._keep(record, reward, group)
+
+    def status(self, name: str | None = None) -> dict[str, Any]:
+        if not self.sessions:
+            return {"training_enabled": False, "policy_version": self.engine.adapters.policy_version}
+        background = self.engine.metrics.background
+        return {
+            "training_enabled": True,
+            **self.session(name).status(),
+            "adapters": list(self.sessions),
+            "scoring_functions": self.rewards.names,
+            "scoring_failures": self.rewards.failures,
+            "inference_share": self.config.serving_share,
+            "measured_inference_share": background.serving_share,
+            "longest_stall_seconds": background.longest_stall,
+            "training_seconds": background.seconds,
+            "atropos": None if self.atropos is None else asdict(self.atropos.counts),
+        }

@@ -1,0 +1,346 @@
+"""Training over HTTP, on a real server of the tiny model: every route, every source of trajectories, bad input."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from benchmarks.servers import ours, running
+from mlx_parallm.server import answers
+from tests.e2e.http import Api
+
+PROMPT = list(range(20, 50))
+SCORES = """
+import time
+
+def shorter(prompts, completions, metadata):
+    return [-float(len(text)) for text in completions]
+
+def broken(prompts, completions, metadata):
+    raise RuntimeError("no score today")
+
+def slow(prompts, completions, metadata):
+    time.sleep(60)
+
+def nan(prompts, completions, metadata):
+    return [float("nan") for _ in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "scores.py").write_text(SCORES)
+    functions = [f"{name}={folder / 'scores.py'}:{name}" for name in ("shorter", "broken", "slow", "nan")]
+    return [
+        "--enable-rl-training",
+        *(flag for function in functions for flag in ("--scoring-function", function)),
+        *("--scoring-timeout", "1", "--update-frequency", "0", "--learning-rate", "1e-3", "--lora-rank", "4"),
+        *("--checkpoint-dir", str(folder / "checkpoints")),
+    ]
+
+
+@pytest.fixture(scope="module")
+def client(tiny_folder: Path, flags: list[str]) -> Iterator[httpx.Client]:
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as found:
+        yield found
+
+
+def post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def status(client: httpx.Client) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/v1/training/status").json()
+    answers.TrainingStatus.model_validate(found)
+    return found
+
+
+def until(client: httpx.Client, done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    for _ in range(200):
+        found = status(client)
+        if done(found):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"it never came to that: {found}")
+
+
+def rollout(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    settings = {"prompts": [PROMPT], "n": 4, "max_tokens": 8, "temperature": 1.0}
+    found = post(client, "/v1/rl/rollout", settings | body)
+    answers.Rollout.model_validate(found)
+    return found["groups"]  # type: ignore[no-any-return]
+
+
+def test_the_models_own_name_serves_what_learns(client: httpx.Client) -> None:
+    found = status(client)
+    assert found["training_enabled"]
+    assert found["current_lora"] == "policy"
+    names = [model["id"] for model in client.get("/v1/models").json()["data"]]
+    assert "policy" in names
+    answer = post(client, "/generate", {"prompt": PROMPT, "max_tokens": 4, "step_id": 1})
+    assert answer["policy_version"] == found["policy_version"] >= 1
+
+
+def test_an_update_from_the_body_is_served_at_once(client: httpx.Client) -> None:
+    [group] = rollout(client, seed=1)
+    trajectories = [
+        {
+            "group_id": "g",
+            "prompt_ids": group["prompt_ids"],
+            "completion_ids": sample["completion_ids"],
+            "logprobs": sample["logprobs"],
+            "reward": float(place),
+            "request_id": sample["request_id"],
+        }
+        for place, sample in enumerate(group["samples"])
+    ]
+    before = status(client)["policy_version"]
+    found = post(client, "/v1/training/update", {"trajectories": trajectories})
+    answers.Updated.model_validate(found)
+    assert found["policy_version"] == before + 1
+    assert found["published"]
+    assert found["trajectories_used"] == 4
+    assert found["metrics"]["off_policy"] == 0  # the ledger knows them
+    assert found["metrics"]["max_logprob_gap"] < 1e-3
+    [after] = rollout(client, seed=1)
+    assert {sample["policy_version"] for sample in after["samples"]} == {before + 1}
+    assert [sample["policy_spans"][0][2] for sample in after["samples"]] == [before + 1] * 4
+    assert [sample["logprobs"] for sample in after["samples"]] != [sample["logprobs"] for sample in group["samples"]]
+
+
+def test_what_the_server_never_drew_is_off_policy(client: httpx.Client) -> None:
+    made = [
+        {"group_id": "x", "prompt_ids": PROMPT, "completion_ids": [5, 6, 7], "logprobs": [-1.0] * 3, "reward": reward}
+        for reward in (0.0, 1.0)
+    ]
+    [group] = rollout(client, seed=5, n=2)
+    twisted = [
+        {
+            "group_id": "y",
+            "prompt_ids": group["prompt_ids"],
+            "completion_ids": sample["completion_ids"],
+            "logprobs": [value - 0.3 for value in sample["logprobs"]],
+            "request_id": sample["request_id"],
+            "reward": float(place),
+        }
+        for place, sample in enumerate(group["samples"])
+    ]
+    found = post(client, "/v1/training/update", {"trajectories": made + twisted})
+    assert found["metrics"]["off_policy"] == 4
+    assert found["metrics"]["max_logprob_gap"] > 0.1
+
+
+def test_feedback_on_earlier_answers(client: httpx.Client) -> None:
+    api = Api(client)
+    ids = []
+    for seed, name in enumerate((None, "mine-1", "mine-2", None)):
+        body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 1.0, "seed": seed}
+        answer = api.complete(**body, **({"request_id": name} if name else {}))
+        ids.append(name or answer["id"])
+    chat = api.chat("hello", temperature=1.0, max_tokens=4)
+    before = status(client)
+    for place, name in enumerate(ids):
+        found = post(client, "/v1/training/feedback", {"request_id": name, "reward": float(place % 2)})
+        answers.FeedbackTaken.model_validate(found)
+    assert found["trajectories_ready"] == 4
+    post(client, "/v1/training/feedback", {"request_id": chat["id"], "reward": 1.0})
+    after = status(client)
+    assert after["trajectories_collected"] == before["trajectories_collected"] + 5
+    assert after["trajectories_ready"] == 4  # the chat has nothing to be compared with
+    updated = post(client, "/v1/training/update", {})
+    assert updated["trajectories_used"] == 4
+    assert updated["metrics"]["off_policy"] == 0
+    assert status(client)["trajectories_ready"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_collected_answers_are_scored_and_buffered(client: httpx.Client, stream: bool, route: str) -> None:
+    api = Api(client)
+    before = status(client)["trajectories_buffered"]
+    body: dict[str, Any] = {"collect_trajectory": True, "scoring_function": "shorter", "metadata": {"group_id": route}}
+    body |= {"n": 3, "max_tokens": 8, "temperature": 1.0, "seed": 3}
+    if route == "chat":
+        found = api.stream_chat("hi", **body) if stream else [api.chat("hi", **body)]
+    else:
+        found = api.stream_completion(prompt=PROMPT, **body) if stream else [api.complete(prompt=PROMPT, **body)]
+    assert any("policy_version" in choice for answer in found for choice in answer["choices"])
+    until(client, lambda now: now["trajectories_buffered"] == before + 3)
+
+
+def test_an_answer_ended_by_a_stop_string_is_learnt_from_as_the_client_saw_it(client: httpx.Client) -> None:
+    api = Api(client)
+    whole = api.complete(prompt=PROMPT, max_tokens=24, return_token_ids=True)["choices"][0]
+    stop = whole["text"][len(whole["text"]) // 2 :][:2]
+    until(client, lambda now: now["trajectories_buffered"] >= 0)
+    before = status(client)["trajectories_buffered"]
+    api.complete(
+        prompt=PROMPT, max_tokens=24, stop=[stop], collect_trajectory=True, scoring_function="shorter", request_id="cut"
+    )
+    until(client, lambda now: now["trajectories_buffered"] == before + 1)
+
+
+def test_the_buffer_is_learnt_from(client: httpx.Client) -> None:
+    ready = status(client)["trajectories_ready"]
+    assert ready >= 6
+    found = post(client, "/v1/training/update", {"checkpoint_name": "by-hand"})
+    assert found["checkpoint"] == "by-hand"
+    assert found["trajectories_used"] + found["trajectories_skipped"] >= 6
+    assert "by-hand" in status(client)["available_checkpoints"]
+
+
+def test_rollouts_are_scored_and_submitted(client: httpx.Client) -> None:
+    before = status(client)["trajectories_buffered"]
+    groups = rollout(client, prompts=[PROMPT, "hello", [{"role": "user", "content": "hi"}]], scoring_function="shorter")
+    assert [len(group["samples"]) for group in groups] == [4, 4, 4]
+    for group in groups:
+        for sample in group["samples"]:
+            assert sample["reward"] == -float(len(sample["text"]))
+            assert len(sample["logprobs"]) == len(sample["completion_ids"])
+            assert sample["policy_spans"][-1][1] == len(sample["completion_ids"])
+    assert status(client)["trajectories_buffered"] == before
+    rollout(client, scoring_function="shorter", submit=True)
+    assert status(client)["trajectories_buffered"] == before + 4
+
+
+@pytest.mark.parametrize("name", ["broken", "slow", "nan"])
+def test_scores_that_fail_harm_nobody(client: httpx.Client, name: str) -> None:
+    before = status(client)
+    [group] = rollout(client, n=2, scoring_function=name, submit=True)
+    assert [sample["reward"] for sample in group["samples"]] == [None, None]
+    after = status(client)
+    assert after["trajectories_buffered"] == before["trajectories_buffered"]
+    assert after["scoring_failures"] == before["scoring_failures"] + 2
+
+
+def test_checkpoints_on_demand_and_internals(client: httpx.Client) -> None:
+    found = post(client, "/training/checkpoint", {"name": "named"})
+    answers.CheckpointWritten.model_validate(found)
+    folder = Path(found["path"])
+    assert {"adapters.safetensors", "adapter_config.json", "state.json", "trainer.safetensors"} == {
+        file.name for file in folder.iterdir()
+    }
+    assert post(client, "/training/checkpoint", {})["checkpoint"].startswith("step-")
+    loaded = post(client, "/load_adapter", {"name": "kept", "path": str(folder)})
+    assert loaded["policy_version"] == 1
+    greedy = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "request_id": "r"}
+    answers_of = [post(client, "/generate", {**greedy, "model": name}) for name in ("kept", "policy")]
+    assert answers_of[0]["completion_ids"] == answers_of[1]["completion_ids"]
+    assert answers_of[0]["logprobs"] == pytest.approx(answers_of[1]["logprobs"], abs=1e-5)
+    internals = client.get("/debug/training").json()
+    answers.TrainingInternals.model_validate(internals)
+    assert internals["trainer_bytes"] > 0
+
+
+def test_metrics_have_the_promised_names(client: httpx.Client) -> None:
+    text = client.get("/metrics").text
+    for name in (
+        "mlx_parallm_rl_trajectories_collected",
+        "mlx_parallm_rl_training_loss",
+        "mlx_parallm_rl_updates_per_second",
+        "mlx_parallm_checkpoint_saves_total",
+        "mlx_parallm_training_longest_stall_seconds",
+    ):
+        assert f"\n{name}" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status_code", "word"),
+    [
+        ("/v1/training/update", {"trajectories": [{"reward": 1.0}]}, 400, "prompt_ids"),
+        ("/v1/training/update", {"trajectories": [{"request_id": "never", "reward": 1.0}]}, 404, "never"),
+        ("/v1/training/update", {"trajectories": []}, 400, "trajectories"),
+        ("/v1/training/update", {"adapter": "nobody"}, 404, "nobody"),
+        (
+            "/v1/training/update",
+            {"trajectories": [{"prompt_ids": [1], "completion_ids": [10**6], "reward": 1.0}]},
+            400,
+            "vocabulary",
+        ),
+        (
+            "/v1/training/update",
+            {"trajectories": [{"prompt_ids": [1], "completion_ids": [2, 3], "logprobs": [0.0], "reward": 1.0}]},
+            400,
+            "1 logprobs for 2",
+        ),
+        ("/v1/training/update", {"trajectories": [{"prompt_ids": [1], "completion_ids": [2], "reward": "1"}]}, 400, ""),
+        ("/v1/training/update", {"checkpoint_name": "../../etc"}, 400, ""),
+        ("/v1/training/feedback", {"request_id": "never", "reward": 1.0}, 404, "never"),
+        ("/v1/training/feedback", {"request_id": "x"}, 400, "reward"),
+        ("/training/checkpoint", {"name": "../up"}, 400, "name"),
+        ("/v1/rl/rollout", {"prompts": []}, 400, "prompts"),
+        ("/v1/rl/rollout", {"prompts": [[]]}, 400, "empty"),
+        ("/v1/rl/rollout", {"prompts": ["x"], "n": 1000}, 400, "n must"),
+        ("/v1/rl/rollout", {"prompts": ["x"], "scoring_function": "os.system"}, 400, "os.system"),
+        ("/v1/rl/rollout", {"prompts": ["x"], "submit": True}, 400, "scoring_function"),
+        ("/v1/rl/rollout", {"prompts": ["x"], "model": "nobody"}, 404, "nobody"),
+        ("/v1/rl/rollout", {"prompts": ["x"], "metadata": [{}, {}]}, 400, "metadata"),
+        ("/v1/completions", {"prompt": "x", "collect_trajectory": True, "scoring_function": "y"}, 400, "y"),
+    ],
+)
+def test_bad_input(client: httpx.Client, path: str, body: dict[str, Any], status_code: int, word: str) -> None:
+    before = status(client)
+    answer = client.post(path, json=body)
+    assert answer.status_code == status_code, answer.text
+    answers.Error.model_validate(answer.json())
+    assert word in answer.json()["error"]["message"]
+    after = status(client)
+    assert after["policy_version"] == before["policy_version"]
+
+
+def test_a_nan_reward_is_refused(client: httpx.Client) -> None:
+    body = b'{"trajectories": [{"prompt_ids": [1], "completion_ids": [2], "reward": NaN}]}'
+    answer = client.post("/v1/training/update", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+
+
+def test_a_server_that_does_not_train(tiny_server: Any) -> None:
+    with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
+        assert client.get("/v1/training/status").json()["training_enabled"] is False
+        answers.TrainingStatus.model_validate(client.get("/v1/training/status").json())
+        for path, body in (
+            ("/v1/training/update", {}),
+            ("/v1/training/feedback", {"request_id": "x", "reward": 1.0}),
+            ("/v1/completions", {"prompt": "x", "collect_trajectory": True}),
+        ):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 400
+            assert "--enable-rl-training" in answer.json()["error"]["message"]
+        [group] = rollout(client, n=2, model="default")  # rollouts work all the same
+        assert np.isfinite(group["samples"][0]["logprobs"]).all()
+
+
+def test_the_buffer_updates_by_itself_and_a_restart_goes_on(tiny_folder: Path, flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, "--update-frequency", "8", "--checkpoint-dir", str(tmp_path), "--checkpoint-interval", "1"]
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        for seed in range(3):
+            before = status(client)["updates"]
+            rollout(client, n=8, seed=seed, scoring_function="shorter", submit=True)
+            until(client, lambda now, before=before: now["updates"] == before + 1)  # type: ignore[misc]
+        until(client, lambda now: "step-00000003" in now["available_checkpoints"])
+        greedy = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "request_id": "r"}
+        last = post(client, "/generate", greedy)
+        server.process.kill()
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        assert status(client)["updates"] == 3
+        assert post(client, "/generate", greedy)["logprobs"] == pytest.approx(last["logprobs"], abs=1e-5)
+
+
+def test_several_adapters_learn_each_from_its_own(tiny_folder: Path, flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, "--train-adapter", "one", "--train-adapter", "two", "--checkpoint-dir", str(tmp_path)]
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        assert status(client)["adapters"] == ["one", "two"]
+        rollout(client, n=4, model="two", scoring_function="shorter", submit=True)
+        two = client.get("/v1/training/status", params={"adapter": "two"}).json()
+        assert (status(client)["trajectories_ready"], two["trajectories_ready"]) == (0, 4)
+        assert post(client, "/v1/training/update", {"adapter": "two"})["published"]
+        assert status(client)["policy_version"] == 1
+        assert client.get("/v1/training/status", params={"adapter": "two"}).json()["policy_version"] == 2

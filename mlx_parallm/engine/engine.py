@@ -619,7 +619,7 @@ class Engine:
             if self._prefix.disk is not None:
                 metrics.ssd = self._prefix.disk.metrics
         metrics.active_memory = mx.get_active_memory()
-        metrics.peak_memory = mx.get_peak_memory()
+        metrics.peak_memory = max(metrics.peak_memory, mx.get_peak_memory())
 
     def _take_what_is_left(self) -> None:
         """After a failure: requests that were handed in meanwhile must be told as well."""

@@ -443,7 +443,8 @@ class TrainingInternals(Answer):
     lora: dict[str, Any]
     config: dict[str, Any]
     updates: int
-    trainer_bytes: int
+    trainer_bytes: int = Field(description="LoRA parameters and the optimiser's")
+    activation_bytes: int = Field(description="The most that a micro-batch has taken")
     shares_prompts: bool
     parameters: dict[str, list[int]]
     buffer: dict[str, int]

@@ -227,6 +227,7 @@ class TrainingRoutes:
                 "config": asdict(session.config),
                 "updates": trainer.updates,
                 "trainer_bytes": trainer.nbytes,
+                "activation_bytes": trainer.activation_bytes,
                 "shares_prompts": trainer.tree.shares_prompts,
                 "parameters": {name: list(array.shape) for name, array in trainer.parameters.items()},
                 "buffer": asdict(session.buffer.counts) | {"buffered": len(session.buffer)},

@@ -175,17 +175,16 @@ class _Pace:
 
     seconds: float
     fixed: int
-    rate: float = 0.0  # tokens a second
+    tokens: int = 2 * MIN_MICRO
 
     def budget(self) -> int:
-        if self.fixed:
-            return self.fixed
-        return int(min(MAX_MICRO, max(MIN_MICRO, self.rate * self.seconds))) if self.rate else 2 * MIN_MICRO
+        return self.fixed or self.tokens
 
     def note(self, tokens: int, seconds: float) -> None:
-        rate = tokens / max(seconds, 1e-6)
-        # The first pieces build kernels; a quick rise is believed slowly, a slow piece at once.
-        self.rate = rate if not self.rate or rate < self.rate else 0.7 * self.rate + 0.3 * rate
+        """A piece that took too long makes the next smaller; one that was full and quick, larger: twice at most."""
+        factor = self.seconds / max(seconds, 1e-6)
+        if factor < 1 or 2 * tokens >= self.tokens:
+            self.tokens = int(min(MAX_MICRO, max(MIN_MICRO, self.tokens * min(2.0, max(0.5, factor)))))
 
 
 class Trainer:
@@ -201,6 +200,7 @@ class Trainer:
         self.optimizer = optim.AdamW(_schedule(config), betas=[0.9, 0.999], eps=1e-8, weight_decay=config.weight_decay)
         self.optimizer.init(self.parameters)
         self.updates = 0  # optimiser steps that stand
+        self.activation_bytes = 0  # most that a micro-batch has taken
         self._gradient = mx.value_and_grad(self._loss)
         self._pace = _Pace(config.microstep_seconds, config.microbatch_tokens)
 
@@ -250,13 +250,15 @@ class Trainer:
         first: _Sample | None = None
         total: Parameters = {}
         for micro in batch.micros(self._pace.budget):
-            begun = time.perf_counter()
+            begun, held = time.perf_counter(), mx.get_active_memory()
+            mx.reset_peak_memory()
             (_, values, scores), gradients = self._gradient(self.parameters, micro)
             total = {name: gradients[name] + total[name] for name in total} if total else gradients
             first = first or _Sample(micro, scores[:CHECKED])
             mx.eval(total, values, first.scores)
             sums.add(np.array(values).tolist())
             self._restore(self.parameters)
+            self.activation_bytes = max(self.activation_bytes, mx.get_peak_memory() - held)
             self._pace.note(micro.tokens, time.perf_counter() - begun)
             yield
         if not math.isfinite(sums.loss):
@@ -275,7 +277,7 @@ class Trainer:
         return sums, found, first
 
     def _loss(self, parameters: Parameters, micro: Micro) -> tuple[mx.array, mx.array, mx.array]:
-        self._restore(parameters)
+        self._compute_with(parameters)
         objective = self.config.objective
         prompt, answers = mx.array(micro.prompt), mx.array(micro.answers)
         mask, temperature, known = mx.array(micro.mask), _temperature(micro), mx.array(micro.known)
@@ -318,6 +320,7 @@ class Trainer:
         if norm > self.config.max_parameter_norm:
             raise Refused(f"the parameters' norm is {norm:.3g}, over {self.config.max_parameter_norm:g}")
         prompt, answers, mask = (mx.array(one) for one in (sample.micro.prompt, sample.answers, sample.mask))
+        self._compute_with(self.parameters)
         logits = answer_logits(self.tree.module, prompt, answers, self.tree.shares_prompts)
         after = chosen_logprobs(logits, answers, _temperature(sample.micro, CHECKED))
         plain = answer_logits(self._reference, prompt, answers, self.tree.shares_prompts)
@@ -326,11 +329,16 @@ class Trainer:
         away = mx.sum(divergence(sample.scores, reference) * mask) / count
         moved_by = mx.sum(divergence(sample.scores, after) * mask) / count  # of the old policy to the new: it drew them
         kl, reference_kl = _number(moved_by), _number(away)
+        self._restore(self.parameters)
         yield
         if not kl <= self.config.max_kl:
             raise Refused(f"it would move the policy by {kl:.3g} nats a token, over {self.config.max_kl:g}")
         found = {"update_kl": kl, "parameter_norm": norm}
         return found if self.config.beta else found | {"kl": reference_kl}  # else it is known of all answers
+
+    def _compute_with(self, parameters: Parameters) -> None:
+        """In the model's own precision, as they are served; products of mixed precision are slow, too."""
+        self.tree.set_parameters({name: array.astype(self.tree.dtype) for name, array in parameters.items()})
 
     def _restore(self, parameters: Parameters) -> None:
         self.tree.set_parameters(parameters)

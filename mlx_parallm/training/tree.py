@@ -159,6 +159,7 @@ class LearningTree:
     def __init__(self, model: LanguageModel, lora: LoRAConfig, *, checkpointing: bool = False) -> None:
         self.lora = lora
         self.module = shared_tree(model)
+        self.dtype = _dtype(self.module)
         self.shares_prompts = can_share_prompts(self.module, model.vocab_size)
         keys = _keys(self.module, lora.target_modules)
         if not keys:
@@ -189,6 +190,13 @@ class LearningTree:
             else:
                 parts[path] = Part(np.ascontiguousarray(a.T), np.ascontiguousarray(self.lora.scale * b.T), m)
         return Adapter(parts)
+
+
+def _dtype(module: nn.Module) -> mx.Dtype:
+    """In which a model computes: that of its norms, or else of anything that is no packed integer."""
+    arrays = [array for _, array in tree_flatten(module.parameters()) if mx.issubdtype(array.dtype, mx.floating)]
+    found: mx.Dtype = min(arrays, key=lambda array: array.ndim).dtype
+    return found
 
 
 def _keys(module: nn.Module, targets: Collection[str]) -> set[str]:

@@ -318,7 +318,9 @@ def test_a_server_that_does_not_train(tiny_server: Any) -> None:
         assert np.isfinite(group["samples"][0]["logprobs"]).all()
 
 
-def test_the_buffer_updates_by_itself_and_a_restart_goes_on(tiny_folder: Path, flags: list[str], tmp_path: Path) -> None:
+def test_the_buffer_updates_by_itself_and_a_restart_goes_on(
+    tiny_folder: Path, flags: list[str], tmp_path: Path
+) -> None:
     flags = [*flags, "--update-frequency", "8", "--checkpoint-dir", str(tmp_path), "--checkpoint-interval", "1"]
     with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         for seed in range(3):

@@ -96,10 +96,10 @@ def test_what_stands_behind_a_text_does_not_matter() -> None:
 
 
 def test_learns_which_text_is_better() -> None:
-    rewards = RewardModel(tiny(), LORA)
-    held_out = made(100, seed=1)
+    rewards = RewardModel(tiny(), LoRAConfig(8, 16, ("q_proj", "k_proj", "v_proj", "o_proj")))
+    held_out = made(200, seed=1)
     assert set(rewards.scores([held_out[0].chosen, held_out[0].rejected])) == {0.0}
-    metrics = run(RewardTrainer(rewards, learning_rate=5e-3, epochs=8).train(made(200)))
+    metrics = run(RewardTrainer(rewards, learning_rate=2e-3, epochs=8).train(made(200)))
     assert ranked_right(rewards, held_out) >= 0.9
     assert metrics["accuracy"] >= 0.9
     assert metrics["loss"] < 0.4
@@ -169,7 +169,7 @@ def test_scores_are_of_one_version_while_it_learns() -> None:
     assert rewards.scores(some) != pytest.approx(before, abs=1e-2)
 
 
-def test_training_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_that_fails_is_undone() -> None:
     rewards = stirred(RewardModel(tiny(), LORA))
     trainer = RewardTrainer(rewards, learning_rate=1e-3, batch_size=8)
     kept, scores = rewards.state(), rewards.scores(texts(3))

@@ -1,0 +1,227 @@
+"""What training costs those who are served meanwhile: the same clients without updates, with, and without again.
+
+    python benchmarks/train_while_serving.py                                         # the embedded model, all it can
+    python benchmarks/train_while_serving.py --model FOLDER --clients 32 --updates-per-minute 12      # a GPU
+
+Clients stream without a pause from a server with `--enable-rl-training`. In the middle part it makes updates, one after
+another or so many a minute, from answers that it drew itself. Said: tokens a second with and without, gaps between
+tokens, the longest piece of an update, the share of the engine's time, publishes, and memory beside its plan. Exit code
+1 where a request failed, or named versions that can't be.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import servers
+from rich.console import Console
+from rich.table import Table
+
+from mlx_parallm.words import WORDS
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", help="folder, GGUF or hub id (default: the embedded model)")
+    add("--clients", type=int, default=16)
+    add("--seconds", type=float, default=60.0, help="of each part (default: %(default)s)")
+    add("--updates-per-minute", type=float, default=0.0, help="0: one after another")
+    add("--prompts", type=int, default=4, help="of an update")
+    add("--group-size", type=int, default=8)
+    add("--answer-tokens", type=int, default=16)
+    add("--output-tokens", type=int, nargs=2, default=[16, 64], metavar=("MIN", "MAX"), help="of the clients' requests")
+    add("--serve-flags", default="", help="more flags of the server, in one string")
+    return parser.parse_args()
+
+
+@dataclass
+class Part:
+    """What the clients saw in one part of the run."""
+
+    name: str
+    seconds: float = 0.0
+    tokens: int = 0
+    gaps: list[float] = field(default_factory=list)
+    answers: int = 0
+    versions: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Load:
+    parts: list[Part]
+    now: int = 0
+    over: bool = False
+    failed: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    current: int = 1  # the version that is surely served
+    newest: int = 1  # the one that may be
+
+
+async def ask(client: httpx.AsyncClient, load: Load, args: argparse.Namespace, number: int) -> None:
+    choose = random.Random(number)
+    while not load.over:
+        body = {
+            "model": "default",
+            "prompt": " ".join(choose.choices(WORDS, k=choose.randint(16, 64))),
+            "max_tokens": choose.randint(*args.output_tokens),
+            "temperature": 0.8,
+            "ignore_eos": True,
+            "stream": True,
+            "step_id": number,
+            "return_token_ids": True,
+        }
+        oldest = load.current
+        try:
+            await stream(client, body, load, oldest)
+        except (httpx.HTTPError, ValueError) as error:
+            load.failed.append(f"{type(error).__name__}: {error}")
+
+
+async def stream(client: httpx.AsyncClient, body: dict[str, Any], load: Load, oldest: int) -> None:
+    last, count, spans = None, 0, None
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise ValueError((await response.aread()).decode()[:200])
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise ValueError(chunk["error"]["message"])
+            now, part = time.perf_counter(), load.parts[load.now]
+            for choice in chunk["choices"]:
+                tokens = len(choice.get("token_ids") or ())
+                if tokens:
+                    count += tokens
+                    part.tokens += tokens
+                    if last is not None:
+                        part.gaps.append(now - last)
+                    last = now
+                spans = choice.get("policy_spans", spans)
+    part.answers += 1
+    ends = [span[1] for span in spans or [[0, 0, 0]]]
+    part.versions |= {span[2] for span in spans or []}
+    if count != body["max_tokens"] or ends[-1] != count or not all(oldest <= s[2] <= load.newest for s in spans or []):
+        load.wrong.append(f"{count} of {body['max_tokens']} tokens, spans {spans}, versions {oldest} to {load.newest}")
+
+
+async def train(client: httpx.AsyncClient, load: Load, args: argparse.Namespace, until: float) -> list[dict[str, Any]]:
+    """Updates from fresh rollouts, until then."""
+    choose = random.Random(0)
+    made: list[dict[str, Any]] = []
+    begun = time.perf_counter()
+    while time.perf_counter() < until:
+        if args.updates_per_minute:
+            await asyncio.sleep(max(0.0, begun + 60 / args.updates_per_minute * len(made) - time.perf_counter()))
+        prompts = [" ".join(choose.choices(WORDS, k=24)) for _ in range(args.prompts)]
+        body = {"prompts": prompts, "n": args.group_size, "max_tokens": args.answer_tokens}
+        found = await client.post("/v1/rl/rollout", json=body)
+        found.raise_for_status()
+        trajectories = [
+            {
+                "group_id": str(number),
+                "request_id": sample["request_id"],
+                "index": sample["index"],
+                "reward": choose.random(),
+            }
+            for number, group in enumerate(found.json()["groups"])
+            for sample in group["samples"]
+        ]
+        load.newest = load.current + 1  # from here on an answer may name it
+        answer = await client.post("/v1/training/update", json={"trajectories": trajectories})
+        answer.raise_for_status()
+        report = answer.json()
+        load.current = load.newest = report["policy_version"]
+        made.append(report | {"at": time.perf_counter()})
+    return made
+
+
+async def drive(
+    url: str, args: argparse.Namespace
+) -> tuple[Load, list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    load = Load([Part("warm-up"), Part("serving alone"), Part("and training"), Part("alone again")])
+    limits = httpx.Limits(max_connections=args.clients + 4)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        load.current = load.newest = (await client.get("/v1/training/status")).json()["policy_version"]
+        await train(client, load, args, time.perf_counter() + 1)  # kernels, and the pace of micro-batches
+        clients = [asyncio.create_task(ask(client, load, args, number)) for number in range(args.clients)]
+        await train(client, load, args, time.perf_counter() + 3)
+        made: list[dict[str, Any]] = []
+        before = {}
+        for number in (1, 2, 3):
+            if number == 2:
+                before = (await client.get("/debug/metrics")).json()
+            load.now = number
+            begun = time.perf_counter()
+            if number == 2:
+                made = await train(client, load, args, begun + args.seconds)
+            else:
+                await asyncio.sleep(args.seconds)
+            load.parts[number].seconds = time.perf_counter() - begun
+            if number == 2:
+                after = (await client.get("/debug/metrics")).json()
+        load.over = True
+        await asyncio.gather(*clients)
+        internals = (await client.get("/debug/training")).json()
+    background = {
+        name: after["background"][name] - before["background"][name]
+        for name in ("serving_seconds", "contended_seconds", "steps")
+    } | {"longest_stall": after["background"]["longest_stall"]}
+    memory = {
+        "serving": before["peak_memory"],
+        "with training": after["peak_memory"],
+        "trainer": internals["trainer_bytes"],
+        "activations": internals["activation_bytes"],
+        "adapters": after["adapter_seconds"],
+    }
+    return load, made, background, memory
+
+
+def main() -> int:
+    args = parse_args()
+    console = Console()
+    flags = ["--enable-rl-training", "--update-frequency", "0", "--max-loras", "16", "--learning-rate", "1e-5"]
+    with servers.running(servers.ours(args.model, [*flags, *args.serve_flags.split()])) as server:
+        load, made, background, memory = asyncio.run(drive(server.url, args))
+    table = Table("", "tok/s", "answers", "gap p50 ms", "p99 ms", "max ms", "versions")
+    for part in load.parts[1:]:
+        gaps = sorted(part.gaps)
+        shown = [1000 * gaps[min(len(gaps) - 1, int(share * len(gaps)))] for share in (0.5, 0.99, 1.0)]
+        row = [f"{part.tokens / part.seconds:,.1f}", str(part.answers), *(f"{gap:,.0f}" for gap in shown)]
+        table.add_row(part.name, *row, str(len(part.versions)))
+    console.print(table)
+    rates = [part.tokens / part.seconds for part in load.parts[1:]]
+    published = [report for report in made if report["published"]]
+    seconds = load.parts[2].seconds
+    share = background["serving_seconds"] / max(1e-9, background["serving_seconds"] + background["contended_seconds"])
+    console.print(
+        f"throughput with training {rates[1] / statistics.mean((rates[0], rates[2])):.3f}× of alone; "
+        f"{60 * len(published) / seconds:.1f} updates a minute ({len(made) - len(published)} refused), "
+        f"{statistics.mean(report['metrics']['tokens'] for report in made):.0f} tokens each; "
+        f"serving had {100 * share:.1f}% of the time while both had work; longest stall "
+        f"{background['longest_stall']:.3f} s"
+    )
+    adapters = memory["adapters"]
+    console.print(
+        f"publishing, engine thread: p50 {1000 * adapters['p50']:.2f}, p99 {1000 * adapters['p99']:.2f}, "
+        f"max {1000 * adapters['max']:.2f} ms"
+    )
+    console.print(
+        f"memory: LoRA and optimiser {memory['trainer'] / 1e6:,.1f} MB, at most {memory['activations'] / 1e6:,.0f} MB "
+        f"for a micro-batch; peak of the process {memory['with training'] / 1e6:,.0f} MB"
+    )
+    for line in [*load.failed[:5], *load.wrong[:5]]:
+        console.print(f"[red]{line}")
+    console.print(f"{len(load.failed)} requests failed, {len(load.wrong)} answers with wrong lengths or versions")
+    return int(bool(load.failed or load.wrong))
+
+
+if __name__ == "__main__":
+    servers.script(main)

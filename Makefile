@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --constraint constraints.txt
 
-.PHONY: help serve chat test test-all check format bench clean
+.PHONY: help serve chat test test-all check format bench rl-demo rl-demo-long clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test      the tests that take seconds; test-all: all of them"
 	@echo "make check     ruff, mypy and the import layers; format: let ruff rewrite"
 	@echo "make bench     this server against mlx_lm.server (flags in ARGS=)"
+	@echo "make rl-demo   the embedded model learns a task, ten minutes; rl-demo-long: a harder one"
 	@echo "make clean     remove the virtual environment and caches"
 
 serve: $(VENV)/.installed
@@ -43,6 +44,13 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/serve_vs_mlx_lm.py $(ARGS)
+
+rl-demo: $(VENV)/.installed-dev
+	$(BIN)/python examples/rl_demo.py $(ARGS)
+
+rl-demo-long: $(VENV)/.installed-dev
+	$(BIN)/python examples/rl_demo.py --task arithmetic --steps 120 --prompts 6 --group-size 8 --learning-rate 3e-4 \
+	  --held-out 32 --eval-every 20 --out rl-demo-long $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

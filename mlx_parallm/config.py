@@ -153,6 +153,9 @@ class ServeConfig:
     )  # fmt: skip
     scoring_batch_size: int = _option(32, "answers that are scored in one call", section="rl_training", parse=int)
     scoring_timeout: float = _option(30.0, "seconds that such a call may take", section="rl_training", parse=float)
+    reward_model: tuple[str, ...] = _option(
+        (), "folder of a reward model, trained here; repeatable as NAME=PATH", section="rl_training", parse=_parse_list
+    )
     atropos_url: str | None = _option(None, "Atropos API to take trajectories from", section="rl_training")
     environment: str | None = _option(None, "the Atropos environment to take them of", section="rl_training")
     algorithm: str = _option(
@@ -293,6 +296,17 @@ class ServeConfig:
                 raise ConfigError(f"two models or adapters are called {name!r}; give each its own NAME=PATH")
             adapters[name] = path
         return adapters
+
+    def named_reward_models(self) -> dict[str, str]:
+        """Name to folder for each reward model to load at start."""
+        found: dict[str, str] = {}
+        for entry in self.reward_model:
+            name, given, path = entry.partition("=")
+            name, path = (name, path) if given else (Path(entry).expanduser().resolve().name, entry)
+            if name in found:
+                raise ConfigError(f"two reward models are called {name!r}; give each its own NAME=PATH")
+            found[name] = path
+        return found
 
     def named_models(self) -> dict[str, str | None]:
         """Name to source for each model to serve; None is the embedded default."""

@@ -115,4 +115,40 @@ def _policy(training: "Training", settings: TrainConfig) -> None:
 
 
 def _reward_model(training: "Training", settings: TrainConfig) -> None:
-    raise ConfigError("reward models are not trained yet")
+    """Trains one on pairs, looks at pairs that were held out, writes it, and serves it."""
+    from functools import partial
+
+    from rich.console import Console
+
+    from mlx_parallm.engine.prompts import Prompts
+    from mlx_parallm.training.reward_model import NAME, RewardModel, RewardTrainer, read_pairs
+    from mlx_parallm.training.session import once
+    from mlx_parallm.training.training import lora_config
+
+    console, engine = Console(), training.engine
+    assert settings.pairs is not None
+    pairs = read_pairs(settings.pairs, Prompts(engine.model.tokenizer))
+    held_out = len(pairs) // 10
+    made = partial(RewardModel, engine.model, lora_config(settings), settings.train_seed)
+    found = training.add_reward_model(NAME, once(made))
+    teacher = RewardTrainer(
+        found,
+        learning_rate=settings.learning_rate,
+        epochs=settings.pair_epochs,
+        batch_size=settings.train_batch_size,
+        max_grad_norm=settings.max_grad_norm,
+        weight_decay=settings.weight_decay,
+        seed=settings.train_seed,
+    )
+    console.print(f"{len(pairs) - held_out} pairs to learn from, {held_out} held out")
+    metrics = engine.work(teacher.train(pairs[held_out:])).result()
+    console.print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    if held_out:
+        some = pairs[:held_out]
+        texts = [pair.chosen for pair in some] + [pair.rejected for pair in some]
+        scores = engine.work(found.score_steps(texts)).result()
+        right = sum(left > right for left, right in zip(scores[:held_out], scores[held_out:], strict=True))
+        console.print(f"held out: {right} of {held_out} ranked right")
+    packed = engine.work(once(found.pack)).result()
+    path = packed.save(Path(settings.checkpoint_dir).expanduser() / NAME)
+    console.print(f"written to {path}: serve it with --reward-model {path}")

@@ -194,6 +194,10 @@ class Engine:
     def paused(self) -> bool:
         return self._paused
 
+    def is_serving(self) -> bool:
+        """Whether there are requests that run or wait."""
+        return not self._scheduler.idle
+
     def flush_cache(self) -> int:
         """Forgets every cached block that is not in use, and says how many."""
         flushed = self._ask(self._flush)

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-_WRAPPERS = ("language_model",)
-_BACKBONES = ("model", "backbone", "transformer")
+WRAPPERS = ("language_model",)
+BACKBONES = ("model", "backbone", "transformer")
 
 
 class _Selecting:
@@ -75,14 +75,14 @@ class Forward:
 
     def _copy_with_selection(self, module: nn.Module) -> nn.Module | None:
         clone = copy.copy(module)
-        for name in _WRAPPERS:
+        for name in WRAPPERS:
             if isinstance(module.get(name), nn.Module):
                 inner = self._copy_with_selection(module[name])
                 if inner is None:
                     return None
                 clone[name] = inner
                 return clone
-        for name in _BACKBONES:
+        for name in BACKBONES:
             if isinstance(module.get(name), nn.Module):
                 self._selecting = _Selecting(clone.pop(name))
                 object.__setattr__(clone, name, self._selecting)

@@ -471,6 +471,26 @@ class RolloutGroup(Answer):
     samples: list[RolloutSample]
 
 
+class Score(Answer):
+    index: int
+    object: Literal["reward"]
+    score: float
+
+
+class ScoreUsage(Answer):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Scored(Answer):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: ScoreUsage
+
+
 class Rollout(Answer):
     groups: list[RolloutGroup]
 

@@ -4,10 +4,11 @@ What blocks (an update, a rollout) runs on threads, never on the event loop.
 """
 
 import asyncio
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -114,6 +115,35 @@ class RolloutBody(Body):
         return value
 
 
+class ScoreBody(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "input": [
+                    [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
+                    "any text",
+                ]
+            }
+        }
+    )
+    model: str = Field("default", description="A reward model; default: the first")
+    task: Literal["reward"] = Field("reward", description="For /pooling")
+    input: str | list[str | list[int] | list[ChatMessage]] | None = Field(None, description="Texts or conversations")
+    messages: list[ChatMessage] | None = Field(None, description="One conversation instead")
+
+    @model_validator(mode="after")
+    def _something(self) -> "ScoreBody":
+        if (self.input is None) == (self.messages is None) or self.input == []:
+            raise PydanticCustomError("input", "Expected input or messages, and something in it")
+        return self
+
+    @property
+    def texts(self) -> list[Any]:
+        if self.messages is not None:
+            return [self.messages]
+        return [self.input] if isinstance(self.input, str) else list(self.input or ())
+
+
 class TrainingRoutes:
     def __init__(self, training: Training, served: ServedModel, workers: Workers) -> None:
         self._training = training
@@ -130,6 +160,9 @@ class TrainingRoutes:
             ("/training/checkpoint", "POST", self.checkpoint, answers.CheckpointWritten, "Write a checkpoint"),
             ("/debug/training", "GET", self.debug, answers.TrainingInternals, "The trainer's internals"),
             ("/v1/rl/rollout", "POST", self.rollout, answers.Rollout, "Sample, score, and perhaps learn"),
+            ("/v1/rewards/score", "POST", self.score, answers.Scored, "Score texts with a reward model"),
+            ("/v1/score", "POST", self.score, answers.Scored, "Score texts with a reward model"),
+            ("/pooling", "POST", self.score, answers.Scored, "Score texts with a reward model, as vLLM"),
         )
         return router
 
@@ -281,6 +314,26 @@ class TrainingRoutes:
             )
         return JSONResponse({"groups": [self._group(group) for group in groups]})
 
+    async def score(self, body: ScoreBody) -> Response:
+        """A number for each text or conversation: how good the reward model thinks it is."""
+        name, model = self._training.reward_model(body.model)
+        texts = [await self._tokens(text, whole=True) for text in body.texts]
+        params.check_prompt_ids(texts, self._served.model.vocab_size)
+        if any(len(text) > self._served.context_length for text in texts):
+            raise ContextLengthError(f"the context holds {self._served.context_length} tokens", param="input")
+        scores = await asyncio.wrap_future(self._training.engine.work(model.score_steps(texts)))
+        count = sum(map(len, texts))
+        return JSONResponse(
+            {
+                "id": f"score-{uuid.uuid4().hex}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": name,
+                "data": [{"index": place, "object": "reward", "score": value} for place, value in enumerate(scores)],
+                "usage": {"prompt_tokens": count, "total_tokens": count},
+            }
+        )
+
     def _adapter(self, model: str) -> str | None:
         registry = self._served.engine.adapters
         if model in registry:
@@ -290,7 +343,8 @@ class TrainingRoutes:
         version = registry.route()
         return None if version is None else version.name
 
-    async def _tokens(self, prompt: Any) -> list[int]:
+    async def _tokens(self, prompt: Any, whole: bool = False) -> list[int]:
+        """`whole`: a conversation that nobody is to continue."""
         if not prompt:
             raise InvalidRequestError("a prompt is empty", param="prompts")
         if isinstance(prompt, str):
@@ -298,7 +352,7 @@ class TrainingRoutes:
         if isinstance(prompt[0], int):
             return list(prompt)
         conversation = params.conversation(
-            prompt, (), add_generation_prompt=None, continue_final_message=False, template_kwargs={}
+            prompt, (), add_generation_prompt=False if whole else None, continue_final_message=False, template_kwargs={}
         )
         return (await self._workers.render(self._served, conversation, False)).tokens
 

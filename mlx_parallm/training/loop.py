@@ -115,6 +115,7 @@ class Asker:
                 problem.messages[-1]["content"],
                 self.text(record),
                 {**problem.metadata, "finish_reason": record.finish_reason},
+                record.prompt_ids + record.completion_ids,
             )
             for problem, records in zip(problems, drawn, strict=True)
             for record in records

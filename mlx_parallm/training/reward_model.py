@@ -23,7 +23,7 @@ from mlx.utils import tree_map
 
 from mlx_parallm.engine.prompts import Conversation, Message, Prompts
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError, ParallmError
-from mlx_parallm.models.forward import _BACKBONES, _WRAPPERS
+from mlx_parallm.models.forward import BACKBONES, WRAPPERS
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.checkpoints import Checkpoints, adapter_files
 from mlx_parallm.training.tree import LearningTree, LoRAConfig, PromptCache
@@ -360,13 +360,13 @@ def _messages(entry: Mapping[str, Any], name: str, role: str | None) -> list[Mes
 
 def _backbone(module: nn.Module, name: str) -> Any:
     """The model under its head: tokens (B, T) -> hidden states (B, T, D), after the last norm."""
-    for part in _WRAPPERS:
+    for part in WRAPPERS:
         if isinstance(module.get(part), nn.Module):
             return _backbone(module[part], name)
-    for part in _BACKBONES:
+    for part in BACKBONES:
         if isinstance(module.get(part), nn.Module):
             return module[part]
-    raise ModelLoadError(f"{name} can't be a reward model: the part under its head is not called {_BACKBONES}")
+    raise ModelLoadError(f"{name} can't be a reward model: the part under its head is not called {BACKBONES}")
 
 
 def _cut(items: Sequence[Sequence[list[int]]], order: Sequence[int], budget: int, shares: bool) -> list[list[int]]:

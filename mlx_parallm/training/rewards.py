@@ -28,6 +28,7 @@ class Item:
     prompt: str
     completion: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Sequence[int] = ()  # of both, for reward models
 
 
 class Rewards:
@@ -35,6 +36,7 @@ class Rewards:
         self, named: Mapping[str, Score] | None = None, *, timeout: float = 30.0, batch_size: int = 32
     ) -> None:
         self._named: dict[str, Score] = {name: task.scores for name, task in TASKS.items()} | dict(named or {})
+        self._models: dict[str, Callable[[Sequence[Sequence[int]]], Sequence[float]]] = {}
         self._timeout = timeout
         self._batch_size = batch_size
         self.failures = 0  # answers that got no score
@@ -52,10 +54,10 @@ class Rewards:
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._named)
+        return sorted({*self._named, *self._models})
 
     def check(self, name: str) -> None:
-        if name not in self._named:
+        if name not in self._named and name not in self._models:
             raise InvalidRequestError(
                 f"there is no scoring function {name!r} here; there is {', '.join(self.names)}",
                 param="scoring_function",
@@ -63,6 +65,10 @@ class Rewards:
 
     def add(self, name: str, function: Score) -> None:
         self._named[name] = function
+
+    def add_model(self, name: str, scores: Callable[[Sequence[Sequence[int]]], Sequence[float]]) -> None:
+        """A reward model, which reads tokens."""
+        self._models[name] = scores
 
     def score(self, name: str, items: Sequence[Item]) -> list[float | None]:
         """A number for each; None for those whose scoring failed or took too long. Blocks: not for the event loop."""
@@ -78,13 +84,7 @@ class Rewards:
 
         def call() -> None:
             try:
-                results.append(
-                    self._named[name](
-                        [item.prompt for item in items],
-                        [item.completion for item in items],
-                        [item.metadata for item in items],
-                    )
-                )
+                results.append(self._call(name, items))
             except BaseException as error:
                 errors.append(error)
 
@@ -99,6 +99,13 @@ class Rewards:
             log.warning("scoring function %s: %s", name, why)
             return [None] * len(items)
         return self._numbers(name, list(results[0]), len(items))
+
+    def _call(self, name: str, items: Sequence[Item]) -> Sequence[float]:
+        if name in self._models:
+            return self._models[name]([item.tokens for item in items])
+        return self._named[name](
+            [item.prompt for item in items], [item.completion for item in items], [item.metadata for item in items]
+        )
 
     def _numbers(self, name: str, scores: Sequence[Any], count: int) -> list[float | None]:
         if len(scores) != count:

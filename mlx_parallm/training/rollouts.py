@@ -68,15 +68,15 @@ class Rollouts:
         return [[found[name, index] for index in range(sampling.n)] for name in names]
 
     def _submit(self, requests: list[Request]) -> None:
-        room = 16
+        room = len(requests)  # at one moment, if that is possible: then a run can be repeated exactly
         while requests:
             try:
-                self._engine.submit_all(requests[:room] if len(requests) > room else requests)
+                self._engine.submit_all(requests[:room])
             except QueueFullError:
                 room = max(1, room // 2)
                 time.sleep(RETRY_SECONDS)
             else:
-                requests = requests[room:] if len(requests) > room else []
+                requests = requests[room:]
 
 
 class _Waiting:

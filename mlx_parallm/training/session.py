@@ -171,7 +171,7 @@ class Session:
                     "there are no trajectories to learn from: groups need at least two answers", param="trajectories"
                 )
             before = self.version, self._on_engine(self.trainer.snapshot)
-            outcome = self.engine.work(self.trainer.update(trajectories)).result()
+            outcome = self.engine.work(self.trainer.update(trajectories, self.engine.is_serving)).result()
             report = Report(before[0], outcome)
             self._count(outcome)
             alarm = self._alarm(outcome.metrics)
@@ -249,10 +249,11 @@ class Session:
         """Checkpoints: those asked for, those that are due, and the best."""
         if name is not None:
             report.checkpoint = self._save(name)
-        if self.checkpoints is None or not report.published:
+        if not report.published:
             return
         if self.trainer.updates % self._interval == 0:
-            report.checkpoint = report.checkpoint or self._try_save(f"step-{self.trainer.updates:08d}")
+            saved = self._try_save(f"step-{self.trainer.updates:08d}")
+            report.checkpoint = report.checkpoint or saved
         average = float(np.mean(self._rewards)) if len(self._rewards) == RECENT else -np.inf
         if average > self._best_reward:
             first, self._best_reward = self._best_reward == -np.inf, average
@@ -260,6 +261,8 @@ class Session:
                 self._try_save(BEST)
 
     def _try_save(self, name: str) -> str | None:
+        if self.checkpoints is None:
+            return None
         try:
             return self._save(name)
         except OSError as error:  # a full disk must not end the training
@@ -285,10 +288,10 @@ class Session:
 
     def adapter_steps(self) -> Generator[None, None, Adapter]:
         """For the engine: the parameters as they are now."""
-        return _once(self.trainer.adapter)
+        return once(self.trainer.adapter)
 
     def _on_engine(self, work: Callable[[], T]) -> T:
-        return self.engine.work(_once(work)).result()
+        return self.engine.work(once(work)).result()
 
     def status(self) -> dict[str, Any]:
         totals, counts = self.totals, self.buffer.counts
@@ -318,7 +321,7 @@ class Session:
         }
 
 
-def _once(work: Callable[[], T]) -> Generator[None, None, T]:
+def once(work: Callable[[], T]) -> Generator[None, None, T]:
     """One step that gives a result."""
     yield from ()
     return work()

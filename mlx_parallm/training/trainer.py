@@ -7,7 +7,7 @@ parameters and the optimiser are then what they were.
 
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits, s
 
 Parameters = dict[str, mx.array]
 MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
+ALONE = 4  # times longer may a piece take while nobody is served
 CHECKED = 2  # answers by which an update is checked
 
 
@@ -199,10 +200,15 @@ class Trainer:
         self._reference = shared_tree(model)
         self.optimizer = optim.AdamW(_schedule(config), betas=[0.9, 0.999], eps=1e-8, weight_decay=config.weight_decay)
         self.optimizer.init(self.parameters)
+        mx.eval(self.optimizer.state)
         self.updates = 0  # optimiser steps that stand
         self.activation_bytes = 0  # most that a micro-batch has taken
         self._gradient = mx.value_and_grad(self._loss)
-        self._pace = _Pace(config.microstep_seconds, config.microbatch_tokens)
+        self._busy: Callable[[], bool] = lambda: True
+        self._paces = {
+            True: _Pace(config.microstep_seconds, config.microbatch_tokens),
+            False: _Pace(ALONE * config.microstep_seconds, config.microbatch_tokens, ALONE * 2 * MIN_MICRO),
+        }
 
     @property
     def nbytes(self) -> int:
@@ -213,7 +219,11 @@ class Trainer:
     def adapter(self) -> Adapter:
         return self.tree.adapter()
 
-    def update(self, trajectories: Sequence[Trajectory]) -> Generator[None, None, Outcome]:
+    def update(
+        self, trajectories: Sequence[Trajectory], busy: Callable[[], bool] = lambda: True
+    ) -> Generator[None, None, Outcome]:
+        """`busy`: whether anybody waits meanwhile; while nobody does, pieces are larger."""
+        self._busy = busy
         begun = time.perf_counter()
         batch = Batch.of(trajectories, self.config.algorithm, self.config.max_length)
         rewards = np.array([one.reward for one in trajectories], np.float32)
@@ -249,7 +259,14 @@ class Trainer:
         sums = Sums()
         first: _Sample | None = None
         total: Parameters = {}
-        for micro in batch.micros(self._pace.budget):
+        pace = self._paces[self._busy()]
+
+        def budget() -> int:
+            nonlocal pace
+            pace = self._paces[self._busy()]
+            return pace.budget()
+
+        for micro in batch.micros(budget):
             begun, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
             (_, values, scores), gradients = self._gradient(self.parameters, micro)
@@ -259,7 +276,7 @@ class Trainer:
             sums.add(np.array(values).tolist())
             self._restore(self.parameters)
             self.activation_bytes = max(self.activation_bytes, mx.get_peak_memory() - held)
-            self._pace.note(micro.tokens, time.perf_counter() - begun)
+            pace.note(micro.tokens, time.perf_counter() - begun)
             yield
         if not math.isfinite(sums.loss):
             raise Refused(f"the loss is {sums.loss}")

@@ -7,21 +7,29 @@ rollouts work; with it, every answer is recorded, and may be rewarded later.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.errors import InvalidRequestError, NotFoundError, ParallmError, UnavailableError
+from mlx_parallm.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotFoundError,
+    ParallmError,
+    UnavailableError,
+)
 from mlx_parallm.training.atropos import Atropos, AtroposConfig
 from mlx_parallm.training.checkpoints import Checkpoints
+from mlx_parallm.training.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.rewards import Item, Rewards
 from mlx_parallm.training.rollouts import Rollouts
-from mlx_parallm.training.session import Report, Session
+from mlx_parallm.training.session import Report, Session, once
 from mlx_parallm.training.trainer import RLConfig
 from mlx_parallm.training.trajectories import Ledger, Record, Trajectory, prompt_group
 from mlx_parallm.training.tree import LoRAConfig
@@ -80,6 +88,7 @@ class Training:
         )
         self.rollouts = Rollouts(engine, self.ledger, config.max_batch_size)
         self.sessions: dict[str, Session] = {}
+        self.reward_models: dict[str, RewardModel] = {}
         self.vocabulary = Vocabulary(engine.model.tokenizer)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="score")
         self._lock = threading.Lock()
@@ -90,7 +99,9 @@ class Training:
         engine.recorder = self.ledger
 
     def start(self) -> None:
-        """Has the adapters of the config learn, where it says so."""
+        """Opens reward models, and has the adapters of the config learn, where it says so."""
+        for name, path in self.config.named_reward_models().items():
+            self.add_reward_model(name, once(partial(open_reward_model, self.engine.model, path)))
         if not self.config.trains:
             return
         self.engine.records_all = True
@@ -164,6 +175,24 @@ class Training:
         self.sessions[name] = session
         return session
 
+    def add_reward_model(self, name: str, steps: "Generator[None, None, RewardModel]") -> RewardModel:
+        """One that scores from now on; `steps` make it, on the engine."""
+        found = self.engine.work(steps).result()
+        self.reward_models[name] = found
+        self.rewards.add_model(name, lambda texts: self.engine.work(found.score_steps(texts)).result())
+        return found
+
+    def reward_model(self, name: str | None = None) -> tuple[str, RewardModel]:
+        """The one of this name; the first without."""
+        if not self.reward_models:
+            raise InvalidRequestError("this server has no reward model: start it with --reward-model FOLDER")
+        name = next(iter(self.reward_models)) if name in (None, "default") else name
+        if name not in self.reward_models:
+            raise ModelNotFoundError(
+                f"there is no reward model {name!r}; there is {', '.join(self.reward_models)}", param="model"
+            )
+        return name, self.reward_models[name]
+
     def close(self) -> None:
         self.on_close()
         self._stopped.set()
@@ -225,6 +254,7 @@ class Training:
             self.vocabulary.decode(record.prompt_ids),
             self.vocabulary.decode(record.completion_ids, skip_special=True),
             {**metadata, "finish_reason": record.finish_reason},
+            record.prompt_ids + record.completion_ids,
         )
 
     def _group(self, records: Sequence[Record], record: Record, metadata: Mapping[str, Any]) -> str:

@@ -249,7 +249,7 @@ def test_wrong_settings(wrong: dict[str, float]) -> None:
 def test_models_without_a_backbone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelLoadError, match="under its head"):
         reward_model._backbone(nn.Linear(2, 2), "odd")
-    monkeypatch.setattr(reward_model, "_BACKBONES", ("elsewhere",))
+    monkeypatch.setattr(reward_model, "BACKBONES", ("elsewhere",))
     with pytest.raises(ModelLoadError, match="tiny-llama"):
         RewardModel(tiny(), LORA)
 

@@ -1,0 +1,188 @@
+"""`mlx_parallm_train` as a process: it serves while it trains, is killed and goes on, and leaves its files."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from safetensors.numpy import load_file
+
+from benchmarks.servers import free_port
+from mlx_parallm.adapters.files import read_folder
+from mlx_parallm.training.tasks import Problem, Task
+
+
+class Letters(Task):
+    """Some letters are better than others: a model of random weights can learn that."""
+
+    name = "some letters"
+
+    def problem(self, random: random.Random, level: int) -> Problem:
+        return Problem(({"role": "user", "content": f"{random.random():.6f}"},))
+
+    def score(self, completion: str, metadata: object) -> float:
+        return sum(letter in "abcdefgh" for letter in completion) / max(1, len(completion))
+
+
+def command(folder: Path, out: Path, port: int, *flags: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "mlx_parallm", "train", "--model-path", str(folder), "--port", str(port), "--no-ssd"),
+        *("--task", f"{__file__}:Letters", "--answer-tokens", "6", "--group-size", "4", "--prompts-per-step", "2"),
+        *("--eval-problems", "4", "--lora-rank", "4", "--learning-rate", "1e-3", "--checkpoint-dir", str(out)),
+        *("--microbatch-tokens", "64", "--checkpoint-interval", "1", "--max-kl", "100", *flags),
+    ]
+
+
+def finish(arguments: list[str]) -> str:
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def arrays(folder: Path) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in load_file(folder / "trainer.safetensors").items()}
+
+
+def last(out: Path) -> Path:
+    return max((out / "policy").glob("step-*"))
+
+
+def test_a_run_leaves_its_log_its_report_and_both_formats(tiny_folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "rl.yaml"
+    config.write_text(
+        "training:\n  steps: 3\n"
+        "rl_training:\n  algorithm: dapo\n  clip_high: 0.28\n"
+        "model:\n  lora_target_modules: [q_proj, v_proj, o_proj]\n"
+    )
+    flags = ("--config", str(config), "--peft-export", str(tmp_path / "peft"))
+    shown = finish(command(tiny_folder, tmp_path / "out", free_port(), *flags))
+    assert "step 3/3" in shown
+    assert "held out" in shown
+    policy = tmp_path / "out" / "policy"
+    lines = [json.loads(line) for line in (policy / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert (policy / "report.png").stat().st_size > 1000
+    peft, config_of = read_folder(tmp_path / "peft", 1 << 20)
+    own, _ = read_folder(last(tmp_path / "out"), 1 << 20)
+    assert config_of["peft_type"] == "LORA"
+    assert {path.rsplit(".", 1)[-1] for path in own.parts} == {"q_proj", "v_proj", "o_proj"}
+    for path, part in own.parts.items():
+        assert (part.a == peft.parts[path].a).all()
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_it_ends_where_it_would_have(tiny_folder: Path, tmp_path: Path, kills: int) -> None:
+    steps = str(6 if kills < 10 else 40)
+    finish(command(tiny_folder, tmp_path / "whole", free_port(), "--steps", steps))
+    chance = random.Random(kills)
+    for _ in range(kills):
+        port = free_port()
+        process = subprocess.Popen(
+            command(tiny_folder, tmp_path / "cut", port, "--steps", steps), stdout=subprocess.DEVNULL
+        )
+        for _ in range(400):
+            time.sleep(0.05)
+            if process.poll() is not None or _healthy(port):
+                break
+        time.sleep(0.6 * chance.random())
+        process.kill()
+        process.wait()
+    finish(command(tiny_folder, tmp_path / "cut", free_port(), "--steps", steps))
+    assert last(tmp_path / "whole").name == last(tmp_path / "cut").name == f"step-{int(steps):08d}"
+    assert arrays(last(tmp_path / "whole")) == arrays(last(tmp_path / "cut"))
+
+
+def _healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=1).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_it_serves_while_it_trains(tiny_folder: Path, tmp_path: Path) -> None:
+    port = free_port()
+    process = subprocess.Popen(
+        command(tiny_folder, tmp_path, port, "--steps", "2000"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(600):
+            time.sleep(0.05)
+            if _healthy(port):
+                break
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            versions = set()
+            for _ in range(20):
+                answer = client.post("/generate", json={"prompt": "hello", "max_tokens": 8, "step_id": 1})
+                assert answer.status_code == 200
+                versions.add(answer.json()["policy_version"])
+            assert len(versions) > 1
+            assert client.get("/v1/training/status").json()["updates"] > 0
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def test_wrong_settings_are_said_at_once(tiny_folder: Path, tmp_path: Path) -> None:
+    for flags, word in (
+        (("--task", "nothing"), "there is no task"),
+        (("--mode", "rm"), "--pairs"),
+        (("--algorithm", "ppo"), "invalid choice"),
+        (("--lora-target-modules", "wobble"), "no layer called wobble"),
+        (("--learning-rate", "-1"), "learning_rate"),
+    ):
+        done = subprocess.run(
+            command(tiny_folder, tmp_path, free_port(), "--steps", "1", *flags),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode in (1, 2)
+        assert word in done.stderr + done.stdout
+
+
+def test_a_reward_model_is_trained_served_and_scores(tiny_folder: Path, tmp_path: Path) -> None:
+    chance = random.Random(0)
+    words = "the and ing ten sea wall tower other on in".split()
+    with (tmp_path / "pairs.jsonl").open("w") as file:
+        for _ in range(40):
+            prompt = " ".join(chance.choices(words, k=4))
+            better, worse = (f"{' '.join(chance.choices(words, k=3))} {end}" for end in ("zz", "qq"))
+            file.write(json.dumps({"prompt": prompt, "chosen": better, "rejected": worse}) + "\n")
+    flags = ("--mode", "rm", "--pairs", str(tmp_path / "pairs.jsonl"), "--learning-rate", "5e-3", "--pair-epochs", "4")
+    shown = finish(command(tiny_folder, tmp_path, free_port(), *flags))
+    assert "held out: " in shown
+    port = free_port()
+    arguments = [
+        *(sys.executable, "-m", "mlx_parallm", "serve", "--model-path", str(tiny_folder), "--port", str(port)),
+        *("--no-ssd", "--reward-model", str(tmp_path / "reward-model")),
+    ]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            time.sleep(0.05)
+            if _healthy(port):
+                break
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            chats = [
+                [{"role": "user", "content": "the sea"}, {"role": "assistant", "content": f"on wall {end}"}]
+                for end in ("zz", "qq")
+            ]
+            for path in ("/v1/rewards/score", "/v1/score", "/pooling"):
+                found = client.post(path, json={"input": chats}).json()
+                assert found["model"] == "reward-model"
+                scores = [entry["score"] for entry in found["data"]]
+                assert scores[0] > scores[1]
+            alone = client.post("/v1/rewards/score", json={"messages": chats[0]}).json()["data"][0]["score"]
+            assert alone == pytest.approx(scores[0], abs=1e-4)
+            body = {"prompts": ["the sea"], "n": 2, "max_tokens": 4, "scoring_function": "reward-model"}
+            samples = client.post("/v1/rl/rollout", json=body).json()["groups"][0]["samples"]
+            assert all(isinstance(sample["reward"], float) for sample in samples)
+            for wrong in ({}, {"input": []}, {"input": "x", "model": "nobody"}, {"input": [[]]}):
+                assert client.post("/v1/rewards/score", json=wrong).status_code in (400, 404)
+    finally:
+        process.terminate()
+        process.wait(30)

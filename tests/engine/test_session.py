@@ -1,0 +1,297 @@
+"""Sessions and the loop on a real engine: what is published, what is rolled back, what a restart goes on with."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.training.checkpoints import Checkpoints
+from mlx_parallm.training.loop import Asker, Loop, LoopConfig, StepNews
+from mlx_parallm.training.objectives import chosen_logprobs
+from mlx_parallm.training.rewards import Rewards
+from mlx_parallm.training.rollouts import Rollouts
+from mlx_parallm.training.session import Alarms, Session
+from mlx_parallm.training.tasks import Problem, Task
+from mlx_parallm.training.trainer import RLConfig
+from mlx_parallm.training.trajectories import Ledger, Record, Trajectory
+from mlx_parallm.training.tree import LoRAConfig, answer_logits
+from mlx_parallm.types import SamplingParams
+from tests.engine.harness import Answer, Driver, as_served, driver_of
+
+LORA = LoRAConfig(rank=4, alpha=8)
+PROMPTS = [list(range(20, 45)), list(range(60, 90))]
+GREEDY = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0}
+
+
+def hold(found: Answer, expected: Answer) -> None:
+    assert found.tokens == expected.tokens
+    values = ([scored.logprob for scored in one.logprobs] for one in (found, expected))
+    assert next(values) == pytest.approx(next(values), abs=1e-4)
+
+
+class School:
+    """An engine with a ledger, and what draws from it."""
+
+    def __init__(self, driver: Driver, model: LanguageModel) -> None:
+        self.driver = driver
+        self.engine = driver.engine
+        self.model = model
+        self.ledger = Ledger()
+        self.engine.recorder = self.ledger
+        self.rollouts = Rollouts(self.engine, self.ledger, 32)
+
+    def session(self, name: str = "policy", folder: Path | None = None, **options: object) -> Session:
+        alarms = options.pop("alarms", None)
+        interval = options.pop("checkpoint_interval", 1)
+        resume = bool(options.pop("resume", True))
+        config = RLConfig(**{"learning_rate": 1e-3, "microbatch_tokens": 64, "max_kl": 100.0, **options})  # type: ignore[arg-type]
+        checkpoints = None if folder is None else Checkpoints(folder, 3)
+        found = Session(
+            self.engine,
+            name,
+            LORA,
+            config,
+            checkpoints=checkpoints,
+            checkpoint_interval=interval,  # type: ignore[arg-type]
+            alarms=alarms,  # type: ignore[arg-type]
+        )
+        found.start(resume=resume)
+        return found
+
+    def draw(self, adapter: str | None = "policy", seed: int = 1, n: int = 4) -> list[list[Record]]:
+        sampling = SamplingParams(temperature=0.9, max_tokens=8, n=n, ignore_eos=True)
+        return self.rollouts.draw(PROMPTS, sampling, adapter=adapter, seed=seed)
+
+    def trajectories(self, adapter: str = "policy", seed: int = 1) -> list[Trajectory]:
+        groups = self.draw(adapter, seed)
+        return [
+            Trajectory.recorded(record, float(sum(record.completion_ids) % 7), str(number))
+            for number, group in enumerate(groups)
+            for record in group
+        ]
+
+
+@contextmanager
+def school(**config: object) -> Iterator[School]:
+    models: list[LanguageModel] = []
+
+    def load() -> LanguageModel:
+        models.append(as_served("llama"))
+        return models[0]
+
+    with driver_of(load, block_size=8, **config) as driver:
+        yield School(driver, models[0])
+
+
+def test_rollouts_are_the_trees_own_numbers_before_and_after_each_publish() -> None:
+    with school() as one:
+        session = one.session()
+        for seed in range(3):
+            trajectories = one.trajectories(seed=seed)
+            gaps = []
+            for each in trajectories:
+                tokens = mx.array([each.completion_ids])
+                logits = answer_logits(session.trainer.tree.module, mx.array(each.prompt_ids), tokens, False)
+                found = chosen_logprobs(logits, tokens, 0.9)[0]
+                gaps.append(float(mx.max(mx.abs(found - mx.array(each.logprobs)))))
+            assert max(gaps) < 1e-4
+            report = session.update(trajectories)
+            assert report.published
+            assert report.outcome.metrics["max_logprob_gap"] < 1e-4
+            assert {each.version for each in one.trajectories(seed=9)} == {seed + 2}
+        one.driver.settle()
+
+
+def test_requests_go_on_while_it_learns_and_keep_their_version() -> None:
+    with school() as one:
+        session = one.session()
+        trajectories = one.trajectories()
+        alone = one.driver.ask(PROMPTS[0], adapter="policy", adapter_version=1, max_tokens=200, ignore_eos=True)
+        _, pending = one.driver.submit(PROMPTS[0], adapter="policy", max_tokens=200, ignore_eos=True)
+        pending.wait_for_tokens(3)
+        for _ in range(3):
+            assert session.update(trajectories).published
+        answer = pending.wait()[0]
+        assert answer.tokens == alone.tokens
+        assert answer.last.versions == ((0, 1),)
+        one.driver.settle()
+
+
+def test_an_update_that_is_not_to_be_served_is_kept() -> None:
+    with school() as one:
+        session = one.session()
+        before = one.driver.ask(PROMPTS[0], adapter="policy", **GREEDY)
+        report = session.update(one.trajectories(), publish=False)
+        assert not report.published
+        assert session.version == 1
+        assert session.trainer.updates == 1
+        hold(one.driver.ask(PROMPTS[0], adapter="policy", **GREEDY), before)
+        assert session.update(one.trajectories()).version == 2
+
+
+@pytest.mark.parametrize("poison", [{"learning_rate": 1e4, "max_kl": 1.0}, {"max_parameter_norm": 1e-6}])
+def test_a_poisoned_update_is_refused_and_clients_see_nothing(poison: dict[str, float]) -> None:
+    with school() as one:
+        session = one.session(**poison)
+        before = one.driver.ask(PROMPTS[0], adapter="policy", **GREEDY)
+        report = session.update(one.trajectories())
+        assert not report.published
+        assert report.outcome.reason
+        assert session.totals.refused == 1
+        after = one.driver.ask(PROMPTS[0], adapter="policy", **GREEDY)
+        hold(after, before)
+
+
+@pytest.mark.parametrize(
+    ("alarms", "word"),
+    [(Alarms(kl=1e-9), "KL"), (Alarms(entropy=100.0, kl=None), "entropy"), (Alarms(reward_drop=1.0), "fallen")],
+)
+def test_an_alarm_brings_the_last_good_version_back(alarms: Alarms, word: str) -> None:
+    with school() as one:
+        calm = Alarms(kl=None, entropy=None, reward_drop=alarms.reward_drop)
+        session = one.session(alarms=calm, learning_rate=3e-3)
+        for seed in range(6):
+            assert session.update(one.trajectories(seed=seed)).published
+        good = session._good
+        assert good is not None
+        kept = {name: np.array(array) for name, array in good[1].parameters.items()}
+        session._alarms = alarms
+        report = None
+        for seed in range(8):
+            trajectories = one.trajectories(seed=seed)
+            if alarms.reward_drop is not None:
+                for place, each in enumerate(trajectories):
+                    each.reward = -50.0 + 0.1 * (place % 4)
+                good = session._good
+                kept = {name: np.array(array) for name, array in good[1].parameters.items()} if good else kept
+            report = session.update(trajectories)
+            if report.rolled_back:
+                break
+        assert report is not None
+        assert word in report.rolled_back
+        assert good is not None
+        assert session.version == good[0]
+        assert session.totals.rollbacks == 1
+        assert all(np.array_equal(kept[name], np.array(array)) for name, array in session.trainer.parameters.items())
+
+
+def test_a_restart_goes_on_where_the_last_checkpoint_was(tmp_path: Path) -> None:
+    with school() as one:
+        session = one.session(folder=tmp_path)
+        for seed in range(4):
+            session.extra = {"step": seed}
+            session.update(one.trajectories(seed=seed))
+        state = session.trainer.state()
+        answer = one.driver.ask(PROMPTS[0], adapter="policy", **GREEDY)
+        assert session.update(one.trajectories(), checkpoint_name="mine").checkpoint == "mine"
+        (tmp_path / "mine" / "state.json").unlink()
+    with school() as one:
+        session = one.session(folder=tmp_path)
+        assert session.trainer.updates == 5
+        session = one.session("again", folder=tmp_path / "none")
+        assert session.trainer.updates == 0
+    (tmp_path / "step-00000005" / "trainer.safetensors").unlink()
+    with school() as one:
+        session = one.session(folder=tmp_path)
+        assert session.trainer.updates == 4
+        assert session.extra == {"step": 3}
+        assert all(np.array_equal(array, session.trainer.state()[name]) for name, array in state.items())
+        again = one.driver.ask(PROMPTS[0], adapter="policy", **GREEDY)
+        hold(again, answer)
+
+
+def test_nothing_to_learn_from() -> None:
+    with school() as one:
+        session = one.session()
+        with pytest.raises(InvalidRequestError, match="no trajectories"):
+            session.update()
+        flat = one.trajectories()
+        for each in flat:
+            each.reward = 1.0
+        report = session.update(flat)
+        assert (report.published, report.outcome.skipped) == (False, 8)
+        with pytest.raises(InvalidRequestError, match="no checkpoints"):
+            session.checkpoint()
+
+
+def test_several_learn_at_once() -> None:
+    with school() as one:
+        sessions = [one.session(name) for name in ("left", "right")]
+        batches = [one.trajectories(session.name) for session in sessions]
+        threads = [
+            threading.Thread(target=session.update, args=(batch,))
+            for session, batch in zip(sessions, batches, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [session.version for session in sessions] == [2, 2]
+        one.driver.settle()
+
+
+class LowTokens(Task):
+    """Small token ids are good: a tiny random model can learn that."""
+
+    name = "low"
+    levels = 3
+    max_tokens = 6
+
+    def problem(self, random: object, level: int) -> Problem:
+        return Problem(({"role": "user", "content": f"{level} {random.random():.6f}"},))  # type: ignore[attr-defined]
+
+    def score(self, completion: str, metadata: object) -> float:
+        return sum(letter in "abcdefgh" for letter in completion) / max(1, len(completion))
+
+
+def run_loop(one: School, session: Session, **options: object) -> list[StepNews]:
+    asker = Asker(one.engine, one.rollouts, Rewards(), LowTokens())
+    settings = {"steps": 4, "prompts_per_step": 3, "group_size": 4, "eval_problems": 4, **options}
+    return Loop(session, asker, LoopConfig(**settings)).run()  # type: ignore[arg-type]
+
+
+def test_the_loop_goes_on_after_a_restart_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    with school() as one:
+        session = one.session(folder=tmp_path / "whole")
+        news = run_loop(one, session, steps=6)
+        whole = session.trainer.state()
+        assert [each.step for each in news] == [0, 1, 2, 3, 4, 5, 6]
+        assert news[0].held_out is not None
+        assert news[-1].held_out is not None
+    for steps in (2, 3, 6):
+        with school() as one:
+            session = one.session(folder=tmp_path / "cut")
+            run_loop(one, session, steps=steps)
+            cut = session.trainer.state()
+    assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
+
+
+def test_placebos_and_levels() -> None:
+    with school() as one:
+        still = one.session("still", learning_rate=0.0)
+        before = still.trainer.state()
+        news = run_loop(one, still)
+        assert news[0].held_out == news[-1].held_out
+        after = still.trainer.state()
+        assert all(np.array_equal(before[name], after[name]) for name in before if name.startswith("parameters."))
+        harder = one.session("harder")
+        levels = [each.level for each in run_loop(one, harder, steps=12, raise_level_at=0.0)]
+        assert levels[-1] == 3
+        run_loop(one, one.session("shuffled"), shuffle_rewards=True)
+    for wrong in ({"steps": 0}, {"group_size": 1}, {"temperature": 0.0}):
+        with pytest.raises(ConfigError):
+            LoopConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_learns_from_its_own_answers_gets_better() -> None:
+    with school() as one:
+        session = one.session(learning_rate=5e-3)
+        news = run_loop(one, session, steps=25, prompts_per_step=4, group_size=8, eval_problems=16)
+        rewards = [each.reward for each in news[1:]]
+        assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1

@@ -1,0 +1,145 @@
+"""Checkpoints are there whole or not at all, whatever ends the writer."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_parallm.adapters.files import read_folder
+from mlx_parallm.adapters.weights import Adapter, Part
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.training.checkpoints import ARRAYS, Checkpoints, adapter_files, peft_files
+
+ARRAY = {"parameters.a": np.arange(12, dtype=np.float32).reshape(3, 4)}
+
+
+def save(checkpoints: Checkpoints, updates: int, name: str | None = None) -> None:
+    checkpoints.save(
+        name or f"step-{updates:08d}", {"x": b"1"}, ARRAY, {"updates": updates, "extra": {"step": updates}}
+    )
+
+
+def test_the_newest_are_kept_and_those_with_a_name(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    assert checkpoints.latest() is None
+    save(checkpoints, 1, "named")
+    for number in range(2, 6):
+        save(checkpoints, number)
+    assert sorted(checkpoints.names()) == ["named", "step-00000004", "step-00000005"]
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.state["extra"] == {"step": 5}
+    assert np.array_equal(latest.arrays["parameters.a"], ARRAY["parameters.a"])
+    save(checkpoints, 9, "named")
+    assert checkpoints.load("named").state["updates"] == 9
+
+
+def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    for number in (1, 2, 3):
+        save(checkpoints, number)
+    data = bytearray((tmp_path / "step-00000003" / ARRAYS).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "step-00000003" / ARRAYS).write_bytes(data)
+    (tmp_path / "step-00000002" / "state.json").write_text("{")
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.state["updates"] == 1
+    with pytest.raises(InvalidRequestError, match="damaged"):
+        checkpoints.load("step-00000003")
+
+
+@pytest.mark.parametrize("name", ["../x", "", ".hidden", "a/b", "x" * 101])
+def test_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        save(Checkpoints(tmp_path, keep=1), 1, name or "/")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    save(checkpoints, 1, "best")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="space"):
+        save(checkpoints, 2, "best")
+    monkeypatch.undo()
+    assert checkpoints.load("best").state["updates"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_what_a_kill_between_two_renames_leaves_is_put_back(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    save(checkpoints, 1, "best")
+    os.rename(tmp_path / "best", tmp_path / ".old-best")
+    (tmp_path / ".partial-best-1").mkdir()
+    checkpoints.tidy()
+    assert checkpoints.load("best").state["updates"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+WRITER = """
+import sys, numpy as np
+from pathlib import Path
+from mlx_parallm.training.checkpoints import Checkpoints
+checkpoints = Checkpoints(Path(sys.argv[1]), 3)
+checkpoints.tidy()
+latest = checkpoints.latest()
+number = 0 if latest is None else latest.state["updates"]
+print("ready", number, flush=True)
+while True:
+    number += 1
+    arrays = {"parameters.a": np.full((200, 1000), number, np.float32)}
+    for name in (f"step-{number:08d}", "best-performance"):
+        checkpoints.save(name, {"x": b"0" * 100_000}, arrays, {"updates": number})
+"""
+
+
+def test_kills_while_it_writes(tmp_path: Path) -> None:
+    chance, last = random.Random(0), 0
+    for _ in range(6):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        found = int(writer.stdout.readline().split()[1])
+        assert found >= last, "a checkpoint was lost"
+        time.sleep(0.05 + 0.3 * chance.random())
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        checkpoints = Checkpoints(tmp_path, 3)
+        checkpoints.tidy()
+        latest = checkpoints.latest()
+        last = 0 if latest is None else latest.state["updates"]
+        for name in checkpoints.names():
+            kept = checkpoints.load(name)
+            assert (kept.arrays["parameters.a"] == kept.state["updates"]).all()
+    assert last > 6
+
+
+def test_adapters_in_both_formats(tmp_path: Path) -> None:
+    chance = np.random.default_rng(0)
+    part = Part(chance.standard_normal((4, 64)).astype(np.float32), chance.standard_normal((32, 4)).astype(np.float32))
+    adapter = Adapter({"model.layers.1.self_attn.q_proj": part})
+    for name, files in (
+        ("mlx", adapter_files(adapter, 2.0, 4, "model")),
+        ("peft", peft_files(adapter, 4, "model")),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, data in files.items():
+            (folder / file).write_bytes(data)
+        read, config = read_folder(folder, 1 << 20)
+        found = read.parts["model.layers.1.self_attn.q_proj"]
+        assert np.allclose(found.a, part.a)
+        assert np.allclose(found.b, part.b)
+        json.dumps(config)

@@ -1,0 +1,124 @@
+"""Tasks make problems by the random generator they are given and score exactly; scoring functions and their limits."""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.training.rewards import Item, Rewards, load_function
+from mlx_parallm.training.tasks import TASKS, Task, find_task
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_problems_are_a_function_of_the_seed(name: str) -> None:
+    task = find_task(name)
+    for level in range(1, task.levels + 1):
+        first, again = ([task.problem(random.Random(seed), level) for seed in range(20)] for _ in range(2))
+        assert first == again
+        assert len({problem.messages[-1]["content"] for problem in first}) > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "facts", "score"),
+    [
+        ("arithmetic", "7", {"answer": 7}, 1.0),
+        ("arithmetic", "3 + 4 = 7", {"answer": 7}, 1.0),
+        ("arithmetic", "7 or 8", {"answer": 7}, 0.0),
+        ("arithmetic", "seven", {"answer": 7}, 0.0),
+        ("arithmetic", "-2", {"answer": -2}, 1.0),
+        ("letters", "2 times", {"answer": 2}, 1.0),
+        ("letters", "none", {"answer": 2}, 0.0),
+        ("format", "<answer>corn</answer>", {}, 1.0),
+        ("format", "It is <answer>corn</answer>", {}, 2 / 3),
+        ("format", "corn", {}, 0.0),
+        ("length", "one two three", {"words": 3}, 1.0),
+        ("length", "one two three", {"words": 3, "finish_reason": "length"}, 0.0),
+        ("length", "one two", {"words": 4}, 0.5),
+        ("length", "a b c d e f g h i", {"words": 3}, 0.0),
+    ],
+)
+def test_scores(name: str, completion: str, facts: dict[str, Any], score: float) -> None:
+    assert TASKS[name].score(completion, facts) == pytest.approx(score)
+
+
+def test_gsm8k_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "gsm8k.jsonl"
+    file.write_text('{"question": "How many?", "answer": "Because.\\n#### 1,200"}\n')
+    task = find_task(f"gsm8k:{file}")
+    problem = task.problem(random.Random(0), 1)
+    assert "How many?" in problem.messages[-1]["content"]
+    assert task.score("so #### 1200", problem.metadata) == 1.0
+    assert task.score("#### 12", problem.metadata) == 0.0
+    with pytest.raises(ConfigError, match="no file of GSM8K"):
+        find_task(f"gsm8k:{tmp_path / 'none'}")
+
+
+def test_tasks_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from mlx_parallm.training.tasks import Problem, Task\n"
+        "class Echo(Task):\n"
+        "    name = 'echo'\n"
+        "    def problem(self, random, level): return Problem(({'role': 'user', 'content': str(random.random())},))\n"
+        "    def score(self, completion, metadata): return 1.0\n"
+    )
+    assert isinstance(find_task(f"{file}:Echo"), Task)
+    for wrong in ("nothing", "reasoning_gym:nothing", f"{file}:Task2"):
+        with pytest.raises(ConfigError):
+            find_task(wrong)
+
+
+def scored(rewards: Rewards, name: str, count: int = 3) -> list[float | None]:
+    return rewards.score(name, [Item("p", "c" * place, {}, [place]) for place in range(count)])
+
+
+def test_functions_are_called_in_batches() -> None:
+    sizes = []
+
+    def lengths(prompts: Sequence[str], completions: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> list[int]:
+        sizes.append(len(completions))
+        return [len(text) for text in completions]
+
+    rewards = Rewards({"lengths": lengths}, batch_size=4)  # type: ignore[dict-item]
+    assert scored(rewards, "lengths", 10) == [float(place) for place in range(10)]
+    assert sizes == [4, 4, 2]
+    rewards.add_model("tokens", lambda texts: [float(sum(text)) for text in texts])
+    assert scored(rewards, "tokens") == [0.0, 1.0, 2.0]
+    with pytest.raises(InvalidRequestError, match="no scoring function 'x'"):
+        scored(rewards, "x")
+
+
+def test_what_fails_gives_no_score_and_holds_nobody_up() -> None:
+    def wrong(*_: Any) -> Any:
+        raise RuntimeError("no")
+
+    rewards = Rewards(
+        {
+            "wrong": wrong,
+            "slow": lambda *_: time.sleep(30),  # type: ignore[dict-item, return-value]
+            "few": lambda *_: [1.0],
+            "odd": lambda *_: [1.0, float("nan"), "x"],  # type: ignore[list-item]
+        },
+        timeout=0.2,
+    )
+    begun = time.monotonic()
+    for name in ("wrong", "slow", "few"):
+        assert scored(rewards, name) == [None] * 3
+    assert scored(rewards, "odd") == [1.0, None, None]
+    assert time.monotonic() - begun < 5
+    assert (rewards.failures, rewards.timeouts) == (11, 1)
+
+
+def test_functions_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "scores.py"
+    file.write_text("def mine(prompts, completions, metadata):\n    return [2.0 for _ in completions]\nnumber = 3\n")
+    rewards = Rewards.of([f"own={file}:mine", f"{file}:mine"], timeout=5, batch_size=8)
+    assert scored(rewards, "own") == scored(rewards, "mine") == [2.0] * 3
+    assert load_function("math:sqrt")(4) == load_function("math.sqrt")(4) == 2
+    for bad in ("sqrt", "math:nothing", "no.such.module:f", f"{file}:number", f"{tmp_path}/none.py:f"):
+        with pytest.raises(ConfigError):
+            load_function(bad)

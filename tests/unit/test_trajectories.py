@@ -1,0 +1,143 @@
+"""The ledger of what was drawn, and the buffer of groups."""
+
+import threading
+
+import pytest
+
+from mlx_parallm.engine.rows import Row
+from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.training.trajectories import Buffer, Ledger, Record, Trajectory, prompt_group
+from mlx_parallm.types import Request, SamplingParams
+
+
+class Version:
+    def __init__(self, number: int, name: str = "policy") -> None:
+        self.number, self.name = number, name
+
+
+def ended(tokens: list[int], *, stop: int | None = None, name: str = "r", n: int = 1) -> tuple[Request, Row]:
+    sampling = SamplingParams(temperature=0.5, n=n)
+    row = Row([1, 2, 3], sampling, 0, 0, 10, frozenset())
+    row.tokens, row.stop_token, row.finish_reason = tokens, stop, "stop" if stop else "length"
+    row.drawn = [-0.1 * (place + 1) for place in range(len(tokens) + (stop is not None))]
+    row.policies = [(0, Version(3)), (2, Version(4))]
+    row.adapter = row.policies[-1][1]
+    return Request(f"engine-{name}", row.prompt, sampling, lambda delta: None, label=name), row
+
+
+def test_a_record_says_what_was_drawn() -> None:
+    record = Record.of(ended([5, 6, 7], stop=9)[0], 0, ended([5, 6, 7], stop=9)[1])
+    assert record.completion_ids == (5, 6, 7, 9)
+    assert record.logprobs == pytest.approx((-0.1, -0.2, -0.3, -0.4))
+    assert record.spans == ((0, 2, 3), (2, 4, 4))
+    assert (record.temperature, record.policy, record.finish_reason) == (0.5, "policy", "stop")
+    assert record.cut(2).completion_ids == (5, 6)
+    assert Trajectory.recorded(record, 1.0).version == 3  # the oldest
+
+
+def test_the_ledger_finds_by_every_name() -> None:
+    ledger = Ledger()
+    request, row = ended([5, 6])
+    ledger(request, 0, row)
+    for name in ("r", "cmpl-r", "chatcmpl-r", "gen-r", "engine-r"):
+        assert ledger.find(name).completion_ids == (5, 6)
+    with pytest.raises(NotFoundError):
+        ledger.find("r", 1)
+    with pytest.raises(NotFoundError):
+        ledger.find("other")
+
+
+def test_the_ledger_is_bounded_and_the_last_of_one_name_counts() -> None:
+    ledger = Ledger(max_tokens=30)  # five tokens each
+    for number in range(20):
+        ledger(*_with_index(ended([5, number], name=f"r{number}")))
+    assert len(ledger) == 6
+    ledger.find("r19")
+    with pytest.raises(NotFoundError):
+        ledger.find("r0")
+    ledger(*_with_index(ended([7, 7], name="r19")))
+    assert ledger.find("r19").completion_ids == (7, 7)
+    assert len(ledger) == 6
+
+
+def _with_index(pair: tuple[Request, Row]) -> tuple[Request, int, Row]:
+    return pair[0], 0, pair[1]
+
+
+def test_listeners_hear_of_theirs_alone() -> None:
+    ledger, heard = Ledger(), []
+    ledger.listen(["engine-a"], heard.append)
+    ledger(*_with_index(ended([5], name="a")))
+    ledger(*_with_index(ended([5], name="b")))
+    ledger.forget(["engine-a"])
+    ledger(*_with_index(ended([5], name="a")))
+    assert [record.label for record in heard] == ["a"]
+
+
+def test_what_was_not_drawn_here_is_off_policy() -> None:
+    ledger = Ledger()
+    ledger(*_with_index(ended([5, 6], stop=9)))
+    drawn = Trajectory([1, 2, 3], [5, 6, 9], 1.0, logprobs=[-0.1, -0.2, -0.3])
+    ledger.check(drawn)
+    assert not drawn.off_policy
+    assert (drawn.temperature, drawn.version) == (0.5, 3)
+    part = Trajectory([1, 2, 3], [5, 6], 1.0, logprobs=[-0.1, -0.2], request_id="r")
+    ledger.check(part)
+    assert not part.off_policy
+    for other in (
+        Trajectory([1, 2, 3], [5, 6, 8], 1.0, logprobs=[-0.1, -0.2, -0.3]),
+        Trajectory([1, 2], [5, 6, 9], 1.0, logprobs=[-0.1, -0.2, -0.3]),
+        Trajectory([1, 2, 3], [5, 6, 9], 1.0, logprobs=[-0.1, -0.2, -0.9]),
+        Trajectory([1, 2, 3], [5, 6, 9], 1.0),
+    ):
+        ledger.check(other)
+        assert other.off_policy
+
+
+def one(group: str, reward: float = 0.0, version: int = 1) -> Trajectory:
+    return Trajectory([1], [2], reward, group, spans=((0, 1, version),))
+
+
+def test_groups_are_taken_whole_and_lone_answers_wait() -> None:
+    buffer = Buffer(100)
+    buffer.add([one("a"), one("a"), one("b"), one("c"), one("c"), one("c")])
+    assert (len(buffer), buffer.ready()) == (6, 5)
+    assert [each.group_id for each in buffer.take(2, 1)] == ["a", "a"]
+    assert [each.group_id for each in buffer.take(99, 1)] == ["c"] * 3
+    assert len(buffer) == 1
+    buffer.add([one("b")])
+    assert buffer.ready() == 2
+    assert Trajectory([1, 2], [3], 0.0).group_id == prompt_group([1, 2])
+
+
+def test_the_oldest_make_room_and_the_stale_are_dropped() -> None:
+    buffer = Buffer(4, max_staleness=1)
+    buffer.add([one("old"), one("old"), one("a", version=4), one("a", version=5), one("b", version=5)])
+    assert buffer.counts.dropped == 2
+    assert len(buffer) == 3
+    assert buffer.take(99, 6) == []
+    assert buffer.counts.stale == 1
+    assert len(buffer) == 2
+
+
+def test_waiting_for_enough() -> None:
+    buffer = Buffer(10)
+    assert not buffer.wait(2, 0.01)
+    threading.Timer(0.05, lambda: buffer.add([one("a"), one("a")])).start()
+    assert buffer.wait(2, 5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt_ids": []},
+        {"completion_ids": []},
+        {"reward": float("inf")},
+        {"advantage": float("nan")},
+        {"mask": [True, False]},
+        {"logprobs": [float("-inf")]},
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError):
+        Trajectory(**{"prompt_ids": [1], "completion_ids": [2], "reward": 0.0, **wrong})  # type: ignore[arg-type]

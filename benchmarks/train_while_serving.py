@@ -32,6 +32,7 @@ def parse_args() -> argparse.Namespace:
     add("--model", help="folder, GGUF or hub id (default: the embedded model)")
     add("--clients", type=int, default=16)
     add("--seconds", type=float, default=60.0, help="of each part (default: %(default)s)")
+    add("--training-seconds", type=float, help="of the part with updates (default: the same)")
     add("--updates-per-minute", type=float, default=0.0, help="0: one after another")
     add("--prompts", type=int, default=4, help="of an update")
     add("--group-size", type=int, default=8)
@@ -139,8 +140,15 @@ async def train(client: httpx.AsyncClient, load: Load, args: argparse.Namespace,
         answer.raise_for_status()
         report = answer.json()
         load.current = load.newest = report["policy_version"]
-        made.append(report | {"at": time.perf_counter()})
+        rolled_out = sum(len(one["completion_ids"]) for group in found.json()["groups"] for one in group["samples"])
+        made.append(report | {"rolled_out": rolled_out})
     return made
+
+
+async def quiet(load: Load, number: int, seconds: float) -> None:
+    load.now, begun = number, time.perf_counter()
+    await asyncio.sleep(seconds)
+    load.parts[number].seconds = time.perf_counter() - begun
 
 
 async def drive(
@@ -150,23 +158,18 @@ async def drive(
     limits = httpx.Limits(max_connections=args.clients + 4)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         load.current = load.newest = (await client.get("/v1/training/status")).json()["policy_version"]
-        await train(client, load, args, time.perf_counter() + 1)  # kernels, and the pace of micro-batches
         clients = [asyncio.create_task(ask(client, load, args, number)) for number in range(args.clients)]
-        await train(client, load, args, time.perf_counter() + 3)
-        made: list[dict[str, Any]] = []
-        before = {}
-        for number in (1, 2, 3):
-            if number == 2:
-                before = (await client.get("/debug/metrics")).json()
-            load.now = number
-            begun = time.perf_counter()
-            if number == 2:
-                made = await train(client, load, args, begun + args.seconds)
-            else:
-                await asyncio.sleep(args.seconds)
-            load.parts[number].seconds = time.perf_counter() - begun
-            if number == 2:
-                after = (await client.get("/debug/metrics")).json()
+        await asyncio.sleep(min(10.0, args.seconds))
+        await quiet(load, 1, args.seconds)
+        alone = (await client.get("/debug/metrics")).json()
+        load.now = 0
+        await train(client, load, args, time.perf_counter() + 3)  # kernels, and the pace of micro-batches
+        before = (await client.get("/debug/metrics")).json()
+        load.now, begun = 2, time.perf_counter()
+        made = await train(client, load, args, begun + (args.training_seconds or args.seconds))
+        load.parts[2].seconds = time.perf_counter() - begun
+        after = (await client.get("/debug/metrics")).json()
+        await quiet(load, 3, args.seconds)
         load.over = True
         await asyncio.gather(*clients)
         internals = (await client.get("/debug/training")).json()
@@ -175,7 +178,7 @@ async def drive(
         for name in ("serving_seconds", "contended_seconds", "steps")
     } | {"longest_stall": after["background"]["longest_stall"]}
     memory = {
-        "serving": before["peak_memory"],
+        "serving": alone["peak_memory"],
         "with training": after["peak_memory"],
         "trainer": internals["trainer_bytes"],
         "activations": internals["activation_bytes"],
@@ -205,6 +208,8 @@ def main() -> int:
         f"throughput with training {rates[1] / statistics.mean((rates[0], rates[2])):.3f}× of alone; "
         f"{60 * len(published) / seconds:.1f} updates a minute ({len(made) - len(published)} refused), "
         f"{statistics.mean(report['metrics']['tokens'] for report in made):.0f} tokens each; "
+        f"updates took {100 * background['contended_seconds'] / seconds:.1f}% of the time, their rollouts made "
+        f"{sum(report['rolled_out'] for report in made) / seconds:,.0f} tok/s; "
         f"serving had {100 * share:.1f}% of the time while both had work; longest stall "
         f"{background['longest_stall']:.3f} s"
     )
@@ -213,9 +218,12 @@ def main() -> int:
         f"publishing, engine thread: p50 {1000 * adapters['p50']:.2f}, p99 {1000 * adapters['p99']:.2f}, "
         f"max {1000 * adapters['max']:.2f} ms"
     )
+    serving, peak, trainer, activations = (
+        memory[name] / 1e6 for name in ("serving", "with training", "trainer", "activations")
+    )
     console.print(
-        f"memory: LoRA and optimiser {memory['trainer'] / 1e6:,.1f} MB, at most {memory['activations'] / 1e6:,.0f} MB "
-        f"for a micro-batch; peak of the process {memory['with training'] / 1e6:,.0f} MB"
+        f"memory: serving alone peaked at {serving:,.1f} MB, LoRA and optimiser ({trainer:,.1f}) included; a micro-batch "
+        f"takes {activations:,.1f} at most: {serving + activations:,.1f} in sum; with training it peaked at {peak:,.1f}"
     )
     for line in [*load.failed[:5], *load.wrong[:5]]:
         console.print(f"[red]{line}")

@@ -222,7 +222,7 @@ def main() -> int:
         memory[name] / 1e6 for name in ("serving", "with training", "trainer", "activations")
     )
     console.print(
-        f"memory: serving alone peaked at {serving:,.1f} MB, LoRA and optimiser ({trainer:,.1f}) included; a micro-batch "
+        f"memory: serving alone peaked at {serving:,.1f} MB, LoRA and optimiser ({trainer:,.1f}) included; a piece "
         f"takes {activations:,.1f} at most: {serving + activations:,.1f} in sum; with training it peaked at {peak:,.1f}"
     )
     for line in [*load.failed[:5], *load.wrong[:5]]:

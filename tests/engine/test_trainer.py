@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.training.batches import Batch
 from mlx_parallm.training.objectives import AGGREGATION, chosen_logprobs
-from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer
+from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer, _Pace
 from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits
 from tests.engine.harness import as_served
@@ -210,3 +210,32 @@ def test_a_trainer_restored_goes_on_as_if_nothing_had_happened() -> None:
 def test_wrong_settings(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         RLConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_dora_learns_too() -> None:
+    trainer = Trainer(
+        tiny(), LoRAConfig(rank=4, alpha=8, dora=True, layers=1), RLConfig(learning_rate=1e-3, max_kl=10.0)
+    )
+    before = {name: np.array(array) for name, array in trainer.parameters.items()}
+    assert {name.rsplit(".", 1)[-1] for name in before} == {"lora_a", "lora_b", "m"}
+    assert {name.split("layers.")[1][0] for name in before} == {"1"}  # the last block alone
+    outcome = run(trainer, made())
+    assert outcome.adapter is not None
+    assert outcome.adapter.dora
+    changed = {name.rsplit(".", 1)[-1] for name in before if not np.array_equal(before[name], trainer.parameters[name])}
+    assert {"lora_b", "m"} <= changed
+
+
+def test_pieces_find_their_size() -> None:
+    pace = _Pace(0.5, 0)
+    for _ in range(10):
+        pace.note(pace.budget(), 0.01)
+    assert pace.budget() == 8192
+    pace.note(pace.budget(), 5.0)
+    assert pace.budget() == 4096
+    pace.note(100, 0.01)  # it was not full: no reason to grow
+    assert pace.budget() == 4096
+    for _ in range(20):
+        pace.note(pace.budget(), 5.0)
+    assert pace.budget() == 32
+    assert _Pace(0.5, 77).budget() == 77

@@ -138,3 +138,16 @@ def test_named_models(tmp_path: Path) -> None:
     assert models == {"a": "x/y", "org/name": "org/name", "My-Model.Q4_0": str(file), tmp_path.name: str(tmp_path)}
     with pytest.raises(ConfigError, match="two models are called 'a'"):
         ServeConfig(model_path=("a=x", "a=y")).named_models()
+
+
+def test_modes_of_training() -> None:
+    assert not ServeConfig().trains
+    assert ServeConfig(enable_rl_training=True).trains
+    assert ServeConfig(mode="inference_and_training").serving_share == 0.7
+    assert ServeConfig(mode="training").serving_share < 0.1
+    for wrong in ({"inference_share": 0.0}, {"lora_rank": 128}, {"max_staleness": -1}, {"checkpoint_interval": 0}):
+        with pytest.raises(ConfigError):
+            ServeConfig(**wrong)  # type: ignore[arg-type]
+    many = tuple(f"a{number}" for number in range(9))
+    with pytest.raises(ConfigError, match="9 adapters"):
+        ServeConfig(enable_rl_training=True, train_adapter=many)

@@ -1,6 +1,8 @@
 """Objectives against numbers worked out by hand."""
 
+import json
 import math
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -142,3 +144,32 @@ def test_divergence_and_logprobs() -> None:
         mx.array([[-2.0, -5.0]]),
     )
     assert reference.divergence.tolist()[0] == pytest.approx([math.exp(-1), 0.0], abs=1e-6)
+
+
+TRL = json.loads((Path(__file__).parents[1] / "golden" / "trl.json").read_text())
+
+
+@pytest.mark.parametrize("name", list(TRL["cases"]))
+def test_trl_gives_the_same_loss_and_gradient(name: str) -> None:
+    """Numbers of TRL's own `_compute_loss` (tests/golden/make_trl.py)."""
+    case = TRL["cases"][name]
+    settings = case["settings"]
+    sequence = settings.get("importance_sampling_level") == "sequence"
+    algorithm = "gspo" if sequence else settings["loss_type"]
+    objective = Objective(
+        algorithm, clip_low=0.2, clip_high=settings.get("epsilon_high", 0.2), beta=settings.get("beta", 0.0)
+    )
+    mask = np.array(TRL["mask"], np.float32)
+    rewards = np.array(TRL["rewards"], np.float32)
+    found = advantages(rewards, np.array([0, 0, 0, 1, 1, 1]), "grpo")
+    assert found == pytest.approx(TRL["advantages"], abs=1e-5)
+    weight = mx.array(token_weights(mask.sum(1).astype(np.int64), algorithm, TRL["max_length"]))[:, None]
+    old, reference = mx.array(TRL["old"]), mx.array(TRL["reference"])
+
+    def loss(new: mx.array) -> mx.array:
+        one = losses(objective, new, old, mx.array(found), mx.array(mask), reference)
+        return ((one.policy + objective.beta * one.divergence) * weight).sum()
+
+    value, gradient = mx.value_and_grad(loss)(mx.array(TRL["new"]))
+    assert value.item() == pytest.approx(case["loss"], abs=1e-5)
+    assert np.allclose(np.array(gradient), np.array(case["gradient"]), atol=1e-5)

@@ -1,0 +1,57 @@
+"""`RLIntegratedServer`: two coroutines over one model, in a process of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.servers import free_port
+
+SCRIPT = """
+import asyncio, json, sys
+import httpx
+from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
+sys.path.insert(0, sys.argv[3])
+from tests.e2e.test_train_command import Letters
+
+async def main():
+    folder, port = sys.argv[1], int(sys.argv[2])
+    server = RLIntegratedServer(
+        base_model=folder,
+        lora_config=LoRAConfig(rank=4, alpha=8),
+        rl_config=RLConfig(algorithm="grpo", learning_rate=1e-3, batch_size=8, max_kl=100.0),
+        ssd=False,
+        checkpoint_dir=sys.argv[4],
+    )
+    serving = asyncio.create_task(server.run_inference(port=port))
+    training = asyncio.create_task(
+        server.run_training_loop(Letters(), steps=5, group_size=4, answer_tokens=6, eval_problems=4)
+    )
+    versions = set()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        while not training.done():
+            try:
+                answer = await client.post("/generate", json={"prompt": "hello", "max_tokens": 4, "step_id": 1})
+                versions.add(answer.json()["policy_version"])
+            except httpx.ConnectError:
+                await asyncio.sleep(0.05)
+        news = await training
+        status = (await client.get("/v1/training/status")).json()
+    await server.stop()
+    code = await serving
+    print(json.dumps({"steps": len(news), "updates": status["updates"], "versions": sorted(versions), "code": code}))
+
+asyncio.run(main())
+"""
+
+
+def test_serving_and_training_over_one_model(tiny_folder: Path, tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    arguments = [sys.executable, "-c", SCRIPT, str(tiny_folder), str(free_port()), root, str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["steps"] == 6
+    assert 1 <= found["updates"] <= 5
+    assert found["versions"]
+    assert found["code"] == 0

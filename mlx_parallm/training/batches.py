@@ -73,10 +73,12 @@ class Batch:
         for prompt, places in by_prompt.items():
             left = sorted(places, key=lambda place: len(self.trajectories[place].completion_ids))
             while left:
-                room, some = budget() - len(prompt), [left.pop(0)]
-                while left and (len(some) + 1) * len(self.trajectories[left[0]].completion_ids) <= room:
-                    some.append(left.pop(0))
-                yield self._micro(prompt, some)
+                longest = len(self.trajectories[left[-1]].completion_ids)
+                fitting = max(1, (budget() - len(prompt)) // longest)
+                pieces = -(-len(left) // fitting)
+                count = -(-len(left) // pieces)  # even ones: the prompt goes through the model with each
+                yield self._micro(prompt, left[:count])
+                left = left[count:]
 
     def _micro(self, prompt: Sequence[int], places: Sequence[int]) -> Micro:
         some = [self.trajectories[place] for place in places]

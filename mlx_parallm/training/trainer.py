@@ -35,7 +35,9 @@ from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits, s
 
 Parameters = dict[str, mx.array]
 MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
+TOO_LONG = 0.67  # of the time that a piece should take, over the time it took
 ALONE = 4  # times longer may a piece take while nobody is served
+REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
 CHECKED = 2  # answers by which an update is checked
 
 
@@ -182,9 +184,9 @@ class _Pace:
         return self.fixed or self.tokens
 
     def note(self, tokens: int, seconds: float) -> None:
-        """A piece that took too long makes the next smaller; one that was full and quick, larger: twice at most."""
+        """A piece that took far too long makes the next smaller; one that was full and quick, larger: twice at most."""
         factor = self.seconds / max(seconds, 1e-6)
-        if factor < 1 or 2 * tokens >= self.tokens:
+        if factor < TOO_LONG or (factor > 1 and 2 * tokens >= self.tokens):
             self.tokens = int(min(MAX_MICRO, max(MIN_MICRO, self.tokens * min(2.0, max(0.5, factor)))))
 
 
@@ -202,6 +204,7 @@ class Trainer:
         self.optimizer.init(self.parameters)
         mx.eval(self.optimizer.state)
         self.updates = 0  # optimiser steps that stand
+        self._reference_kl = 0.0
         self.activation_bytes = 0  # most that a micro-batch has taken
         self._gradient = mx.value_and_grad(self._loss)
         self._busy: Callable[[], bool] = lambda: True
@@ -340,18 +343,19 @@ class Trainer:
         self._compute_with(self.parameters)
         logits = answer_logits(self.tree.module, prompt, answers, self.tree.shares_prompts)
         after = chosen_logprobs(logits, answers, _temperature(sample.micro, CHECKED))
-        plain = answer_logits(self._reference, prompt, answers, self.tree.shares_prompts)
-        reference = chosen_logprobs(plain, answers, _temperature(sample.micro, CHECKED))
         count = mx.maximum(mx.sum(mask), 1)
-        away = mx.sum(divergence(sample.scores, reference) * mask) / count
+        if not self.config.beta and self.updates % REFERENCE_EVERY == 0:  # else it is known of all answers
+            plain = answer_logits(self._reference, prompt, answers, self.tree.shares_prompts)
+            reference = chosen_logprobs(plain, answers, _temperature(sample.micro, CHECKED))
+            self._reference_kl = _number(mx.sum(divergence(sample.scores, reference) * mask) / count)
         moved_by = mx.sum(divergence(sample.scores, after) * mask) / count  # of the old policy to the new: it drew them
-        kl, reference_kl = _number(moved_by), _number(away)
+        kl = _number(moved_by)
         self._restore(self.parameters)
         yield
         if not kl <= self.config.max_kl:
             raise Refused(f"it would move the policy by {kl:.3g} nats a token, over {self.config.max_kl:g}")
         found = {"update_kl": kl, "parameter_norm": norm}
-        return found if self.config.beta else found | {"kl": reference_kl}  # else it is known of all answers
+        return found if self.config.beta else found | {"kl": self._reference_kl}
 
     def _compute_with(self, parameters: Parameters) -> None:
         """In the model's own precision, as they are served; products of mixed precision are slow, too."""

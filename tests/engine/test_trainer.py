@@ -231,6 +231,8 @@ def test_pieces_find_their_size() -> None:
     for _ in range(10):
         pace.note(pace.budget(), 0.01)
     assert pace.budget() == 8192
+    pace.note(pace.budget(), 0.6)  # near enough
+    assert pace.budget() == 8192
     pace.note(pace.budget(), 5.0)
     assert pace.budget() == 4096
     pace.note(100, 0.01)  # it was not full: no reason to grow

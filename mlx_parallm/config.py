@@ -187,7 +187,10 @@ class ServeConfig:
         1.0, "nats a token by which an update may move the policy", section="rl_training", parse=float
     )
     microstep_seconds: float = _option(
-        0.5, "about how long a piece of an update holds requests up", section="rl_training", parse=float
+        0.5,
+        "about how long a piece of an update holds requests up (four times that while there are none)",
+        section="rl_training",
+        parse=float,
     )
     microbatch_tokens: int = _option(
         0, "tokens of such a piece; 0: what that time allows", section="rl_training", parse=int

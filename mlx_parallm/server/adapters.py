@@ -39,6 +39,7 @@ from mlx_parallm.server.schemas import (
     VllmLoadBody,
     VllmUnloadBody,
 )
+from mlx_parallm.training.training import Training
 
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")
 RAW_FIELDS = ("name", "lora_name", "adapter_name", "version", "config", "model")
@@ -57,7 +58,8 @@ UPLOAD_FORM = {
 
 
 class Adapters:
-    def __init__(self, table: ModelTable, config: ServeConfig) -> None:
+    def __init__(self, table: ModelTable, config: ServeConfig, training: Training | None = None) -> None:
+        self._training = training
         self._table = table
         self._config = config
 
@@ -181,8 +183,21 @@ class Adapters:
         return _changed(version, f"{body.name!r} is unloaded")
 
     async def rollback(self, body: RollbackBody) -> Response:
-        """Lets the name mean an earlier version again; without `version`, the one before."""
+        """Lets the name mean an earlier version again; without `version`, the one before. An adapter that is trained
+        goes on from a checkpoint: the one that is named, or that was written of a version no longer kept."""
         served = self._table.with_adapter(body.name)
+        session = None if self._training is None else self._training.sessions.get(body.name)
+        known = body.version is None or any(
+            version.number == body.version for version in served.engine.adapters.versions(body.name)
+        )
+        if body.checkpoint is not None or (session is not None and not known):
+            if session is None:
+                raise InvalidRequestError(
+                    f"{body.name!r} is not trained here, so it has no checkpoints", param="checkpoint"
+                )
+            kept, number = await asyncio.to_thread(session.restore, body.checkpoint, body.version)
+            version = served.engine.adapters.find(body.name, number)
+            return _changed(version, f"{body.name!r} goes on from checkpoint {kept}, as version {number}")
         version = await asyncio.to_thread(served.engine.policies.rollback, body.name, body.version)
         return _changed(version, f"{version.label} is what {version.name!r} means now")
 

@@ -422,6 +422,7 @@ class TrainingStatus(Answer):
     longest_stall_seconds: float | None = None
     training_seconds: float | None = None
     atropos: dict[str, int] | None = Field(None, description="What the Atropos API has handed out")
+    environment: dict[str, Any] | None = Field(None, description="The Atropos environment that was started with it")
 
 
 class FeedbackTaken(Answer):

@@ -59,7 +59,7 @@ def create_app(
     app.include_router(openai.router())
     app.include_router(Generate(openai).router())
     app.include_router(Catalogue(table, workers).router())
-    app.include_router(Adapters(table, config).router())
+    app.include_router(Adapters(table, config, training).router())
     app.include_router(Control(table, config).router())
     if training is not None:
         app.include_router(TrainingRoutes(training, table.default, workers).router())

@@ -443,6 +443,9 @@ class UnloadAdapterBody(Body):
 
 class RollbackBody(UnloadAdapterBody):
     version: int | None = Field(None, ge=1, le=INT64, description="Default: the one before")
+    checkpoint: str | None = Field(
+        None, min_length=1, max_length=100, description="Of an adapter that is trained: go on from this checkpoint"
+    )
 
 
 class VllmLoadBody(Body):

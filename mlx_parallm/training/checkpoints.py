@@ -180,6 +180,16 @@ class Checkpoints:
                 log.warning("%s", error.message)
         return None
 
+    def of_version(self, version: int | None) -> Checkpoint:
+        """The one that was written when this version was served."""
+        for name in reversed(self.names()):
+            try:
+                if json.loads((self.folder / name / STATE).read_text()).get("policy_version") == version:
+                    return self.load(name)
+            except (OSError, ValueError):
+                continue
+        raise InvalidRequestError(f"there is no version {version}, and no checkpoint of it", param="version")
+
     def load(self, name: str) -> Checkpoint:
         path = self.folder / name
         if not NAME.fullmatch(name) or not (path / STATE).is_file():

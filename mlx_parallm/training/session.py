@@ -171,7 +171,9 @@ class Session:
                     "there are no trajectories to learn from: groups need at least two answers", param="trajectories"
                 )
             before = self.version, self._on_engine(self.trainer.snapshot)
+            ages = [before[0] - one.version for one in trajectories if one.spans]
             outcome = self.engine.work(self.trainer.update(trajectories, self.engine.is_serving)).result()
+            outcome.metrics["staleness"] = float(np.mean(ages)) if ages else 0.0
             report = Report(before[0], outcome)
             self._count(outcome)
             alarm = self._alarm(outcome.metrics)
@@ -193,6 +195,19 @@ class Session:
             raise InvalidRequestError("this server keeps no checkpoints")
         with self._lock:
             return self._save(name or f"step-{self.trainer.updates:08d}")
+
+    def restore(self, name: str | None, version: int | None) -> tuple[str, int]:
+        """Goes on from a checkpoint, by its name or by the version it was written of; its name, and the new version."""
+        if self.checkpoints is None:
+            raise InvalidRequestError("this server keeps no checkpoints", param="checkpoint")
+        with self._lock:
+            kept = self.checkpoints.load(name) if name is not None else self.checkpoints.of_version(version)
+            self._on_engine(lambda: self.trainer.load_state(kept.arrays, int(kept.state["updates"])))
+            self.extra = dict(kept.state.get("extra", {}))
+            self._good = None
+            self._rewards.clear()
+            self._deviations.clear()
+            return kept.path.name, self._publish(self._on_engine(self.trainer.adapter))
 
     def _count(self, outcome: Outcome) -> None:
         totals = self.totals

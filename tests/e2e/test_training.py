@@ -240,6 +240,23 @@ def test_checkpoints_on_demand_and_internals(client: httpx.Client) -> None:
     assert internals["trainer_bytes"] > 0
 
 
+def test_back_to_a_checkpoint(client: httpx.Client) -> None:
+    greedy = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "request_id": "r", "model": "policy"}
+    before = post(client, "/generate", greedy)
+    post(client, "/training/checkpoint", {"name": "here"})
+    for seed in range(6):  # the version of that checkpoint is no longer kept then
+        rollout(client, n=8, seed=seed, scoring_function="shorter", submit=True)
+        post(client, "/v1/training/update", {})
+    updates = status(client)["updates"]
+    found = post(client, "/v1/adapters/rollback", {"name": "policy", "version": before["policy_version"]})
+    assert "checkpoint here" in found["message"]
+    assert post(client, "/generate", greedy)["logprobs"] == pytest.approx(before["logprobs"], abs=1e-5)
+    assert status(client)["updates"] < updates
+    assert post(client, "/v1/adapters/rollback", {"name": "policy", "checkpoint": "here"})["status"] == "success"
+    for wrong in ({"version": 10_000}, {"checkpoint": "nowhere"}, {"checkpoint": "../.."}):
+        assert client.post("/v1/adapters/rollback", json={"name": "policy", **wrong}).status_code == 400
+
+
 def test_metrics_have_the_promised_names(client: httpx.Client) -> None:
     text = client.get("/metrics").text
     for name in (

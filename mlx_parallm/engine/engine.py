@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.accounts import Accounts
 from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.background import Background, Steps
 from mlx_parallm.engine.batching import adapter_layout, batch_cache, prefix_cache, warm_up
@@ -50,7 +51,6 @@ MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shap
 SPARE_SECONDS = 2.0  # for which an idle engine keeps it: fresh memory costs more than it seems
 FLUSH_SECONDS = 30.0
 SLOW_STEP_SECONDS = 1.0  # worth a line in the log
-RATE_SAMPLE_TOKENS = 64  # shorter pieces of prompt say little of how fast prompts are computed
 
 
 class Engine:
@@ -97,6 +97,7 @@ class Engine:
         self._errands: Errands | None = None
         self._runner: Runner
         self._scheduler: Scheduler
+        self._accounts: Accounts
         self.policies: Policies
         self._ahead: int
 
@@ -207,7 +208,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance; the engine thread looks, between two steps."""
-        error = self._ask(self._imbalance)
+        error = self._ask(lambda: self._accounts.imbalance(self._book, self.adapters, bool(self._under_way)))
         if error is not None:
             raise error
 
@@ -325,6 +326,7 @@ class Engine:
             max_adapters=config.max_loras,
         )
         self._scheduler = Scheduler(limits, cache.fits, look_up=self._look_up, let_go=self._let_go)
+        self._accounts = Accounts(self.metrics, self._scheduler, self._runner, self._prefix)
         self.policies = Policies(
             self.adapters,
             self._book,
@@ -451,7 +453,7 @@ class Engine:
     def _rest(self) -> None:
         """Nothing runs: memory goes back, and whoever waits for that is told."""
         self._runner.rest()
-        self._gauge()
+        self._accounts.gauge()
         self._idle.set()
 
     def _take(self, request: Request, rows: list[Row], arrival: float) -> None:
@@ -541,7 +543,7 @@ class Engine:
     def _settle(self, step: Step) -> None:
         tokens = self._runner.read(step)
         now = time.perf_counter()
-        self._count(step, now - max(step.launched_at, self._read_at))
+        self._accounts.step(step, now - max(step.launched_at, self._read_at))
         if now - step.launched_at > SLOW_STEP_SECONDS:
             begun = step.started_at - step.launched_at
             log.debug(
@@ -584,23 +586,6 @@ class Engine:
             news, self._news = self._news, []
             self._dispatch(news)
 
-    def _count(self, step: Step, seconds: float) -> None:
-        metrics = self.metrics
-        metrics.steps += 1
-        metrics.step_seconds.observe(seconds)
-        metrics.generated_tokens += len(step.rows)
-        if step.kind == "decode":
-            metrics.decode_rate.add(step.count, seconds)
-            metrics.count_decode(step.count, metrics.slots_total, any(row.streams for _, row, _ in step.rows))
-        else:
-            metrics.prompt_tokens += step.count
-            metrics.prompt_rate.add(step.count, seconds)
-            if step.count >= RATE_SAMPLE_TOKENS:
-                self._scheduler.note_rate(step.count / max(seconds, 1e-6))
-                if self._prefix is not None:
-                    self._prefix.prompt_rate = self._scheduler.prompt_rate
-        self._gauge()
-
     def _flush(self) -> int:
         if self._prefix is None:
             return 0
@@ -608,22 +593,8 @@ class Engine:
         before = metrics.blocks_cached + metrics.snapshots
         self._prefix.flush()
         give_memory_back()
-        self._gauge()
+        self._accounts.gauge()
         return before - metrics.blocks_cached - metrics.snapshots
-
-    def _gauge(self) -> None:
-        metrics = self.metrics
-        metrics.queue_depth = self._scheduler.queued
-        metrics.running = len(self._scheduler.running)
-        metrics.slots_free = self._runner.cache.free
-        metrics.kv_bytes = self._runner.cache.nbytes
-        if self._prefix is not None:
-            metrics.prefix = self._prefix.metrics
-            metrics.cached_tokens = self._prefix.metrics.hit_tokens
-            if self._prefix.disk is not None:
-                metrics.ssd = self._prefix.disk.metrics
-        metrics.active_memory = mx.get_active_memory()
-        metrics.peak_memory = max(metrics.peak_memory, mx.get_peak_memory())
 
     def _take_what_is_left(self) -> None:
         """After a failure: requests that were handed in meanwhile must be told as well."""
@@ -639,26 +610,6 @@ class Engine:
                 self._news.append((request, Delta(request.id, reader.index, finish_reason="error", error=error)))
                 self._book.strike(row, reader)
         self._hand_over()
-
-    def _imbalance(self) -> AssertionError | None:
-        scheduler, cache = self._scheduler, self._runner.cache
-        try:
-            self._runner.check_integrity()
-            self.adapters.check_integrity()
-            held = sum(version.rows for entry in self.adapters for version in entry.versions.values())
-            assert not scheduler.idle or not held, f"adapters are held by {held} rows that are gone"
-            if self._prefix is not None:
-                self._prefix.check_integrity()
-                self._prefix.gauge()
-                held = self._prefix.metrics.blocks_referenced
-                assert not scheduler.idle or not held, f"{held} blocks are held by nobody"
-            assert len(scheduler.running) == self.metrics.slots_total - cache.free, "a place is lost or taken twice"
-            known = {*scheduler.running, *(row for job in scheduler.jobs() for row in job.rows)}
-            assert known == self._book.rows(), "a row is lost, or runs for nobody"
-            assert not scheduler.idle or cache.positions == 0 or self._under_way, "memory is held for nobody"
-        except AssertionError as error:
-            return error
-        return None
 
 
 def _size(count: int) -> str:

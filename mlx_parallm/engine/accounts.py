@@ -1,0 +1,76 @@
+"""The engine's accounts: what each step adds to the counters, and whether all that is held is held by somebody.
+
+Engine thread only; the server reads the counters.
+"""
+
+import mlx.core as mx
+
+from mlx_parallm.adapters.registry import Registry
+from mlx_parallm.engine.book import Book
+from mlx_parallm.engine.runner import Runner, Step
+from mlx_parallm.engine.scheduler import Scheduler
+from mlx_parallm.kv.prefix import Prefix
+from mlx_parallm.metrics import EngineMetrics
+
+RATE_SAMPLE_TOKENS = 64  # shorter pieces of prompt say little of how fast prompts are computed
+
+
+class Accounts:
+    def __init__(self, metrics: EngineMetrics, scheduler: Scheduler, runner: Runner, prefix: Prefix | None) -> None:
+        self._metrics = metrics
+        self._scheduler = scheduler
+        self._runner = runner
+        self._prefix = prefix
+
+    def step(self, step: Step, seconds: float) -> None:
+        """One has been read."""
+        metrics = self._metrics
+        metrics.steps += 1
+        metrics.step_seconds.observe(seconds)
+        metrics.generated_tokens += len(step.rows)
+        if step.kind == "decode":
+            metrics.decode_rate.add(step.count, seconds)
+            metrics.count_decode(step.count, metrics.slots_total, any(row.streams for _, row, _ in step.rows))
+        else:
+            metrics.prompt_tokens += step.count
+            metrics.prompt_rate.add(step.count, seconds)
+            if step.count >= RATE_SAMPLE_TOKENS:
+                self._scheduler.note_rate(step.count / max(seconds, 1e-6))
+                if self._prefix is not None:
+                    self._prefix.prompt_rate = self._scheduler.prompt_rate
+        self.gauge()
+
+    def gauge(self) -> None:
+        metrics = self._metrics
+        metrics.queue_depth = self._scheduler.queued
+        metrics.running = len(self._scheduler.running)
+        metrics.slots_free = self._runner.cache.free
+        metrics.kv_bytes = self._runner.cache.nbytes
+        if self._prefix is not None:
+            metrics.prefix = self._prefix.metrics
+            metrics.cached_tokens = self._prefix.metrics.hit_tokens
+            if self._prefix.disk is not None:
+                metrics.ssd = self._prefix.disk.metrics
+        metrics.active_memory = mx.get_active_memory()
+        metrics.peak_memory = max(metrics.peak_memory, mx.get_peak_memory())
+
+    def imbalance(self, book: Book, adapters: Registry, under_way: bool) -> AssertionError | None:
+        """What does not add up, between two steps."""
+        scheduler, cache = self._scheduler, self._runner.cache
+        try:
+            self._runner.check_integrity()
+            adapters.check_integrity()
+            held = sum(version.rows for entry in adapters for version in entry.versions.values())
+            assert not scheduler.idle or not held, f"adapters are held by {held} rows that are gone"
+            if self._prefix is not None:
+                self._prefix.check_integrity()
+                self._prefix.gauge()
+                held = self._prefix.metrics.blocks_referenced
+                assert not scheduler.idle or not held, f"{held} blocks are held by nobody"
+            assert len(scheduler.running) == self._metrics.slots_total - cache.free, "a place is lost or taken twice"
+            known = {*scheduler.running, *(row for job in scheduler.jobs() for row in job.rows)}
+            assert known == book.rows(), "a row is lost, or runs for nobody"
+            assert not scheduler.idle or cache.positions == 0 or under_way, "memory is held for nobody"
+        except AssertionError as error:
+            return error
+        return None

@@ -157,7 +157,11 @@ class ServeConfig:
         (), "folder of a reward model, trained here; repeatable as NAME=PATH", section="rl_training", parse=_parse_list
     )
     atropos_url: str | None = _option(None, "Atropos API to take trajectories from", section="rl_training")
-    environment: str | None = _option(None, "the Atropos environment to take them of", section="rl_training")
+    environment: str | None = _option(
+        None,
+        "Atropos environment to start, as FILE.py or a module, with its own flags behind it",
+        section="rl_training",
+    )
     algorithm: str = _option(
         "grpo", "what the policy is trained to do", section="rl_training",
         choices=("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"),
@@ -256,6 +260,15 @@ class ServeConfig:
         for name in ("max_staleness", "lora_layers"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
+        if self.update_frequency > self.trajectory_buffer_size:
+            raise ConfigError(
+                f"update_frequency is {self.update_frequency}, and trajectory_buffer_size holds only "
+                f"{self.trajectory_buffer_size}"
+            )
+        if self.environment is not None and self.atropos_url is None:
+            raise ConfigError("--environment needs --atropos-url, the API that it sends its trajectories to")
+        if self.atropos_url is not None and not self.trains:
+            raise ConfigError("--atropos-url needs --enable-rl-training")
         if self.lora_rank > self.max_lora_rank:
             raise ConfigError(f"lora_rank is {self.lora_rank}, and max_lora_rank allows {self.max_lora_rank}")
         if self.trains and len(self.train_adapter) > self.max_loras:

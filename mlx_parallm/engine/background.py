@@ -35,7 +35,7 @@ class Background:
     def add(self, steps: Steps[T], future: "Future[T]") -> None:
         if self._closed:
             future.set_exception(UnavailableError("the engine has stopped"))
-        else:
+        elif future.set_running_or_notify_cancel():  # from here on nobody can cancel it
             self._tasks.append((steps, future))
 
     def served(self, seconds: float) -> None:

@@ -153,9 +153,12 @@ class Engine:
             self._inbox.put(lambda: self._background.add(steps, future))
         return future
 
-    def cancel(self, request_id: str, index: int | None = None) -> None:
-        """Frees the rows of a request, or of one of its choices, within a step."""
-        self._inbox.put(lambda: self._drop(request_id, index))
+    def cancel(self, request_id: str, index: int | None = None, visible: int | None = None) -> None:
+        """Frees the rows of a request, or of one of its choices, within a step.
+
+        `visible`: a stop string has ended it, and its reader saw so many tokens.
+        """
+        self._inbox.put(lambda: self._drop(request_id, index, visible=visible))
 
     def drain(self, timeout: float) -> bool:
         """Refuses new work and waits until the running is done."""
@@ -274,6 +277,7 @@ class Engine:
         try:
             while not self._stopping:
                 self._turn()
+            self._take_what_is_left()
             self._end_all(UnavailableError("the server is shutting down"))
             if self._errands is not None:
                 self._errands.save()
@@ -351,6 +355,8 @@ class Engine:
         self._expire()
         if self._paused:
             self._settle_all()
+            if self._background.due(serving=False):  # nobody is served, so nobody waits for it
+                self._background.step(serving=False)
             return
         begun, serving = time.perf_counter(), not self._scheduler.idle or bool(self._under_way)
         self.policies.follow()
@@ -421,7 +427,7 @@ class Engine:
     def _read_inbox(self) -> None:
         """Does what was handed in; sleeps while there is nothing else to do."""
         scheduler = self._scheduler
-        if self._paused and not self._under_way:
+        if self._paused and not self._under_way and not self._background.waiting:
             try:
                 self._inbox.get(timeout=DEADLINE_CHECK_SECONDS if len(self._book) else None)()
             except queue.Empty:
@@ -492,11 +498,14 @@ class Engine:
             self._prefix.release(job.match)
             job.match, job.computed = None, 0
 
-    def _drop(self, request_id: str, index: int | None, error: ParallmError | None = None) -> None:
+    def _drop(
+        self, request_id: str, index: int | None, error: ParallmError | None = None, visible: int | None = None
+    ) -> None:
         """Ends choices from outside: a client left, a stop string was found, time ran out."""
         for row, reader in self._book.entries(request_id, index):
             if error is not None:
                 self._news.append((reader.request, Delta(request_id, reader.index, finish_reason="error", error=error)))
+            row.visible = visible
             self._end(row, reader, "error" if error else "abort")
 
     def _expire(self) -> None:
@@ -597,7 +606,7 @@ class Engine:
         return before - metrics.blocks_cached - metrics.snapshots
 
     def _take_what_is_left(self) -> None:
-        """After a failure: requests that were handed in meanwhile must be told as well."""
+        """At the end: requests and work that were handed in meanwhile must be told as well."""
         while not self._inbox.empty():
             try:
                 self._inbox.get()()

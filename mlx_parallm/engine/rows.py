@@ -43,7 +43,8 @@ class Row:
     tokens: list[int] = field(default_factory=list)  # generated and read
     logprobs: list[TokenLogprob] = field(default_factory=list)
     recorded: bool = False  # for those who learn from what was drawn
-    drawn: list[float] = field(default_factory=list)  # log-probabilities of tokens as they were drawn, the last's too
+    drawn: list[float] = field(default_factory=list)  # log-probabilities of tokens at their temperature, the last's too
+    visible: int | None = None  # tokens that its reader saw, where a stop string has ended it
     launched: int = 0  # generated tokens asked of the device, read or not
     position: int | None = None  # in the running batch
     epoch: int = 0  # counts the places it has left: results asked for in an earlier one are void

@@ -44,7 +44,9 @@ class Sampled:
 
     tokens: mx.array  # (R,) int32
     scores: Scores | None = None  # of the rows that asked for log-probabilities
-    drawn: mx.array | None = None  # (R,): log-probabilities of the tokens as they were drawn
+    drawn: mx.array | None = (
+        None  # (R,): log-probabilities of the tokens at their temperature, before penalties and cuts
+    )
 
     def arrays(self) -> list[mx.array]:
         drawn = [] if self.drawn is None else [self.drawn]
@@ -123,13 +125,20 @@ class Sampler:
         tokens = tokens.astype(mx.int32)
         drawn = None
         if self._recorded:
-            drawn = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - mx.logsumexp(logits, axis=-1)
+            whole = self._at_temperature(raw)
+            drawn = mx.take_along_axis(whole, tokens[:, None], axis=-1)[:, 0] - mx.logsumexp(whole, axis=-1)
         if self._logprob_index is None:
             return Sampled(tokens, None, drawn)
         shown = raw[self._logprob_index]
         if self._processed is not None:
             shown = mx.where(self._processed, logits[self._logprob_index], shown)
         return Sampled(tokens, scores_of(shown, tokens[self._logprob_index], self._top_count), drawn)
+
+    def _at_temperature(self, raw: mx.array) -> mx.array:
+        """What a policy that learns is held against: the model at its temperature, before penalties and cuts."""
+        if not self._random:
+            return raw
+        return raw / mx.where(self._temperature > 0, self._temperature, 1.0)
 
     def _draw(self, logits: mx.array, numbers: mx.array) -> tuple[mx.array, mx.array]:
         """Gumbel-max: argmax(logits + temperature * noise) is a draw from softmax(logits / temperature).

@@ -179,8 +179,13 @@ class Adapters:
         """Forgets an adapter and all its versions; running requests finish with it."""
         served = self._table.with_adapter(body.name)
         version = served.engine.adapters.find(body.name)
+        self._check_untrained(body.name)
         await asyncio.to_thread(served.engine.policies.unload, body.name)
         return _changed(version, f"{body.name!r} is unloaded")
+
+    def _check_untrained(self, name: str) -> None:
+        if self._training is not None and name in self._training.sessions:
+            raise InvalidRequestError(f"{name!r} is being trained", param="name", code="adapter_in_use")
 
     async def rollback(self, body: RollbackBody) -> Response:
         """Lets the name mean an earlier version again; without `version`, the one before. An adapter that is trained
@@ -249,6 +254,7 @@ class Adapters:
     async def vllm_unload(self, body: VllmUnloadBody) -> Response:
         """Forgets an adapter and all its versions; running requests finish with it."""
         served = self._table.with_adapter(body.lora_name)
+        self._check_untrained(body.lora_name)
         await asyncio.to_thread(served.engine.policies.unload, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

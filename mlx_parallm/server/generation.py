@@ -215,7 +215,11 @@ class Generation:
 
     def recorded(self) -> list[tuple[str, int, int]]:
         """Of each choice: the engine's name of its request, its number, and how many tokens it has."""
-        return [(self._requests[choice.prompt].id, choice.index, choice.completion_tokens) for choice in self.choices]
+        return [
+            (self._requests[choice.prompt].id, choice.index, choice.completion_tokens)
+            for choice in self.choices
+            if choice.finish_reason != "abort"
+        ]
 
     def start(self, listener: Listener) -> None:
         """Hands all requests to the engine, or none: the error of one cancels the others."""
@@ -250,7 +254,7 @@ class Generation:
             self.listener.on_news(choice, news)
         if running and choice.finish_reason is not None:
             if delta.finish_reason is None:  # ended by its text, which the engine does not see
-                self._engine.cancel(delta.request_id, delta.index)
+                self._engine.cancel(delta.request_id, delta.index, choice.completion_tokens)
             self._open -= 1
             if self._open == 0:
                 self._ended = True

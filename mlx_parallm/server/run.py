@@ -145,8 +145,7 @@ class Server(uvicorn.Server):
 
     async def stop(self) -> None:
         """The same as a signal, from the event loop."""
-        if self._shutdown is None:
-            self._on_signal(signal.SIGTERM)
+        self._end()
         assert self._shutdown is not None
         await self._shutdown
 
@@ -185,22 +184,24 @@ class Server(uvicorn.Server):
             code = await asyncio.to_thread(companion, self._training)
             if code is not None:
                 self._exit_code = code
-                self._on_signal(signal.SIGTERM)
+                self._end()
         except UnavailableError:
             log.info("training ends with the server")
         except ParallmError as error:
             log.critical("training can't go on: %s", error.message)
             self._exit_code = 1
-            self._on_signal(signal.SIGTERM)
+            self._end()
         except Exception:
             log.exception("training has failed")
             self._exit_code = 1
+            self._end()
+
+    def _end(self) -> None:
+        if self._shutdown is None:
             self._on_signal(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
         if self._shutdown is not None:
-            if self._work is not None and self._work.done():
-                return
             log.warning("a second signal: ending at once")
             os._exit(128 + number)
         log.info("%s: no new requests; running ones have %gs", signal.Signals(number).name, self._patience)
@@ -212,6 +213,9 @@ class Server(uvicorn.Server):
         return self._settings.drain_timeout_seconds
 
     async def _drain(self) -> None:
+        if self._work is not None and not self._work.done():  # a loop ends its step, and keeps what it has learnt
+            self._training.on_close()
+            await asyncio.wait([self._work], timeout=self._patience)
         engines = [served.engine for served in self._models.values() if served.engine.failure is None]
         drained = await asyncio.gather(*(asyncio.to_thread(engine.drain, self._patience) for engine in engines))
         if not all(drained):

@@ -6,9 +6,11 @@ What blocks (an update, a rollout) runs on threads, never on the event loop.
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -29,6 +31,9 @@ from mlx_parallm.types import SamplingParams
 
 MAX_TRAJECTORIES = 4096
 MAX_PROMPTS = 256
+THREADS = 16
+
+T = TypeVar("T")
 
 
 class TrajectoryBody(Body):
@@ -149,6 +154,7 @@ class TrainingRoutes:
         self._training = training
         self._served = served
         self._workers = workers
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="training")
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=JSONRoute, tags=["Training"])
@@ -170,14 +176,15 @@ class TrainingRoutes:
         """From the trajectories in the body, or those in the buffer. It is published unless it is refused: not finite,
         no change, or too far from the policy before."""
         session = self._training.session(body.adapter)
-        trajectories = None if body.trajectories is None else [self._trajectory(one) for one in body.trajectories]
 
         def work() -> Report:
+            trajectories = None
+            if body.trajectories is not None:
+                trajectories = [self._trajectory(one, session.name) for one in body.trajectories]
+                session.buffer.counts.collected += len(trajectories)
             return session.update(trajectories, publish=body.update_inference, checkpoint_name=body.checkpoint_name)
 
-        if trajectories is not None:
-            session.buffer.counts.collected += len(trajectories)
-        report = await asyncio.to_thread(work)
+        report = await self._run(work)
         outcome = report.outcome
         return JSONResponse(
             {
@@ -193,12 +200,18 @@ class TrainingRoutes:
             }
         )
 
-    def _trajectory(self, body: TrajectoryBody) -> Trajectory:
+    async def _run(self, work: Callable[[], T]) -> T:
+        """On threads of its own: others, that resume or stop the server, must never wait for one."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _trajectory(self, body: TrajectoryBody, adapter: str) -> Trajectory:
         ledger = self._training.ledger
         group = "" if body.group_id is None else str(body.group_id)
         if body.prompt_ids is None or body.completion_ids is None:
             assert body.request_id is not None
-            found = Trajectory.recorded(ledger.find(body.request_id, body.index), body.reward, group)
+            record = ledger.find(body.request_id, body.index)
+            found = Trajectory.recorded(record, body.reward, group)
+            found.off_policy = record.policy != adapter
             found.mask, found.advantage = body.mask, body.advantage
             found.__post_init__()
             return found
@@ -245,7 +258,7 @@ class TrainingRoutes:
         """Adapter, optimiser and counters, in a folder that is there whole or not at all."""
         body = body or CheckpointBody(name=None, adapter=None)
         session = self._training.session(body.adapter)
-        name = await asyncio.to_thread(session.checkpoint, body.name)
+        name = await self._run(partial(session.checkpoint, body.name))
         assert session.checkpoints is not None
         return JSONResponse({"status": "success", "checkpoint": name, "path": str(session.checkpoints.folder / name)})
 
@@ -302,7 +315,7 @@ class TrainingRoutes:
             drawn = training.rollouts.draw(prompts, sampling, adapter=adapter, seed=body.seed, label=label)
             return self._scored(drawn, body)
 
-        groups = await asyncio.to_thread(work)
+        groups = await self._run(work)
         if body.submit:
             training.submit(
                 [
@@ -312,7 +325,8 @@ class TrainingRoutes:
                     if reward is not None
                 ]
             )
-        return JSONResponse({"groups": [self._group(group) for group in groups]})
+        shown = await self._run(lambda: [self._group(group) for group in groups])
+        return JSONResponse({"groups": shown})
 
     async def score(self, body: ScoreBody) -> Response:
         """A number for each text or conversation: how good the reward model thinks it is."""

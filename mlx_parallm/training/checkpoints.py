@@ -135,9 +135,9 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Keeps the newest numbered ones, and those with a name."""
-        numbered = sorted(self._numbered())
-        for _, path in numbered[: max(0, len(numbered) - self._keep)]:
+        """Keeps the numbered ones that were written last, and those with a name."""
+        numbered = [name for _, name in self._by_time() if STEP.fullmatch(name)]
+        for path in (self.folder / name for name in numbered[: max(0, len(numbered) - self._keep)]):
             gone = self.folder / f"{PARTIAL}gone-{uuid.uuid4().hex[:8]}"
             os.rename(path, gone)
             shutil.rmtree(gone, ignore_errors=True)
@@ -153,10 +153,16 @@ class Checkpoints:
             else:
                 os.rename(path, target)
 
-    def _numbered(self) -> list[tuple[int, Path]]:
-        if not self.folder.is_dir():
-            return []
-        return [(int(found[1]), path) for path in self.folder.iterdir() if (found := STEP.fullmatch(path.name))]
+    def _by_time(self) -> list[tuple[float, str]]:
+        """When each was written, with its name; those that can't be read come first."""
+        found = []
+        for name in self.names():
+            try:
+                found.append((float(json.loads((self.folder / name / STATE).read_text())["saved_at"]), name))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("checkpoint %s can't be read: %s", name, error)
+                found.append((0.0, name))
+        return sorted(found)
 
     def names(self) -> list[str]:
         """The oldest first."""
@@ -166,14 +172,8 @@ class Checkpoints:
         return [path.name for path in sorted(paths, key=lambda path: (path.stat().st_mtime, path.name))]
 
     def latest(self) -> Checkpoint | None:
-        """The one with the most updates that is whole."""
-        found = []
-        for name in self.names():
-            try:
-                found.append((int(json.loads((self.folder / name / STATE).read_text())["updates"]), name))
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning("checkpoint %s can't be read: %s", name, error)
-        for _, name in sorted(found, reverse=True):
+        """The one that was written last and is whole."""
+        for _, name in reversed(self._by_time()):
             try:
                 return self.load(name)
             except InvalidRequestError as error:

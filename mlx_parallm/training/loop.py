@@ -160,8 +160,7 @@ class Loop:
         for step in range(begin + 1, config.steps + 1):
             if self._stopping.is_set():
                 break
-            news = self._step(step, level)
-            level = self._next_level(level, news.reward)
+            news, level = self._step(step, level)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 news.held_out = self.evaluate()
             self._tell(found, news)
@@ -171,7 +170,8 @@ class Loop:
         found.append(news)
         self._on_step(news)
 
-    def _step(self, step: int, level: int) -> StepNews:
+    def _step(self, step: int, level: int) -> tuple[StepNews, int]:
+        """What it has to tell, and the level of the next."""
         config, session = self._config, self._session
         chance = random.Random(f"{config.seed} {step}")
         problems = self._problems(chance, config.prompts_per_step, level, self._held_out)
@@ -182,13 +182,16 @@ class Loop:
         drawn = time.perf_counter()
         trajectories = self._trajectories(step, answers, chance)
         session.buffer.counts.collected += len(trajectories)
-        session.extra = {"step": step, "level": level, "successes": self._successes[-CURRICULUM_WINDOW:]}
+        scores = [score for group in answers for _, score in group if score is not None]
+        reward = sum(scores) / max(1, len(scores))
+        following = self._next_level(level, reward)
+        # With the update's checkpoint: where to go on from.
+        session.extra = {"step": step, "level": following, "successes": self._successes[-CURRICULUM_WINDOW:]}
         report = session.update(trajectories) if trajectories else None
         records = [record for group in answers for record, _ in group]
-        scores = [score for group in answers for _, score in group if score is not None]
-        return StepNews(
+        news = StepNews(
             step,
-            sum(scores) / max(1, len(scores)),
+            reward,
             level,
             drawn - begun,
             sum(len(record.completion_ids) for record in records),
@@ -196,6 +199,7 @@ class Loop:
             report,
             samples=[self._asker.text(record) for record in records[:2]],
         )
+        return news, following
 
     def _trajectories(
         self, step: int, answers: Iterable[Sequence[tuple[Record, float | None]]], chance: random.Random

@@ -8,7 +8,6 @@ server starts: a request can only choose among names that somebody has put there
 import importlib
 import importlib.util
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.training.tasks import TASKS
+from mlx_parallm.training.trajectories import MAX_REWARD
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Rewards:
 
         def call() -> None:
             try:
-                results.append(self._call(name, items))
+                results.append(list(self._call(name, items)))
             except BaseException as error:
                 errors.append(error)
 
@@ -98,7 +98,7 @@ class Rewards:
             why = f"{type(errors[0]).__name__}: {errors[0]}" if errors else f"nothing within {self._timeout:g} s"
             log.warning("scoring function %s: %s", name, why)
             return [None] * len(items)
-        return self._numbers(name, list(results[0]), len(items))
+        return self._numbers(name, results[0], len(items))
 
     def _call(self, name: str, items: Sequence[Item]) -> Sequence[float]:
         if name in self._models:
@@ -119,9 +119,9 @@ class Rewards:
 def _number(score: Any) -> float | None:
     try:
         number = float(score)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= MAX_REWARD else None
 
 
 def load_function(target: str) -> Any:

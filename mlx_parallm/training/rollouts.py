@@ -94,9 +94,9 @@ class _Waiting:
             self._changed.notify_all()
 
     def on_delta(self, delta: Delta) -> None:
-        if delta.error is not None:
+        if delta.error is not None or delta.finish_reason == "abort":
             with self._changed:
-                self._error = delta.error
+                self._error = delta.error or UnavailableError("the rollout was aborted")
                 self._changed.notify_all()
 
     def wait(self) -> dict[tuple[str, int], Record]:

@@ -27,6 +27,7 @@ from mlx_parallm.training.tree import LoRAConfig
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+FAILURE_SECONDS = 1.0  # before another attempt
 RECENT = 5  # updates over which rewards are averaged
 
 
@@ -116,6 +117,8 @@ class Session:
                 self.extra = dict(kept.state.get("extra", {}))
                 best = kept.state.get("best_reward")
                 self._best_reward = -np.inf if best is None else float(best)
+                self._rewards.extend(kept.state.get("recent_rewards", ()))
+                self._deviations.extend(kept.state.get("recent_deviations", ()))
                 log.info("%s goes on from %s, %d updates", self.name, kept.path.name, self.trainer.updates)
         self._publish(self._on_engine(self.trainer.adapter))
         if serve:
@@ -131,8 +134,9 @@ class Session:
                         self.update()
                     except UnavailableError:
                         return
-                    except ParallmError as error:
-                        log.error("an update of %s has failed: %s", self.name, error.message)
+                    except Exception:  # the next may do better
+                        log.exception("an update of %s has failed", self.name)
+                        time.sleep(FAILURE_SECONDS)
 
         self._thread = threading.Thread(target=run, name=f"train-{self.name}", daemon=True)
         self._thread.start()
@@ -171,6 +175,7 @@ class Session:
                     "there are no trajectories to learn from: groups need at least two answers", param="trajectories"
                 )
             before = self.version, self._on_engine(self.trainer.snapshot)
+            self._good = self._good or before
             ages = [before[0] - one.version for one in trajectories if one.spans]
             outcome = self.engine.work(self.trainer.update(trajectories, self.engine.is_serving)).result()
             outcome.metrics["staleness"] = float(np.mean(ages)) if ages else 0.0
@@ -182,7 +187,7 @@ class Session:
             elif outcome.adapter is not None:
                 self._good = before
                 if publish:
-                    report.version, report.published = self._publish(outcome.adapter), True
+                    report.version, report.published = self._publish_or_undo(outcome.adapter, before[1]), True
                     self.totals.updates += 1
                     self.totals.last_update = time.time()
                     self.totals.times.append(time.monotonic())
@@ -207,7 +212,9 @@ class Session:
             self._good = None
             self._rewards.clear()
             self._deviations.clear()
-            return kept.path.name, self._publish(self._on_engine(self.trainer.adapter))
+            number = self._publish(self._on_engine(self.trainer.adapter))
+            self._try_save(f"step-{self.trainer.updates:08d}")  # the newest: what a restart goes on from
+            return kept.path.name, number
 
     def _count(self, outcome: Outcome) -> None:
         totals = self.totals
@@ -228,6 +235,8 @@ class Session:
             return f"its KL divergence to the model is {metrics['kl']:.3g}, over {limits.kl:g}"
         if limits.entropy is not None and metrics.get("entropy", np.inf) < limits.entropy:
             return f"its entropy is {metrics['entropy']:.3g}, under {limits.entropy:g}"
+        if not np.isfinite(metrics["reward_mean"]):
+            return ""
         self._rewards.append(metrics["reward_mean"])
         self._deviations.append(metrics["reward_std"])
         average = float(np.mean(self._rewards))
@@ -242,13 +251,19 @@ class Session:
         self.totals.rollbacks += 1
         self._rewards.clear()
         self._deviations.clear()
-        if self._good is None:
-            log.error("%s: %s, and there is no good version to go back to", self.name, alarm)
-            return
+        assert self._good is not None
         version, snapshot = self._good
         self._on_engine(lambda: self.trainer.go_back(snapshot))
         report.version = self._back_to(version)
         log.error("%s: %s; back to version %d", self.name, alarm, version)
+        self._try_save(f"step-{self.trainer.updates:08d}")  # a restart must not bring the other back
+
+    def _publish_or_undo(self, adapter: Adapter, before: Snapshot) -> int:
+        try:
+            return self._publish(adapter)
+        except BaseException:
+            self._on_engine(lambda: self.trainer.go_back(before))
+            raise
 
     def _back_to(self, version: int) -> int:
         try:
@@ -293,6 +308,8 @@ class Session:
             "adapter": self.name,
             "policy_version": self.version,
             "best_reward": None if self._best_reward == -np.inf else self._best_reward,
+            "recent_rewards": list(self._rewards),
+            "recent_deviations": list(self._deviations),
             "totals": {"used": self.totals.used, "skipped": self.totals.skipped, "refused": self.totals.refused},
             "seed": self.config.seed,
             "metrics": self.totals.metrics,

@@ -248,10 +248,12 @@ class Trainer:
                     sample = first
             assert sample is not None
             metrics |= yield from self._checked(sample, before.parameters)
-        except Refused as refused:
+        except BaseException as error:  # out of memory, or the engine stops: whatever it is, nothing of it stays
             self.go_back(before)
+            if not isinstance(error, Refused):
+                raise
             seconds = time.perf_counter() - begun
-            return Outcome(metrics, len(batch.trajectories), batch.flat, None, str(refused), seconds)
+            return Outcome(metrics, len(batch.trajectories), batch.flat, None, str(error), seconds)
         self.updates += 1
         metrics["learning_rate"] = _number(self.optimizer.learning_rate)
         seconds = time.perf_counter() - begun
@@ -399,6 +401,8 @@ class Trainer:
             if name.startswith("optimizer.")
         }
         self.optimizer.state = _nested(kept, self.optimizer.state)
+        if self.config.schedule == "constant" and not self.config.warmup_steps:
+            self.optimizer.learning_rate = self.config.learning_rate  # what is asked for now, not then
         mx.eval(self.parameters, self.optimizer.state)
         self._restore(self.parameters)
         self.updates = updates

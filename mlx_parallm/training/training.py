@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.errors import (
+    ConfigError,
     InvalidRequestError,
     ModelNotFoundError,
     NotFoundError,
     ParallmError,
     UnavailableError,
 )
-from mlx_parallm.training.atropos import Atropos, AtroposConfig
+from mlx_parallm.training.atropos import Atropos, AtroposConfig, Environment, EnvironmentConfig
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.rewards import Item, Rewards
@@ -33,6 +34,7 @@ from mlx_parallm.training.session import Report, Session, once
 from mlx_parallm.training.trainer import RLConfig
 from mlx_parallm.training.trajectories import Ledger, Record, Trajectory, prompt_group
 from mlx_parallm.training.tree import LoRAConfig
+from mlx_parallm.wire import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,24 @@ def rl_config(config: ServeConfig) -> RLConfig:
     )
 
 
+def environment_config(config: ServeConfig) -> EnvironmentConfig | None:
+    """Of the environment to start, where the config names one."""
+    if config.environment is None:
+        return None
+    if config.atropos_url is None or not config.trains:
+        raise ConfigError("--environment needs --enable-rl-training and the --atropos-url that it sends its groups to")
+    if config.port == 0:
+        raise ConfigError("--environment needs a --port that it can be told")
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return EnvironmentConfig(
+        config.environment,
+        Endpoint.parse(config.atropos_url).url,
+        f"http://{f'[{host}]' if ':' in host else host}:{config.port}",
+        Path(config.checkpoint_dir).expanduser() / "environment.log",
+        config.api_key,
+    )
+
+
 class Training:
     def __init__(self, engine: Engine, config: ServeConfig) -> None:
         self.engine = engine
@@ -94,12 +114,14 @@ class Training:
         self._lock = threading.Lock()
         self.on_close: Callable[[], None] = lambda: None  # tells a loop to end
         self.atropos: Atropos | None = None
+        self.environment: Environment | None = None
         self._stopped = threading.Event()
         self.collecting = 0  # calls whose answers are being scored
         engine.recorder = self.ledger
 
     def start(self) -> None:
         """Opens reward models, and has the adapters of the config learn, where it says so."""
+        environment = environment_config(self.config)  # what is wrong with it is said before anything else is done
         for name, path in self.config.named_reward_models().items():
             self.add_reward_model(name, once(partial(open_reward_model, self.engine.model, path)))
         if not self.config.trains:
@@ -110,6 +132,9 @@ class Training:
             self.add(name, serve=name == names[0])
         if self.config.atropos_url is not None:
             self._follow_atropos(self.config.atropos_url)
+        if environment is not None:
+            self.environment = Environment(environment, self.engine.model.tokenizer.save_pretrained)
+            self.environment.start()
 
     def _follow_atropos(self, url: str) -> None:
         """Learns from what an Atropos API hands out, on a thread of its own."""
@@ -196,6 +221,8 @@ class Training:
     def close(self) -> None:
         self.on_close()
         self._stopped.set()
+        if self.environment is not None:
+            self.environment.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for session in self.sessions.values():
             session.close()
@@ -233,6 +260,8 @@ class Training:
                     self._keep(record, score, group)
         except ParallmError as error:
             log.warning("an answer can't be learnt from: %s", error.message)
+        except Exception:
+            log.exception("answers were lost")
         finally:
             with self._lock:
                 self.collecting -= 1
@@ -241,9 +270,7 @@ class Training:
         deadline = time.monotonic() + RECORD_SECONDS
         while True:
             try:
-                record = self.ledger.find(request, index).cut(tokens)
-                # A stop string has ended it, which the engine does not see.
-                return replace(record, finish_reason="stop") if record.finish_reason == "abort" else record
+                return self.ledger.find(request, index).cut(tokens)
             except NotFoundError:
                 if time.monotonic() > deadline:
                     raise
@@ -301,4 +328,5 @@ class Training:
             "longest_stall_seconds": background.longest_stall,
             "training_seconds": background.seconds,
             "atropos": None if self.atropos is None else asdict(self.atropos.counts),
+            "environment": self.environment and {"pid": self.environment.pid, "starts": self.environment.starts},
         }

@@ -21,6 +21,7 @@ from mlx_parallm.types import Request
 Spans = tuple[tuple[int, int, int], ...]  # (first token, the one after the last, version)
 SAME_LOGPROB = 1e-3  # how far what a client sends back may be from the ledger
 MAX_CHOICES = 64
+MAX_REWARD = 1e6
 KINDS = ("chatcmpl-", "cmpl-", "gen-")  # before a request's id, in answers
 
 
@@ -43,7 +44,8 @@ class Record:
         """The first so many tokens of its answer: a stop string ends it in the middle."""
         if tokens >= len(self.completion_ids):
             return self
-        return replace(self, completion_ids=self.completion_ids[:tokens], logprobs=self.logprobs[:tokens])
+        spans = tuple((first, min(end, tokens), version) for first, end, version in self.spans if first < tokens)
+        return replace(self, completion_ids=self.completion_ids[:tokens], logprobs=self.logprobs[:tokens], spans=spans)
 
     @classmethod
     def of(cls, request: Request, index: int, row: Row) -> "Record":
@@ -84,13 +86,14 @@ class Trajectory:
     advantage: float | None = None  # None: by its group
     request_id: str | None = None
     off_policy: bool = False
+    source: tuple[str, int] | None = None  # the engine's request and the choice, of one that was drawn here
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.completion_ids:
             raise InvalidRequestError("a trajectory needs prompt_ids and completion_ids", param="trajectories")
-        if not math.isfinite(self.reward) or (self.advantage is not None and not math.isfinite(self.advantage)):
-            raise InvalidRequestError("a reward is not a finite number", param="reward")
+        if not all(abs(number) <= MAX_REWARD for number in (self.reward, self.advantage or 0.0)):
+            raise InvalidRequestError(f"a reward must be a number within ±{MAX_REWARD:g}", param="reward")
         for name, values in (("logprobs", self.logprobs), ("mask", self.mask)):
             if values is not None and len(values) != len(self.completion_ids):
                 raise InvalidRequestError(
@@ -112,6 +115,7 @@ class Trajectory:
             record.temperature,
             record.spans,
             request_id=record.label or record.request,
+            source=(record.request, record.index),
         )
 
     @property
@@ -145,6 +149,8 @@ class Ledger:
         if not row.drawn or not (row.tokens or row.stop_token is not None):
             return
         record = Record.of(request, index, row)
+        if row.visible is not None:  # a stop string has ended it, which the engine does not see
+            record = replace(record.cut(row.visible), finish_reason="stop")
         with self._lock:
             self._put(record)
             wanted = self._wanted.get(request.id)
@@ -162,9 +168,8 @@ class Ledger:
                 self._wanted.pop(name, None)
 
     def find(self, request_id: str, index: int = 0) -> Record:
-        names = [request_id, *(request_id.removeprefix(kind) for kind in KINDS if request_id.startswith(kind))]
         with self._lock:
-            for name in names:
+            for name in _names(request_id):
                 if (record := self._records.get((name, index))) is not None:
                     return record
                 if (record := self._by_engine.get((name, index))) is not None:
@@ -197,24 +202,24 @@ class Ledger:
         trajectory.off_policy = record is None
         if record is not None:
             trajectory.temperature, trajectory.spans = record.temperature, record.spans
+            trajectory.logprobs = trajectory.logprobs or record.logprobs[: len(trajectory.completion_ids)]
 
     def _drawn(self, trajectory: Trajectory) -> Record | None:
-        if trajectory.logprobs is None:
-            return None
         with self._lock:
             found = [self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))]
-            if trajectory.request_id is not None:  # perhaps not all of it
-                found += [self._records.get((trajectory.request_id, index)) for index in range(MAX_CHOICES)]
+            for name in _names(trajectory.request_id) if trajectory.request_id is not None else ():
+                found += [self._records.get((name, index)) for index in range(MAX_CHOICES)]  # perhaps not all of it
         return next((one for one in found if one is not None and _is_drawn(trajectory, one)), None)
 
 
 def _is_drawn(trajectory: Trajectory, record: Record) -> bool:
-    assert trajectory.logprobs is not None
     length = len(trajectory.completion_ids)
     same_text = (
         tuple(trajectory.prompt_ids) == record.prompt_ids
         and tuple(trajectory.completion_ids) == record.completion_ids[:length]
     )
+    if trajectory.logprobs is None:
+        return same_text
     learnt = trajectory.mask or [True] * length
     gaps = (
         abs(left - right)
@@ -222,6 +227,11 @@ def _is_drawn(trajectory: Trajectory, record: Record) -> bool:
         if counts
     )
     return same_text and all(gap <= SAME_LOGPROB for gap in gaps)
+
+
+def _names(request_id: str) -> list[str]:
+    """What a request may be called: answers' ids have their kind in front."""
+    return [request_id, *(request_id.removeprefix(kind) for kind in KINDS if request_id.startswith(kind))]
 
 
 def _text(prompt: Sequence[int], completion: Sequence[int]) -> bytes:
@@ -257,7 +267,11 @@ class Buffer:
     def add(self, trajectories: Iterable[Trajectory]) -> None:
         with self._changed:
             for trajectory in trajectories:
-                self._groups.setdefault(trajectory.group_id, []).append(trajectory)
+                group = self._groups.setdefault(trajectory.group_id, [])
+                if trajectory.source is not None and any(one.source == trajectory.source for one in group):
+                    group[:] = [one for one in group if one.source != trajectory.source]  # a later word on the same
+                    self._size -= 1
+                group.append(trajectory)
                 self._size += 1
                 self.counts.collected += 1
             while self._size > self._max and len(self._groups) > 1:

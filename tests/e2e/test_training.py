@@ -292,6 +292,7 @@ def test_metrics_have_the_promised_names(client: httpx.Client) -> None:
         ("/v1/training/update", {"checkpoint_name": "../../etc"}, 400, ""),
         ("/v1/training/feedback", {"request_id": "never", "reward": 1.0}, 404, "never"),
         ("/v1/training/feedback", {"request_id": "x"}, 400, "reward"),
+        ("/v1/adapters/unload", {"name": "policy"}, 400, "trained"),
         ("/training/checkpoint", {"name": "../up"}, 400, "name"),
         ("/v1/rl/rollout", {"prompts": []}, 400, "prompts"),
         ("/v1/rl/rollout", {"prompts": [[]]}, 400, "empty"),

@@ -95,3 +95,22 @@ def test_drawn_logprobs_are_recorded_for_all() -> None:
         running.settle()
         for one in (name, quiet):
             assert ended[one][0].drawn == pytest.approx([scored.logprob for scored in answer.logprobs], abs=1e-5)
+
+
+def test_who_asks_at_the_last_moment_is_told() -> None:
+    with driver("llama") as running:
+        running.engine.work(busy(1, 0.5))
+        time.sleep(0.1)
+        late = running.engine.work(busy(1, 0.001))
+    with pytest.raises(UnavailableError):
+        late.result(5)
+
+
+def test_a_cancelled_future_harms_nobody() -> None:
+    with driver("llama") as running:
+        long = running.engine.work(busy(1, 0.3))
+        gone = running.engine.work(busy(3, 0.001))
+        assert gone.cancel()
+        assert long.result(10) == 1
+        assert len(running.ask(PROMPT).tokens) == 8
+        assert running.engine.failure is None

@@ -1,6 +1,7 @@
 """Sessions and the loop on a real engine: what is published, what is rolled back, what a restart goes on with."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.loop import Asker, Loop, LoopConfig, StepNews
@@ -295,3 +296,62 @@ def test_what_learns_from_its_own_answers_gets_better() -> None:
         news = run_loop(one, session, steps=25, prompts_per_step=4, group_size=8, eval_problems=16)
         rewards = [each.reward for each in news[1:]]
         assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
+
+
+@pytest.mark.parametrize("cuts", [{"top_p": 0.5}, {"top_k": 3}, {"repetition_penalty": 1.5}, {"logit_bias": {5: 4.0}}])
+def test_cuts_and_penalties_do_not_look_like_another_policy(cuts: dict[str, object]) -> None:
+    with school() as one:
+        session = one.session(learning_rate=1e-5)
+        sampling = SamplingParams(temperature=0.9, max_tokens=8, n=4, ignore_eos=True, **cuts)  # type: ignore[arg-type]
+        groups = one.rollouts.draw(PROMPTS, sampling, adapter="policy", seed=1)
+        trajectories = [
+            Trajectory.recorded(record, float(place), str(number))
+            for number, group in enumerate(groups)
+            for place, record in enumerate(group)
+        ]
+        metrics = session.update(trajectories).outcome.metrics
+        assert metrics["max_logprob_gap"] < 1e-4
+        assert metrics["clip_fraction"] == 0
+
+
+def test_an_alarm_at_once_leaves_what_is_served() -> None:
+    with school() as one:
+        session = one.session(alarms=Alarms(entropy=100.0))
+        before = session.trainer.state()
+        report = session.update(one.trajectories())
+        assert "entropy" in report.rolled_back
+        assert (session.version, session.trainer.updates) == (1, 0)
+        assert all(np.array_equal(array, session.trainer.state()[name]) for name, array in before.items())
+
+
+def test_an_aborted_rollout_is_an_error_and_not_a_long_wait() -> None:
+    with school() as one:
+        one.session()
+        assert one.engine.pause("keep", 10)
+        errors: list[BaseException] = []
+
+        def draw() -> None:
+            try:
+                one.draw()
+            except UnavailableError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=draw)
+        thread.start()
+        while one.engine._pending or not one.engine._book.requests():
+            time.sleep(0.01)
+        assert one.engine.pause("abort", 10)
+        thread.join(10)
+        assert errors
+        one.engine.resume()
+        assert one.draw()
+
+
+def test_updates_are_made_while_requests_are_paused() -> None:
+    with school() as one:
+        session = one.session()
+        trajectories = one.trajectories()
+        assert one.engine.pause("keep", 10)
+        assert session.update(trajectories).published
+        one.engine.resume()
+        one.driver.settle()

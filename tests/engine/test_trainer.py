@@ -241,3 +241,30 @@ def test_pieces_find_their_size() -> None:
         pace.note(pace.budget(), 5.0)
     assert pace.budget() == 32
     assert _Pace(0.5, 77).budget() == 77
+
+
+def test_whatever_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3, epochs=2, max_kl=10.0))
+    before = trainer.state()
+    step, calls = trainer._step, []
+
+    def failing(batch: Batch) -> object:
+        calls.append(batch)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return step(batch)
+
+    monkeypatch.setattr(trainer, "_step", failing)
+    with pytest.raises(RuntimeError, match="memory"):
+        run(trainer, made())
+    after = trainer.state()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert all(array.dtype == mx.float32 for array in trainer.tree.parameters().values())
+
+
+def test_a_new_learning_rate_counts_after_a_restart() -> None:
+    first = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2))
+    run(first, made())
+    second = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-4))
+    second.load_state(first.state(), 1)
+    assert run(second, made()).metrics["learning_rate"] == pytest.approx(1e-4)

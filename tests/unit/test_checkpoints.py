@@ -41,6 +41,17 @@ def test_the_newest_are_kept_and_those_with_a_name(tmp_path: Path) -> None:
     assert checkpoints.load("named").state["updates"] == 9
 
 
+def test_the_last_written_counts_whatever_its_number(tmp_path: Path) -> None:
+    """After a rollback, or a run that did not go on from the last, numbers begin anew."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for number in (100, 200, 20, 21):
+        save(checkpoints, number)
+    assert sorted(checkpoints.names()) == ["step-00000020", "step-00000021"]
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.state["updates"] == 21
+
+
 def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=9)
     for number in (1, 2, 3):

@@ -101,16 +101,17 @@ def test_what_fails_gives_no_score_and_holds_nobody_up() -> None:
             "wrong": wrong,
             "slow": lambda *_: time.sleep(30),  # type: ignore[dict-item, return-value]
             "few": lambda *_: [1.0],
+            "none": lambda *_: 1.0,  # type: ignore[dict-item, return-value]
             "odd": lambda *_: [1.0, float("nan"), "x"],  # type: ignore[list-item]
         },
         timeout=0.2,
     )
     begun = time.monotonic()
-    for name in ("wrong", "slow", "few"):
+    for name in ("wrong", "slow", "few", "none"):
         assert scored(rewards, name) == [None] * 3
     assert scored(rewards, "odd") == [1.0, None, None]
     assert time.monotonic() - begun < 5
-    assert (rewards.failures, rewards.timeouts) == (11, 1)
+    assert (rewards.failures, rewards.timeouts) == (14, 1)
 
 
 def test_functions_by_name(tmp_path: Path) -> None:

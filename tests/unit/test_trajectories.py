@@ -88,7 +88,7 @@ def test_what_was_not_drawn_here_is_off_policy() -> None:
         Trajectory([1, 2, 3], [5, 6, 8], 1.0, logprobs=[-0.1, -0.2, -0.3]),
         Trajectory([1, 2], [5, 6, 9], 1.0, logprobs=[-0.1, -0.2, -0.3]),
         Trajectory([1, 2, 3], [5, 6, 9], 1.0, logprobs=[-0.1, -0.2, -0.9]),
-        Trajectory([1, 2, 3], [5, 6, 9], 1.0),
+        Trajectory([1, 2, 3], [4, 6, 9], 1.0),
     ):
         ledger.check(other)
         assert other.off_policy
@@ -120,6 +120,33 @@ def test_the_oldest_make_room_and_the_stale_are_dropped() -> None:
     assert len(buffer) == 2
 
 
+def test_a_later_word_on_the_same_answer_replaces_the_earlier() -> None:
+    ledger = Ledger()
+    ledger(*_with_index(ended([5, 6])))
+    buffer = Buffer(10)
+    for reward in (0.0, 1.0):
+        buffer.add([Trajectory.recorded(ledger.find("r"), reward)])
+    assert (len(buffer), buffer.ready()) == (1, 0)
+
+
+def test_what_a_stop_string_ended_is_what_its_reader_saw() -> None:
+    ledger = Ledger()
+    request, row = ended([5, 6, 7])
+    row.visible, row.finish_reason = 1, "abort"
+    ledger(request, 0, row)
+    record = ledger.find("r")
+    assert (record.completion_ids, record.finish_reason, record.spans) == ((5,), "stop", ((0, 1, 3),))
+
+
+def test_ids_alone_are_enough_for_what_was_drawn_here() -> None:
+    ledger = Ledger()
+    ledger(*_with_index(ended([5, 6], stop=9)))
+    bare = Trajectory([1, 2, 3], [5, 6, 9], 1.0, request_id="cmpl-r")
+    ledger.check(bare)
+    assert not bare.off_policy
+    assert bare.logprobs == pytest.approx((-0.1, -0.2, -0.3))
+
+
 def test_waiting_for_enough() -> None:
     buffer = Buffer(10)
     assert not buffer.wait(2, 0.01)
@@ -133,6 +160,7 @@ def test_waiting_for_enough() -> None:
         {"prompt_ids": []},
         {"completion_ids": []},
         {"reward": float("inf")},
+        {"reward": 1e39},
         {"advantage": float("nan")},
         {"mask": [True, False]},
         {"logprobs": [float("-inf")]},

@@ -10,8 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.engine.prompts import Conversation, Prompts
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.loader import load
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.loop import Asker, Loop, LoopConfig, StepNews
 from mlx_parallm.training.objectives import chosen_logprobs
@@ -355,3 +357,27 @@ def test_updates_are_made_while_requests_are_paused() -> None:
         assert session.update(trajectories).published
         one.engine.resume()
         one.driver.settle()
+
+
+def test_the_embedded_models_rollouts_are_the_trainers_numbers(own_cache: None) -> None:
+    """From cached prompts too, and again after a publish: within 1e-4 in float32."""
+    with driver_of(lambda: load(None, name="embedded")) as driver:
+        one = School(driver, driver.engine.model)
+        session = one.session(learning_rate=1e-4)
+        prompts = [
+            Prompts(one.model.tokenizer).chat(Conversation([{"role": "user", "content": text}])).tokens
+            for text in ("Name a river in one word.", "Say hello.")
+        ]
+        sampling = SamplingParams(temperature=0.8, max_tokens=6, n=3)
+        for version in (1, 2):
+            for _ in range(2):
+                groups = one.rollouts.draw(prompts, sampling, adapter="policy", seed=version)
+            trajectories = [
+                Trajectory.recorded(record, float(place), str(number))
+                for number, group in enumerate(groups)
+                for place, record in enumerate(group)
+            ]
+            assert {each.version for each in trajectories} == {version}
+            report = session.update(trajectories)
+            assert report.outcome.metrics["max_logprob_gap"] < 1e-4
+        assert driver.engine.metrics.prefix.hit_tokens > 0

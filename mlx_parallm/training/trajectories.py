@@ -132,7 +132,7 @@ def prompt_group(prompt: Sequence[int]) -> str:
 class Ledger:
     """The last choices, by the names of their requests; bounded by their tokens."""
 
-    def __init__(self, max_tokens: int = 2_000_000) -> None:
+    def __init__(self, max_tokens: int = 1_000_000) -> None:
         self._max_tokens = max_tokens
         self._tokens = 0
         self._lock = threading.Lock()

@@ -90,8 +90,12 @@ class FeedbackBody(Body):
 
 
 class CheckpointBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "before-the-weekend"}})
     name: str | None = Field(None, min_length=1, max_length=100, description="Default: by the number of updates")
     adapter: str | None = None
+
+
+ALL_DEFAULT = CheckpointBody.model_validate({})
 
 
 class RolloutBody(Body):
@@ -254,9 +258,8 @@ class TrainingRoutes:
             }
         )
 
-    async def checkpoint(self, body: CheckpointBody | None = None) -> Response:
+    async def checkpoint(self, body: CheckpointBody = ALL_DEFAULT) -> Response:
         """Adapter, optimiser and counters, in a folder that is there whole or not at all."""
-        body = body or CheckpointBody(name=None, adapter=None)
         session = self._training.session(body.adapter)
         name = await self._run(partial(session.checkpoint, body.name))
         assert session.checkpoints is not None

@@ -145,15 +145,16 @@ class Bare:
             assert found == pytest.approx(expected, abs=self._doubt(prompt, tokens, expected))
 
     def _doubt(self, prompt: list[int], tokens: list[int], expected: list[float]) -> float:
-        """How far its log-probabilities move when the prompt is computed token by token."""
-        cache = make_prompt_cache(self.model.module)
-        for token in prompt:
-            logits = self.model.module(mx.array([[token]]), cache=cache)
+        """How far its log-probabilities move when the prompt is computed in pieces of one size or another."""
         moved = []
-        for token, before in zip(tokens, expected, strict=True):
-            scores = logits[0, -1].astype(mx.float32)
-            moved.append(abs((scores[token] - mx.logsumexp(scores)).item() - before))
-            logits = self.model.module(mx.array([[token]]), cache=cache)
+        for size in (1, 2, 3, 5, 8, 16):
+            cache = make_prompt_cache(self.model.module)
+            for first in range(0, len(prompt), size):
+                logits = self.model.module(mx.array([prompt[first : first + size]]), cache=cache)
+            for token, before in zip(tokens, expected, strict=True):
+                scores = logits[0, -1].astype(mx.float32)
+                moved.append(abs((scores[token] - mx.logsumexp(scores)).item() - before))
+                logits = self.model.module(mx.array([[token]]), cache=cache)
         assert max(moved) < 1e-3, "the model is no measure"
         return max(moved)
 

@@ -166,6 +166,7 @@ class Snapshot:
     parameters: Parameters
     optimizer: Any
     updates: int
+    reference_kl: float
 
 
 class Refused(Exception):
@@ -370,10 +371,12 @@ class Trainer:
 
     def snapshot(self) -> "Snapshot":
         """Copies nothing: arrays stay as they are."""
-        return Snapshot(self.parameters, tree_map(lambda leaf: leaf, self.optimizer.state), self.updates)
+        optimizer = tree_map(lambda leaf: leaf, self.optimizer.state)
+        return Snapshot(self.parameters, optimizer, self.updates, self._reference_kl)
 
     def go_back(self, snapshot: "Snapshot") -> None:
         self.parameters, self.updates = snapshot.parameters, snapshot.updates
+        self._reference_kl = snapshot.reference_kl
         self.optimizer.state = tree_map(lambda leaf: leaf, snapshot.optimizer)
         self._restore(self.parameters)
 
@@ -382,6 +385,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Arrays by name, on the host: waits for them."""
         arrays = {f"parameters.{name}": np.array(array) for name, array in self.parameters.items()}
+        arrays["reference_kl"] = np.array([self._reference_kl], np.float64)
         return arrays | {f"optimizer.{name}": np.array(array) for name, array in tree_flatten(self.optimizer.state)}
 
     def load_state(self, arrays: dict[str, Any], updates: int) -> None:
@@ -406,6 +410,7 @@ class Trainer:
         mx.eval(self.parameters, self.optimizer.state)
         self._restore(self.parameters)
         self.updates = updates
+        self._reference_kl = float(arrays["reference_kl"][0]) if "reference_kl" in arrays else 0.0
 
 
 def _number(value: mx.array) -> float:

@@ -32,7 +32,7 @@ def command(folder: Path, out: Path, port: int, *flags: str) -> list[str]:
     return [
         *(sys.executable, "-m", "mlx_parallm", "train", "--model-path", str(folder), "--port", str(port), "--no-ssd"),
         *("--task", f"{__file__}:Letters", "--answer-tokens", "6", "--group-size", "4", "--prompts-per-step", "2"),
-        *("--eval-problems", "4", "--lora-rank", "4", "--learning-rate", "1e-3", "--checkpoint-dir", str(out)),
+        *("--eval-problems", "4", "--lora-rank", "4", "--learning-rate", "3e-4", "--checkpoint-dir", str(out)),
         *("--microbatch-tokens", "64", "--checkpoint-interval", "1", "--max-kl", "100", *flags),
     ]
 

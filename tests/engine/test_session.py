@@ -181,6 +181,8 @@ def test_an_alarm_brings_the_last_good_version_back(alarms: Alarms, word: str) -
         assert good is not None
         assert session.version == good[0]
         assert session.totals.rollbacks == 1
+        session._alarms = Alarms(kl=None, entropy=None, reward_drop=None)
+        assert session.trainer._reference_kl == good[1].reference_kl  # what was seen of the other is forgotten
         assert all(np.array_equal(kept[name], np.array(array)) for name, array in session.trainer.parameters.items())
 
 

@@ -180,12 +180,18 @@ def test_an_answer_ended_by_a_stop_string_is_learnt_from_as_the_client_saw_it(cl
     api = Api(client)
     whole = api.complete(prompt=PROMPT, max_tokens=24, return_token_ids=True)["choices"][0]
     stop = whole["text"][len(whole["text"]) // 2 :][:2]
-    until(client, lambda now: now["trajectories_buffered"] >= 0)
     before = status(client)["trajectories_buffered"]
-    api.complete(
-        prompt=PROMPT, max_tokens=24, stop=[stop], collect_trajectory=True, scoring_function="shorter", request_id="cut"
-    )
-    until(client, lambda now: now["trajectories_buffered"] == before + 1)
+    seen = 0
+    for name in ("cut-1", "cut-2"):
+        extra = {"collect_trajectory": True, "scoring_function": "shorter", "request_id": name}
+        body = {"prompt": PROMPT, "max_tokens": 24, "stop": [stop], "return_token_ids": True}
+        choice = api.complete(**body, **extra)["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        seen += len(choice["token_ids"])
+    assert seen < 2 * len(whole["token_ids"])
+    until(client, lambda now: now["trajectories_buffered"] == before + 2)
+    pair = [{"group_id": "cut", "request_id": f"cut-{number}", "reward": float(number)} for number in (1, 2)]
+    assert post(client, "/v1/training/update", {"trajectories": pair})["metrics"]["tokens"] == seen
 
 
 def test_the_buffer_is_learnt_from(client: httpx.Client) -> None:

@@ -31,6 +31,7 @@ from rich.table import Table
 
 from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.client import InferenceClient, Sample
+from mlx_parallm.engine.sampling import log_sum_exp
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.loader import load
@@ -178,7 +179,7 @@ def recompute(module: nn.Module, versions: Versions, samples: list[Sample]) -> t
                 assert sample.logprobs is not None
                 tokens = mx.array([sample.prompt_ids + sample.completion_ids])
                 logits = module(tokens)[0, len(sample.prompt_ids) - 1 : -1].astype(mx.float32)
-                scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+                scores = logits - log_sum_exp(logits)[..., None]
                 chosen = mx.take_along_axis(scores, mx.array(sample.completion_ids)[:, None], axis=-1)[:, 0]
                 differences += mx.abs(chosen - mx.array(sample.logprobs)).tolist()
     return right, wrong

@@ -57,6 +57,9 @@ class Packed:
 # layer, the choice -> each layer's sum; None where MLX's operations should do it.
 Adder = Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], list[mx.array] | None]
 
+# A kernel that does a layer's own product too: x, the layer, the choice, the layer's group and number in it.
+Multiplier = Callable[[mx.array, nn.Module, Any, int, int], mx.array | None]
+
 
 @dataclass(slots=True, eq=False)
 class Selection:
@@ -64,6 +67,7 @@ class Selection:
 
     choice: Choice = BASE
     add: Adder | None = None
+    multiply: Multiplier | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -95,16 +99,21 @@ class Seat:
     number: int
     bundle: Bundle | None = None
 
-    def linear(self, x: mx.array, base: Callable[[mx.array], mx.array], bias: mx.array | None) -> mx.array:
+    def linear(self, x: mx.array, base: Callable[[mx.array], mx.array], layer: nn.Module) -> mx.array:
         """What a linear layer gives for inputs x with each row's adapter, where without it is base(x) (B, T, lines)."""
         choice = self.selection.choice
         if not choice.has(self.group):
             return base(x)
         if self.bundle is not None and (ready := self.bundle.take(self, x, choice)) is not None:
             return ready
+        plain, multiply = choice.plain(self.group), self.selection.multiply
+        if plain and multiply is not None:
+            found = multiply(x, layer, choice, self.group, self.number)
+            if found is not None:
+                return found
         y = base(x)
-        added = self._by_kernel(x, y) if choice.plain(self.group) else None
-        return choice.added(self.group, self.number, x, y, bias) if added is None else added
+        added = self._by_kernel(x, y) if plain else None
+        return choice.added(self.group, self.number, x, y, layer.get("bias")) if added is None else added
 
     def _by_kernel(self, x: mx.array, y: mx.array) -> mx.array | None:
         choice, add = self.selection.choice, self.selection.add
@@ -276,7 +285,7 @@ def _adapting_class(original: Any) -> type:
     """The same layer, which asks its seat what to add."""
 
     def call(self: Any, x: mx.array) -> mx.array:
-        adapted: mx.array = self.seat.linear(x, functools.partial(original.__call__, self), self.get("bias"))
+        adapted: mx.array = self.seat.linear(x, functools.partial(original.__call__, self), self)
         return adapted
 
     def embed(self: Any, tokens: mx.array) -> mx.array:
@@ -284,7 +293,7 @@ def _adapting_class(original: Any) -> type:
         return adapted
 
     def as_linear(self: Any, x: mx.array) -> mx.array:
-        adapted: mx.array = self.seat.linear(x, functools.partial(original.as_linear, self), None)
+        adapted: mx.array = self.seat.linear(x, functools.partial(original.as_linear, self), self)
         return adapted
 
     if issubclass(original, (nn.Embedding, nn.QuantizedEmbedding)):

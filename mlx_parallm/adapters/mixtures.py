@@ -224,7 +224,7 @@ class Apart:
         self._index = {member: mx.array(numbers) for member, numbers in self._members.items()}
         order = [number for numbers in self._members.values() for number in numbers]
         self._back = mx.array(np.argsort(order))
-        self._parties: dict[int, Any] = {}
+        self._parties: dict[tuple[int, int], Any] = {}
         parts = [part for member in self._members if member is not None for part in member.groups.items()]
         self._groups = {group for group, _ in parts}
         self._scaled = {group for group, arrays in parts if arrays[2] is not None}
@@ -267,18 +267,21 @@ class Apart:
             pieces.append(y[index] if part is None else adapted(part, x[index], y[index]))
         return mx.concatenate(pieces)[self._back]
 
-    def parties(self, group: int) -> Any:
-        """(count, 7): where a and b of some rows' adapter lie in memory, its rank, and up to four rows, or -1."""
-        if group not in self._parties:
+    def parties(self, group: int, tokens: int = 1) -> Any:
+        """(count, 7): where a and b of some rows' adapter lie in memory, its rank, and up to four rows, or -1.
+
+        `tokens`: of each row, which count as so many rows.
+        """
+        if (group, tokens) not in self._parties:
             found = []
             for member, part in self._parts(group).items():
-                numbers = self._members[member]
+                numbers = [tokens * row + token for row in self._members[member] for token in range(tokens)]
                 lie = [0, 0, 0] if part is None or member is None else [*map(_address, part[:2]), member.rank]
                 for first in range(0, len(numbers), 4):
                     some = numbers[first : first + 4]
                     found.append([*lie, *some, *[-1] * (4 - len(some))])
-            self._parties[group] = np.array(found, np.int64)
-        return self._parties[group]
+            self._parties[group, tokens] = np.array(found, np.int64)
+        return self._parties[group, tokens]
 
     def row(self, number: int) -> "Apart":
         return Apart(self._rows[number : number + 1])

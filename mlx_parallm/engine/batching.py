@@ -35,7 +35,7 @@ from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel, fingerprint
-from mlx_parallm.models.native.layers import low_rank_adder
+from mlx_parallm.models.native.layers import adapted_product, low_rank_adder
 from mlx_parallm.paths import user_cache
 from mlx_parallm.types import SamplingParams
 
@@ -48,7 +48,7 @@ def adapter_layout(module: nn.Module, tuning: Tuning) -> Layout:
     """Gives a model's layers room for adapters, which are added in the way that is fastest here."""
     layout = Layout(module, traced=tuning.compiled)
     if not tuning.compiled:
-        layout.selection.add = low_rank_adder()
+        layout.selection.add, layout.selection.multiply = low_rank_adder(), adapted_product()
     elif device_kind() == "cuda" and kernel.tried(layout.dtype):
         layout.selection.add = kernel.add_own
     layout.attach()

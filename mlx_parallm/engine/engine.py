@@ -38,6 +38,7 @@ from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_for_cache
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.types import Delta, Request
 
 log = logging.getLogger(__name__)
@@ -318,6 +319,7 @@ class Engine:
             self._prefix,
             self.adapters,
             self.metrics.adapter_seconds.observe,
+            None if tuning.compiled else drawer(),
         )
         self._admission = Admission(self.model, self.grammars, cache.max_length, config.max_batch_size)
         limits = Limits(

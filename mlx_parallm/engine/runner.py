@@ -25,6 +25,7 @@ from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix
 from mlx_parallm.models.forward import Forward
+from mlx_parallm.models.native.draws import Drawer
 from mlx_parallm.types import TokenLogprob
 
 PROMPT_LOGPROB_PIECE = 256  # positions whose full logits are held at once
@@ -66,6 +67,7 @@ class Runner:
         prefix: Prefix | None = None,
         adapters: Registry | None = None,
         on_adapters: Callable[[float], None] = lambda seconds: None,  # adapters were brought in or put together
+        draw: Drawer | None = None,
     ) -> None:
         self.on_adapters = on_adapters
         self._forward = forward
@@ -75,6 +77,7 @@ class Runner:
         self._round_prompts = round_prompts and cache.stages_many
         self._prefix = prefix
         self._adapters = adapters
+        self._draw = draw
         self._choice: Choice | None = None  # the current rows' adapters; None: nobody has one
         self._rows: list[Row | None] = []  # by position
         self._texts: dict[bytes, Row] = {}  # running rows by the hashes of their prompts' blocks
@@ -286,7 +289,7 @@ class Runner:
         sources = [i for i, job in enumerate(work.jobs) for _ in job.rows]
         if len(rows) > logits.shape[0]:
             logits = logits[mx.array(sources)]
-        step.sampler = Sampler(rows, self._vocab)
+        step.sampler = Sampler(rows, self._vocab, self._draw)
         history = History(rows) if step.sampler.penalized else None
         numbers = [row.launched for row in rows]
         step.sampled = step.sampler(logits, numbers, history, self._grammar_masks(step.sampler))
@@ -352,7 +355,7 @@ class Runner:
         self._sampler = None
 
     def _renew_sampler(self) -> None:
-        self._sampler = Sampler(self._rows, self._vocab)
+        self._sampler = Sampler(self._rows, self._vocab, self._draw)
         self._choice = self._choice_of(self._rows)
         if not self._sampler.penalized:
             self._history = None

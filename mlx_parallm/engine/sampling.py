@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.engine.rows import Row
+from mlx_parallm.models.native.draws import Drawer
 from mlx_parallm.types import SamplingParams, TokenLogprob
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -59,7 +60,8 @@ class Sampler:
     An array is made only for what some row asks for: small uploads add up when rows come and go at every step.
     """
 
-    def __init__(self, rows: Sequence[Row | None], vocab_size: int) -> None:
+    def __init__(self, rows: Sequence[Row | None], vocab_size: int, draw: Drawer | None = None) -> None:
+        """`draw`: a kernel for rows that ask for no more than a temperature."""
         self.rows = list(rows)
         self._vocab = vocab_size
         params = [row.sampling if row else GREEDY for row in rows]
@@ -93,6 +95,11 @@ class Sampler:
         self._top_count = max((params[i].logprobs or 0 for i in self.logprob_rows), default=0)
         self._recorded = any(row.recorded for row in rows if row)
         self.grammar_rows = [(i, row) for i, row in enumerate(rows) if row and row.matcher is not None]
+        changed = self._any_min_p or cut or self._bias or self._stops or self.penalized or self.grammar_rows
+        self._kernel = None if changed else draw
+        if self._kernel is not None:
+            self._heats = np.array([0.0 if p.greedy else p.temperature for p in params], np.float32)
+            self._host_seeds = np.array([row.seed if row else 0 for row in rows], np.uint32)
 
     @property
     def counts_tokens(self) -> bool:
@@ -108,6 +115,10 @@ class Sampler:
     ) -> Sampled:
         """logits (R, V); numbers: how many tokens each row has generated; allowed: packed grammar masks."""
         raw = logits.astype(mx.float32)
+        if self._kernel is not None:
+            keys = np.stack([self._host_seeds, np.array(numbers, np.uint32)], axis=1)
+            tokens, drawn = self._kernel(raw, self._heats, keys, self._recorded)
+            return self._scored(raw, self._at_temperature(raw), tokens, drawn)
         logits = raw
         count = mx.array(list(numbers), mx.int32) if self.counts_tokens else None
         if self.penalized and history is not None:
@@ -126,7 +137,11 @@ class Sampler:
         drawn = None
         if self._recorded:
             whole = self._at_temperature(raw)
-            drawn = mx.take_along_axis(whole, tokens[:, None], axis=-1)[:, 0] - mx.logsumexp(whole, axis=-1)
+            drawn = mx.take_along_axis(whole, tokens[:, None], axis=-1)[:, 0] - log_sum_exp(whole)
+        return self._scored(raw, logits, tokens, drawn)
+
+    def _scored(self, raw: mx.array, logits: mx.array, tokens: mx.array, drawn: mx.array | None) -> Sampled:
+        """With the log-probabilities that rows ask for: the model's, or those that the tokens were drawn from."""
         if self._logprob_index is None:
             return Sampled(tokens, None, drawn)
         shown = raw[self._logprob_index]
@@ -174,9 +189,18 @@ class Sampler:
         return logits - counts * self._frequency - (counts > 0) * self._presence
 
 
+def log_sum_exp(logits: mx.array) -> mx.array:
+    """Over the last axis, in pieces: MLX's CPU adds one number after another, which is 1e-4 off over a vocabulary."""
+    size = logits.shape[-1]
+    width = next((width for width in (512, 256, 128, 64, 32) if size > width and size % width == 0), None)
+    if width is None:
+        return mx.logsumexp(logits, axis=-1)
+    return mx.logsumexp(mx.logsumexp(logits.reshape(*logits.shape[:-1], -1, width), axis=-1), axis=-1)
+
+
 def scores_of(logits: mx.array, tokens: mx.array, top: int) -> Scores:
     """The tokens' log-probabilities and ranks, and the `top` likeliest beside them: (P, V), (P,)."""
-    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    total = log_sum_exp(logits)[:, None]
     chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)  # (P, 1)
     ranks = mx.sum(logits > chosen, axis=-1) + 1
     likeliest = mx.argpartition(-logits, top, axis=-1)[:, :top] if top else mx.zeros((logits.shape[0], 0), mx.uint32)

@@ -19,6 +19,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_parallm.engine.sampling import log_sum_exp
+
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"]
 Aggregation = Literal["answers", "tokens", "constant"]
 Floats = npt.NDArray[np.float32]
@@ -83,13 +85,13 @@ def chosen_logprobs(logits: mx.array, tokens: mx.array, temperature: mx.array | 
     scaled = logits.astype(mx.float32)
     if not isinstance(temperature, float) or temperature != 1.0:
         scaled = scaled / temperature
-    return mx.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0] - mx.logsumexp(scaled, axis=-1)
+    return mx.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0] - log_sum_exp(scaled)
 
 
 def entropy(logits: mx.array) -> mx.array:
     """(B, T, V) -> (B, T)"""
     logits = logits.astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = logits - log_sum_exp(logits)[..., None]
     return -mx.sum(mx.exp(logprobs) * logprobs, axis=-1)
 
 

@@ -16,7 +16,7 @@ from mlx_parallm.adapters.weights import Adapter, AdapterError, Part
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.types import SamplingParams
-from tests.engine.harness import Answer, Bare, Driver, bare_with, driver
+from tests.engine.harness import Answer, Bare, Driver, bare_with, driver, logprob
 from tests.engine.test_parity import GPU
 from tests.tiny import tiny
 from tests.unit.test_adapters import LIMIT, written
@@ -56,7 +56,7 @@ def recomputed(kinds: list[tuple[int, Bare]], prompt: list[int], tokens: list[in
     for number, token in enumerate(tokens):
         model = next(bare for first, bare in reversed(kinds) if first <= number)
         logits = model.model.module(mx.array([step]), cache=cache)[0, -1].astype(mx.float32)
-        found.append((logits[token] - mx.logsumexp(logits)).item())
+        found.append(logprob(logits, token))
         step = [token]
     return found
 

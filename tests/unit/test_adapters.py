@@ -20,7 +20,7 @@ from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.mixtures import BASE, Apart, Choice, Present, Resident, SideBySide
 from mlx_parallm.adapters.weights import Adapter, AdapterError, check_fit, check_name
 from mlx_parallm.models.device import device_kind
-from mlx_parallm.models.native.layers import low_rank_adder
+from mlx_parallm.models.native.layers import adapted_product, low_rank_adder
 from tests.tiny import tiny
 
 LIMIT = 1 << 24
@@ -78,7 +78,7 @@ def written(folder: Path, name: str, **changes: Any) -> Path:
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("length", [12, 1])
-@pytest.mark.parametrize("way", ["apart", "side by side"])
+@pytest.mark.parametrize("way", ["apart", "in the product", "side by side"])
 def test_rows_with_different_adapters_equal_models_with_them(
     tmp_path: Path, bits: int | None, tied: bool, length: int, way: str
 ) -> None:
@@ -92,7 +92,8 @@ def test_rows_with_different_adapters_equal_models_with_them(
         assert not mx.allclose(expected[name], expected[None], atol=0.1)
 
     module = base(**changes)
-    layout = Layout(module, low_rank_adder() if way == "apart" else None, traced=way != "apart")
+    layout = Layout(module, low_rank_adder() if way == "apart" else None, traced=way == "side by side")
+    layout.selection.multiply = adapted_product() if way == "in the product" else None
     layout.attach()
     residents = {name: layout.place(layout.pack(read(folder, layout))) for name, folder in folders.items()}
     assert mx.array_equal(module(tokens), expected[None])
@@ -113,7 +114,7 @@ def test_rows_with_different_adapters_equal_models_with_them(
 
 
 def chosen_by(rows: Sequence[Resident | None], way: str) -> Choice:
-    if way == "apart":
+    if way != "side by side":
         return Apart(rows)
     return SideBySide.of(Present(tuple(dict.fromkeys(row for row in rows if row))), rows)
 

@@ -4,11 +4,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
+from mlx_parallm.engine.sampling import log_sum_exp
 from mlx_parallm.models.native import kernels
+from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.models.native.layers import Embedding, Linear, speed_up
 from tests.tiny import tiny
 
@@ -122,3 +125,35 @@ def test_an_embedding_as_the_output_head() -> None:
     x = mx.random.normal((7, 1, 64))
     assert close(fast.as_linear(x), x @ fast.weight.T, 1e-5)
     assert close(fast(mx.array([3, 5])), fast.weight[mx.array([3, 5])], 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 127, 128, 129, 1000, 49152])
+def test_draws_are_those_of_mlx(size: int) -> None:
+    rows = 16
+    draw = drawer()
+    assert draw is not None
+    logits = 3 * mx.random.normal((rows, size))
+    heats = np.array([0.0, 0.3, 1.0, 2.5] * (rows // 4), np.float32)
+    keys = np.array([[7 * row, 4_000_000_000 + row] for row in range(rows)], np.uint32)
+    tokens, scores = draw(logits, heats, keys, True)
+    assert scores is not None
+    scaled = logits / mx.array(np.where(heats > 0, heats, 1.0))[:, None]
+    noise = mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(mx.array(keys))
+    hot = mx.array(heats)[:, None] > 0
+    assert tokens.tolist() == mx.argmax(mx.where(hot, scaled + noise, scaled), axis=-1).tolist()
+    expected = scaled - log_sum_exp(scaled)[:, None]
+    assert close(scores, mx.take_along_axis(expected, tokens[:, None], axis=-1)[:, 0])
+    alone, nothing = draw(logits[3:4], heats[3:4], keys[3:4], False)
+    assert alone.tolist() == tokens[3:4].tolist()
+    assert nothing is None
+
+
+def test_draws_follow_the_probabilities() -> None:
+    draw = drawer()
+    assert draw is not None
+    count, heat = 20_000, 0.7
+    logits = mx.array([0.0, 1.0, -1.0, 0.5, 2.0, -3.0, 0.25])
+    keys = np.stack([np.full(count, 5), np.arange(count)], axis=1).astype(np.uint32)
+    tokens, _ = draw(mx.broadcast_to(logits, (count, 7)), np.full(count, heat, np.float32), keys, False)
+    found = np.bincount(np.array(tokens), minlength=7) / count
+    assert np.abs(found - np.array(mx.softmax(logits / heat))).max() < 0.015

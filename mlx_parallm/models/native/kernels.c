@@ -27,7 +27,7 @@ static struct {
     pthread_cond_t wake, done;
     work_fn work;
     const void *context;
-    int64_t count, piece;
+    int64_t count;
     atomic_long next;
     atomic_int failed;
     int helpers;
@@ -44,11 +44,14 @@ static inline void pause_(void) {
 #endif
 }
 
+/* Large pieces first, small ones at the end: nobody waits long for the last. */
 static void take_pieces(void) {
     for (;;) {
-        const int64_t first = atomic_fetch_add(&crew.next, crew.piece);
-        if (first >= crew.count) return;
-        const int64_t end = first + crew.piece < crew.count ? first + crew.piece : crew.count;
+        long first = atomic_load(&crew.next), end;
+        do {
+            if (first >= crew.count) return;
+            end = first + 1 + (crew.count - first) / (3 * (crew.helpers + 1));
+        } while (!atomic_compare_exchange_weak(&crew.next, &first, end));
         if (crew.work(crew.context, first, end)) atomic_store(&crew.failed, 1);
     }
 }
@@ -91,7 +94,6 @@ static int share(work_fn work, const void *context, int64_t count, int worth) {
     crew.work = work;
     crew.context = context;
     crew.count = count;
-    crew.piece = (count + 4 * crew.helpers + 3) / (4 * (crew.helpers + 1));
     atomic_store(&crew.next, 0);
     atomic_store(&crew.failed, 0);
     atomic_store(&crew.left, crew.helpers);
@@ -429,44 +431,6 @@ static __attribute__((noinline)) void four(const float *rows, const float *w, in
     multiply(rows, w, K, out, soon, pace, 1);
 }
 
-struct product {
-    const float *rows, *weights, *bias;
-    float *out;
-    int64_t M, N, K;
-};
-
-/* Tiles of columns. What is left over when N is no multiple of TILE is done by `product`. */
-static int product_some(const void *context, int64_t first, int64_t end) {
-    const struct product *p = context;
-    const int64_t M = p->M, N = p->N, K = p->K, panels = (M + TILE - 1) / TILE;
-    for (int64_t n = first * TILE; n < end * TILE; n += TILE) {
-        for (int64_t m = 0; m < M; m += TILE) {
-            const int64_t rows = m + TILE < M ? TILE : M - m;
-            const float *soon = p->weights + (n + TILE) * K + m / TILE * (TILE * K / panels);
-            float sums[TILE][TILE];
-            (rows > 4 ? eight : four)(p->rows + m * K, p->weights + n * K, K, (vec *)sums, soon, 4 * TILE / panels);
-            for (int64_t i = 0; i < rows; i++)
-                for (int64_t j = 0; j < TILE; j++)
-                    p->out[(m + i) * N + n + j] = sums[j][i] + (p->bias ? p->bias[n + j] : 0.0f);
-        }
-    }
-    return 0;
-}
-
-/* out (M, N) = x (M, K) · weights (N, K)ᵀ + bias, where bias may be NULL and K is a multiple of four. */
-int product(const float *x, const float *weights, const float *bias, float *out, int64_t M, int64_t N, int64_t K) {
-    float *rows = aligned_alloc(64, sizeof(float) * (M + TILE) * (K + 16));
-    if (!rows) return 1;
-    for (int64_t m = 0; m < M; m += TILE) interleave(x + m * K, m + TILE < M ? TILE : M - m, K, rows + m * K);
-    const struct product p = {rows, weights, bias, out, M, N, K};
-    const int failed = share(product_some, &p, N / TILE, M * N * K > 10 * WORTH_SHARING);
-    for (int64_t m = 0; m < M; m++)
-        for (int64_t n = N / TILE * TILE; n < N; n++)
-            out[m * N + n] = dot(x + m * K, weights + n * K, K) + (bias ? bias[n] : 0.0f);
-    free(rows);
-    return failed;
-}
-
 /* sums[i][j] = x[i] · lines[j] for four of each. */
 static void sixteen_dots(const float *const *x, const float *lines, int64_t size, float sums[4][4]) {
     vec s[4][4];
@@ -486,6 +450,122 @@ static void sixteen_dots(const float *const *x, const float *lines, int64_t size
             sums[i][j] = (s[i][j][0] + s[i][j][2]) + (s[i][j][1] + s[i][j][3]);
             for (int64_t rest = k; rest < size; rest++) sums[i][j] += x[i][rest] * lines[j * size + rest];
         }
+}
+
+/* Which rows have which adapter, four rows at a time: (count, 7) numbers. Where the first layer's a (rank, K) and
+ * b (rank, N) lie, of which this is the number-th after, their rank, a multiple of four, and the rows, or -1. */
+struct parties {
+    const int64_t *list;
+    int64_t count, number;
+    float *z; /* (columns, 4): x · aᵀ of each party's rows, one party after another */
+    const int64_t *begins; /* where each party's lines of z begin */
+};
+
+struct product {
+    const float *x, *rows, *weights, *bias; /* rows: x with TILE of its lines side by side */
+    float *out;
+    int64_t M, N, K;
+    struct parties parties;
+};
+
+static int reduce_some(const void *context, int64_t first, int64_t end) {
+    const struct product *p = context;
+    const int64_t K = p->K;
+    for (int64_t k = first; k < end; k++) {
+        const int64_t *party = p->parties.list + 7 * k, rank = party[2], *rows = party + 3;
+        const float *a = (const float *)(intptr_t)party[0] + p->parties.number * rank * K, *x[4];
+        float *z = p->parties.z + 4 * p->parties.begins[k], sums[4][4];
+        for (int i = 0; i < 4; i++) x[i] = p->x + (rows[i] < 0 ? rows[0] : rows[i]) * K;
+        for (int64_t r = 0; r < rank; r += 4) {
+            sixteen_dots(x, a + r * K, K, sums);
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 4; j++) z[4 * (r + j) + i] = sums[i][j];
+        }
+    }
+    return 0;
+}
+
+/* Adds z · b to the columns n to n + TILE of all rows that have an adapter. */
+static void add_columns(const struct product *p, int64_t n) {
+    for (int64_t k = 0; k < p->parties.count; k++) {
+        const int64_t *party = p->parties.list + 7 * k, rank = party[2], *rows = party + 3;
+        const float *b = (const float *)(intptr_t)party[1] + p->parties.number * rank * p->N + n;
+        const float *z = p->parties.z + 4 * p->parties.begins[k];
+        vec sums[4][2];
+        for (int i = 0; i < 4; i++) sums[i][0] = sums[i][1] = (vec){0};
+        for (int64_t r = 0; r < rank; r++, z += 4, b += p->N) {
+            const vec low = at(b), high = at(b + 4);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                sums[i][0] += z[i] * low;
+                sums[i][1] += z[i] * high;
+            }
+        }
+        for (int i = 0; i < 4 && rows[i] >= 0 && rank; i++) {
+            float *out = p->out + rows[i] * p->N + n;
+            *(vec *)out += sums[i][0];
+            *(vec *)(out + 4) += sums[i][1];
+        }
+    }
+}
+
+/* The same of one column. */
+static void add_column(const struct product *p, int64_t n) {
+    for (int64_t k = 0; k < p->parties.count; k++) {
+        const int64_t *party = p->parties.list + 7 * k, rank = party[2], *rows = party + 3;
+        const float *b = (const float *)(intptr_t)party[1] + p->parties.number * rank * p->N + n;
+        const float *z = p->parties.z + 4 * p->parties.begins[k];
+        for (int i = 0; i < 4 && rows[i] >= 0; i++)
+            for (int64_t r = 0; r < rank; r++) p->out[rows[i] * p->N + n] += z[4 * r + i] * b[r * p->N];
+    }
+}
+
+/* Tiles of columns. What is left over when N is no multiple of TILE is done by `product`. */
+static int product_some(const void *context, int64_t first, int64_t end) {
+    const struct product *p = context;
+    const int64_t M = p->M, N = p->N, K = p->K, panels = (M + TILE - 1) / TILE;
+    for (int64_t n = first * TILE; n < end * TILE; n += TILE) {
+        for (int64_t m = 0; m < M; m += TILE) {
+            const int64_t rows = m + TILE < M ? TILE : M - m;
+            const float *soon = p->weights + (n + TILE) * K + m / TILE * (TILE * K / panels);
+            float sums[TILE][TILE];
+            (rows > 4 ? eight : four)(p->rows + m * K, p->weights + n * K, K, (vec *)sums, soon, 4 * TILE / panels);
+            for (int64_t i = 0; i < rows; i++)
+                for (int64_t j = 0; j < TILE; j++)
+                    p->out[(m + i) * N + n + j] = sums[j][i] + (p->bias ? p->bias[n + j] : 0.0f);
+        }
+        add_columns(p, n);
+    }
+    return 0;
+}
+
+/* out (M, N) = x (M, K) · weights (N, K)ᵀ + bias, where bias may be NULL and K is a multiple of four; and for the rows
+ * of each of `count` parties, if there are any, + (x · aᵀ) · b. */
+int product(const float *x, const float *weights, const float *bias, float *out, int64_t M, int64_t N, int64_t K,
+            const int64_t *parties, int64_t count, int64_t number) {
+    int64_t columns = 0, *begins = malloc(sizeof(int64_t) * (count + 1));
+    for (int64_t k = 0; begins && k < count; k++) {
+        begins[k] = columns;
+        columns += parties[7 * k + 2];
+    }
+    float *rows = aligned_alloc(64, sizeof(float) * ((M + TILE) * (K + 16) + 16 * columns));
+    if (!rows || !begins) {
+        free(rows);
+        free(begins);
+        return 1;
+    }
+    for (int64_t m = 0; m < M; m += TILE) interleave(x + m * K, m + TILE < M ? TILE : M - m, K, rows + m * K);
+    const struct parties own = {parties, count, number, rows + (M + TILE) * (K + 16), begins};
+    const struct product p = {x, rows, weights, bias, out, M, N, K, own};
+    int failed = share(reduce_some, &p, count, 4 * columns * K > 10 * WORTH_SHARING);
+    failed |= share(product_some, &p, N / TILE, M * N * K > 10 * WORTH_SHARING);
+    for (int64_t n = N / TILE * TILE; n < N; n++) {
+        for (int64_t m = 0; m < M; m++) out[m * N + n] = dot(x + m * K, weights + n * K, K) + (bias ? bias[n] : 0.0f);
+        add_column(&p, n);
+    }
+    free(rows);
+    free(begins);
+    return failed;
 }
 
 struct added {
@@ -548,4 +628,135 @@ static int add_some(const void *context, int64_t first, int64_t end) {
 int add_low_rank(const float *x, float *y, const int64_t *parties, int64_t count, int64_t N, int64_t K, int64_t number) {
     const struct added p = {x, y, parties, N, K, number};
     return share(add_some, &p, count, count > 1);
+}
+
+/* Draws of tokens. Counters become random bits as they do in MLX (Threefry, 20 rounds), so that both ways of drawing
+ * give the same tokens. */
+#define BLOCK 64
+
+static inline uint32_t rotated(uint32_t x, int by) { return x << by | x >> (32 - by); }
+
+/* a and b: BLOCK counters each, replaced by the bits that they stand for. */
+static void threefry(const uint32_t *key, uint32_t *restrict a, uint32_t *restrict b) {
+    static const int by[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+    const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA};
+    for (int j = 0; j < BLOCK; j++) {
+        uint32_t x = a[j] + keys[0], y = b[j] + keys[1];
+#pragma GCC unroll 5
+        for (int i = 0; i < 5; i++) {
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) {
+                x += y;
+                y = rotated(y, by[i % 2][r]) ^ x;
+            }
+            x += keys[(i + 1) % 3];
+            y += keys[(i + 2) % 3] + i + 1;
+        }
+        a[j] = x;
+        b[j] = y;
+    }
+}
+
+/* Cephes' logf, for positive x. */
+static inline float log_(float x) {
+    union { float value; int32_t bits; } u = {.value = x};
+    const int32_t exponent = ((u.bits >> 23) & 255) - 126;
+    u.bits = (u.bits & 0x7fffff) | 0x3f000000;
+    const int small = u.value < 0.707106781186547524f;
+    const float n = (float)(exponent - small), m = (small ? u.value + u.value : u.value) - 1.0f, z = m * m;
+    float y = 7.0376836292e-2f;
+    y = y * m - 1.1514610310e-1f;
+    y = y * m + 1.1676998740e-1f;
+    y = y * m - 1.2420140846e-1f;
+    y = y * m + 1.4249322787e-1f;
+    y = y * m - 1.6668057665e-1f;
+    y = y * m + 2.0000714765e-1f;
+    y = y * m - 2.4999993993e-1f;
+    y = y * m + 3.3333331174e-1f;
+    y = y * m * z - 2.12194440e-4f * n - 0.5f * z;
+    return m + y + 0.693359375f * n;
+}
+
+struct best {
+    float value;
+    int64_t place;
+};
+
+/* logits / heat + noise, of up to BLOCK tokens from `first` on. */
+static void try_block(const float *logits, float heat, const uint32_t *bits, int64_t first, int64_t size,
+                      struct best *best) {
+    float values[BLOCK];
+    for (int64_t j = 0; j < size; j++) {
+        float chance = (float)bits[j] * 0x1p-32f;
+        chance = chance > 0x1.fffffep-1f ? 0x1.fffffep-1f : chance;
+        values[j] = logits[first + j] / heat - log_(-log_(chance));
+    }
+    const float top = largest(values, size);
+    if (top < best->value || (top == best->value && first > best->place)) return;
+    for (int64_t j = 0; j < size; j++)
+        if (values[j] == top) {
+            *best = (struct best){top, first + j};
+            return;
+        }
+}
+
+static float log_sum_exp(const float *x, int64_t size, float heat, float top) {
+    double sum = 0;
+    for (int64_t i = 0; i < size; i += BLOCK) {
+        const int64_t count = i + BLOCK < size ? BLOCK : size - i;
+        float values[BLOCK];
+        for (int64_t j = 0; j < count; j++) values[j] = exp_((x[i + j] - top) / heat);
+        sum += total(values, count);
+    }
+    return (float)(log(sum) + top / heat);
+}
+
+struct draws {
+    const float *logits, *heats;
+    const uint32_t *keys;
+    int32_t *tokens;
+    float *scores;
+    int64_t V;
+};
+
+static int draw_some(const void *context, int64_t first_row, int64_t end_row) {
+    const struct draws *d = context;
+    const int64_t V = d->V, half = V / 2, second = half + V % 2;
+    for (int64_t row = first_row; row < end_row; row++) {
+        const float *logits = d->logits + row * V, top = largest(logits, V);
+        const float heat = d->heats[row] > 0 ? d->heats[row] : 1.0f;
+        struct best best = {-INFINITY, 0};
+        if (d->heats[row] > 0) {
+            best.value = -3e38f;
+            for (int64_t i = 0; i < half; i += BLOCK) {
+                const int64_t count = i + BLOCK < half ? BLOCK : half - i;
+                uint32_t a[BLOCK], b[BLOCK];
+                for (int j = 0; j < BLOCK; j++) {
+                    a[j] = (uint32_t)(i + j);
+                    b[j] = (uint32_t)(second + i + j);
+                }
+                threefry(d->keys + 2 * row, a, b);
+                try_block(logits, heat, a, i, count, &best);
+                try_block(logits, heat, b, second + i, count, &best);
+            }
+            if (V % 2) {
+                uint32_t a[BLOCK] = {(uint32_t)half}, b[BLOCK] = {0};
+                threefry(d->keys + 2 * row, a, b);
+                try_block(logits, heat, a, half, 1, &best);
+            }
+        } else {
+            while (best.place < V - 1 && logits[best.place] != top) best.place++;
+        }
+        d->tokens[row] = (int32_t)best.place;
+        if (d->scores) d->scores[row] = logits[best.place] / heat - log_sum_exp(logits, V, heat, top);
+    }
+    return 0;
+}
+
+/* For each row of logits (R, V) a token, drawn at its heat with its key (R, 2), or the likeliest where the heat is 0;
+ * and, if `scores` is not NULL, its log-probability at that heat, or at 1. */
+int draw(const float *logits, const float *heats, const uint32_t *keys, int32_t *tokens, float *scores, int64_t R,
+         int64_t V) {
+    const struct draws d = {logits, heats, keys, tokens, scores, V};
+    return share(draw_some, &d, R, R * V > WORTH_SHARING);
 }

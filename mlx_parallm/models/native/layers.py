@@ -21,7 +21,7 @@ from mlx_parallm.models.layers import rebound, replace_layers
 from mlx_parallm.models.native import kernels
 
 FEW_QUERIES = 4  # above, matrix products are faster
-MANY_ROWS = 64  # from here on a BLAS is faster; on x86 it always is
+MANY_ROWS = 192  # from here on a BLAS is faster; on x86 it always is
 FIRST_WAVES = 4096  # positions whose cosines and sines are computed at once
 
 Array = np.ndarray[Any, Any]
@@ -79,6 +79,19 @@ def _add_low_rank(
         if library.add_low_rank(_at(inputs), _at(view), _at(parties), *sizes):
             raise MemoryError
     return [y for y, _, _ in layers]
+
+
+def adapted_product() -> Callable[..., mx.array | None] | None:
+    """A layer's product with each row's own low-rank one added; None where there is no such kernel."""
+    library = kernels()
+    return functools.partial(_adapted, library) if library is not None and _has_lane_products() else None
+
+
+def _adapted(library: Any, x: mx.array, layer: nn.Module, choice: Any, group: int, number: int) -> mx.array | None:
+    """None where MLX should do it, or a BLAS."""
+    if x.ndim != 3 or "scales" in layer:
+        return None
+    return _product(library, x, layer["weight"], layer.get("bias"), choice.parties(group, x.shape[1]), number)
 
 
 class Rope(nn.RoPE):
@@ -154,8 +167,15 @@ def _has_lane_products() -> bool:
     return platform.machine() in ("aarch64", "arm64")
 
 
-def _product(library: Any, x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array | None:
-    """x · weightᵀ + bias for a few rows; None where a BLAS should do it."""
+def _product(
+    library: Any,
+    x: mx.array,
+    weight: mx.array,
+    bias: mx.array | None,
+    parties: Array | None = None,
+    number: int = 0,
+) -> mx.array | None:
+    """x · weightᵀ + bias for a few rows, and what `parties` add to them; None where a BLAS should do it."""
     lines, size = weight.shape
     rows = x.size // size
     arrays = (x, weight) if bias is None else (x, weight, bias)
@@ -168,7 +188,8 @@ def _product(library: Any, x: mx.array, weight: mx.array, bias: mx.array | None)
     out = np.empty((*x.shape[:-1], lines), np.float32)
     added = None if bias is None else np.asarray(bias)
     view = np.ascontiguousarray(np.asarray(x))
-    if library.product(_at(view), _at(weights), _at(added), _at(out), rows, lines, size):
+    own = (None, 0, 0) if parties is None else (_at(parties), len(parties), number)
+    if library.product(_at(view), _at(weights), _at(added), _at(out), rows, lines, size, *own):
         raise MemoryError
     return mx.array(out)
 

@@ -27,9 +27,8 @@ from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.mixtures import Choice, SideBySide
 from mlx_parallm.adapters.registry import Registry, Version
 from mlx_parallm.adapters.weights import Adapter, Part
-from mlx_parallm.engine.batching import adapter_layout
+from mlx_parallm.engine.batching import adapter_layout, slot_cache
 from mlx_parallm.engine.tuning import Tuning
-from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.models.device import device_kind, device_name
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.loader import load
@@ -74,7 +73,7 @@ class Batch:
     def __init__(self, forward: Forward, layers: int, rows: int, length: int) -> None:
         tuning = Tuning.of(device_kind())
         self._forward = forward
-        self._cache = SlotCache(layers, rows, 1 << 50, tuning.view_step, tuning.compiled, fused=tuning.fused)
+        self._cache = slot_cache(layers, rows, 1 << 50, tuning)
         staged = self._cache.stage(1, length)
         mx.eval(forward.at(mx.ones((1, length), mx.int32), staged, mx.array([length - 1])))
         self._cache.expect(rows)

@@ -57,8 +57,8 @@ class Packed:
 # layer, the choice -> each layer's sum; None where MLX's operations should do it.
 Adder = Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], list[mx.array] | None]
 
-# A kernel that does a layer's own product too: x, the layer, the choice, the layer's group and number in it.
-Multiplier = Callable[[mx.array, nn.Module, Any, int, int], mx.array | None]
+# A kernel that does the layers' own products too: x, each layer with its group and number in it, the choice.
+Multiplier = Callable[[mx.array, Sequence[tuple[nn.Module, int, int]], Any], list[mx.array] | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class Selection:
 class Bundle:
     """Layers that read the same inputs: the first that is asked finds the others' outputs too, and leaves them here."""
 
-    members: "list[tuple[Seat, Callable[[mx.array], mx.array]]]" = field(default_factory=list)  # and their base passes
+    members: "list[tuple[Seat, Callable[[mx.array], mx.array], nn.Module]]" = field(default_factory=list)
     asked: tuple[mx.array, Choice] | None = None  # the inputs and adapters that they are of
     ready: "dict[Seat, mx.array]" = field(default_factory=dict)
 
@@ -102,18 +102,30 @@ class Seat:
     def linear(self, x: mx.array, base: Callable[[mx.array], mx.array], layer: nn.Module) -> mx.array:
         """What a linear layer gives for inputs x with each row's adapter, where without it is base(x) (B, T, lines)."""
         choice = self.selection.choice
-        if not choice.has(self.group):
-            return base(x)
         if self.bundle is not None and (ready := self.bundle.take(self, x, choice)) is not None:
             return ready
-        plain, multiply = choice.plain(self.group), self.selection.multiply
-        if plain and multiply is not None:
-            found = multiply(x, layer, choice, self.group, self.number)
-            if found is not None:
-                return found
+        whole = self._multiplied(x, layer)
+        if whole is not None:
+            return whole
+        if not choice.has(self.group):
+            return base(x)
         y = base(x)
-        added = self._by_kernel(x, y) if plain else None
+        added = self._by_kernel(x, y) if choice.plain(self.group) else None
         return choice.added(self.group, self.number, x, y, layer.get("bias")) if added is None else added
+
+    def _multiplied(self, x: mx.array, layer: nn.Module) -> mx.array | None:
+        choice, multiply = self.selection.choice, self.selection.multiply
+        if multiply is None or not _is_plain(choice, self.group):
+            return None
+        members = [] if self.bundle is None else self.bundle.members
+        others = [(seat, one) for seat, _, one in members if seat is not self and _is_plain(choice, seat.group)]
+        layers = [(layer, self.group, self.number), *((one, seat.group, seat.number) for seat, one in others)]
+        found = multiply(x, layers, choice)
+        if found is None:
+            return None
+        if self.bundle is not None:
+            self.bundle.leave(x, choice, {seat: output for (seat, _), output in zip(others, found[1:], strict=True)})
+        return found[0]
 
     def _by_kernel(self, x: mx.array, y: mx.array) -> mx.array | None:
         choice, add = self.selection.choice, self.selection.add
@@ -124,7 +136,7 @@ class Seat:
             return None if alone is None else alone[0]
         others = [
             (seat, base)
-            for seat, base in self.bundle.members
+            for seat, base, _ in self.bundle.members
             if seat is not self and choice.has(seat.group) and choice.plain(seat.group)
         ]
         outputs = [(self, y), *((seat, base(x)) for seat, base in others)]
@@ -138,6 +150,10 @@ class Seat:
         """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""
         choice = self.selection.choice
         return choice.looked_up(self.group, self.number, tokens, y) if choice.has(self.group) else y
+
+
+def _is_plain(choice: Choice, group: int) -> bool:
+    return not choice.has(group) or choice.plain(group)
 
 
 class Layout:
@@ -165,11 +181,12 @@ class Layout:
         for path, layer in self._layers.items():
             kind: Any = type(layer)
             parent, _, name = path.rpartition(".")
-            names = next((names for names in BUNDLES if name in names), None) if self.traced else None
+            bundled = self.traced or self.selection.multiply is not None
+            names = next((names for names in BUNDLES if name in names), None) if bundled else None
             bundle = None if names is None else bundles.setdefault((parent, names), Bundle())
             seat = Seat(self.selection, *self._seats[path], bundle)
             if bundle is not None:
-                bundle.members.append((seat, functools.partial(kind.__call__, layer)))
+                bundle.members.append((seat, functools.partial(kind.__call__, layer), layer))
             layer.__class__ = _adapting_class(kind)
             layer.seat = seat
 

@@ -25,7 +25,7 @@ from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.kv.attention import MIN_BLOCKS
+from mlx_parallm.kv.attention import MIN_BLOCKS, attend
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import MergedCache, SerialCache
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
@@ -35,7 +35,7 @@ from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel, fingerprint
-from mlx_parallm.models.native.layers import adapted_product, low_rank_adder
+from mlx_parallm.models.native.layers import adapted_products, low_rank_adder, slot_attention
 from mlx_parallm.paths import user_cache
 from mlx_parallm.types import SamplingParams
 
@@ -48,7 +48,7 @@ def adapter_layout(module: nn.Module, tuning: Tuning) -> Layout:
     """Gives a model's layers room for adapters, which are added in the way that is fastest here."""
     layout = Layout(module, traced=tuning.compiled)
     if not tuning.compiled:
-        layout.selection.add, layout.selection.multiply = low_rank_adder(), adapted_product()
+        layout.selection.add, layout.selection.multiply = low_rank_adder(), adapted_products()
     elif device_kind() == "cuda" and kernel.tried(layout.dtype):
         layout.selection.add = kernel.add_own
     layout.attach()
@@ -157,6 +157,13 @@ def _disk(config: ServeConfig, identity: str) -> DiskTier | None:
     return disk
 
 
+def slot_cache(layers: int, max_rows: int, max_bytes: int, tuning: Tuning, mask_rank: int = 4) -> SlotCache:
+    """With the kernels that there are for the device."""
+    kernel = attend if tuning.fused else None if tuning.compiled else slot_attention()
+    step, compiled = tuning.view_step, tuning.compiled
+    return SlotCache(layers, max_rows, max_bytes, step, compiled, mask_rank, tuning.fused, kernel)
+
+
 def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tuning) -> Iterator[BatchCache]:
     def fresh() -> list[Any]:
         return make_prompt_cache(model.module)
@@ -164,8 +171,7 @@ def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tun
     caches = fresh()
     if all(type(cache) is KVCache for cache in caches):
         for mask_rank in (4, 5):  # a few models compute attention by hand, with grouped heads on an axis of their own
-            step, compiled, fused = tuning.view_step, tuning.compiled, tuning.fused
-            yield SlotCache(len(caches), max_rows, max_bytes, step, compiled, mask_rank, fused)
+            yield slot_cache(len(caches), max_rows, max_bytes, tuning, mask_rank)
     elif all(hasattr(cache, "merge") for cache in caches):
         yield MergedCache(fresh, max_rows, max_bytes)
     yield SerialCache(fresh, max_rows, max_bytes)

@@ -12,7 +12,6 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from mlx_parallm.kv.attention import attend
 from mlx_parallm.kv.inplace import Placer, placer
 from mlx_parallm.kv.store import Side, groups_of
 
@@ -27,6 +26,11 @@ class Choice(Protocol):
     def row(self, number: int) -> "Choice":
         """For a pass over one of the rows."""
         ...
+
+
+# A kernel for a step's attention: queries (S, H, 1, D), slots' keys and values (S, K, C, D), the rows' new ones, how
+# many tokens each row has, the scale -> (S, H, 1, D), with the new ones put in place; None where it can't.
+Attend = Callable[[mx.array, mx.array, mx.array, tuple[mx.array, mx.array], mx.array, float], mx.array | None]
 
 
 class Traceable(Choice, Protocol):
@@ -151,10 +155,10 @@ class PromptLayer:
 class _Step:
     """What all layers share in one decode step: where each row writes, and how far is read."""
 
-    __slots__ = ("_mask_shape", "fused", "index", "length", "mask", "offset")
+    __slots__ = ("_mask_shape", "attend", "index", "length", "mask", "offset")
 
-    def __init__(self, mask_rank: int, fused: bool) -> None:
-        self.fused = fused  # attention is one kernel of ours, where shapes allow
+    def __init__(self, mask_rank: int, attend: Attend | None) -> None:
+        self.attend = attend
         self._mask_shape = (-1, *[1] * (mask_rank - 2))
         self.offset = self.index = self.mask = mx.zeros((0,), mx.int32)
         self.length = 0
@@ -177,7 +181,7 @@ class SlotLayer:
 
     def __init__(self, step: _Step) -> None:
         self._step = step
-        self._before: tuple[mx.array, ...] = ()  # in a fused step: the slots without its tokens, and those tokens
+        self._before: tuple[mx.array, ...] = ()  # for a kernel: the slots without the step's tokens, and those tokens
         self.keys = self.values = mx.zeros((0, 1, 0, 1))
 
     @property
@@ -186,14 +190,15 @@ class SlotLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         step = self._step
-        self._before = (self.keys, self.values, keys, values) if step.fused else ()
+        self._before = (self.keys, self.values, keys, values) if step.attend is not None else ()
         self.keys = mx.put_along_axis(self.keys, step.index, keys, axis=2)
         self.values = mx.put_along_axis(self.values, step.index, values, axis=2)
         return self.keys[:, :, : step.length], self.values[:, :, : step.length]
 
     def attend(self, queries: mx.array, scale: float, mask: Any) -> mx.array | None:
         """Attention over this layer in one kernel; None where it must go through the mask."""
-        if not self._before or mask is not self._step.mask:
+        attend = self._step.attend
+        if attend is None or not self._before or mask is not self._step.mask:
             return None
         keys, values, *fresh = self._before
         attended = attend(queries, keys, values, (fresh[0], fresh[1]), self._step.offset, scale)
@@ -223,11 +228,13 @@ class SlotCache:
         view_step: int,
         compiled: bool = False,
         mask_rank: int = 4,
-        fused: bool = False,
+        in_place: bool = False,
+        attend: Attend | None = None,
     ) -> None:
+        self._in_place = in_place  # prompts join by a CUDA kernel
         self._compiled = compiled  # trace a decode step once per shape, instead of building its graph every time
         self._traces: dict[tuple[int, Hashable], Any] = {}  # by how far attention reads, and the form of a choice
-        self._step = _Step(mask_rank, fused)
+        self._step = _Step(mask_rank, attend)
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
         self._capacity = 0
@@ -384,7 +391,7 @@ class SlotCache:
         groups = groups_of(sides)
         self._groups = list(groups.values())
         self._placers = [
-            placer(len(members), side.heads, side.width, side.dtype) if self._step.fused else None
+            placer(len(members), side.heads, side.width, side.dtype) if self._in_place else None
             for side, members in groups.items()
         ]
 

@@ -33,14 +33,15 @@ def test_shapes_that_can_not_be_copied_in_pieces_are_left_to_mlx() -> None:
     assert placer(400, 2, 64, mx.float32) is None
 
 
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=cuda)])
+@pytest.mark.parametrize("way", ["mlx", "native", pytest.param("cuda", marks=cuda)])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_rows_join_decode_and_are_kept(fused: bool, bits: int | None) -> None:
+def test_rows_join_decode_and_are_kept(way: str, bits: int | None) -> None:
     """Prompts joined together, decoded and collected: what comes back is what the model computes of each alone."""
     model = tiny(head_dim=64)
     let_caches_attend(model.module)
     forward = Forward(model.module)
-    tuning = Tuning(ahead=0, compiled=True, view_step=32, max_padding=0.2, round_prompts=False, fused=fused)
+    fused, compiled = way == "cuda", way != "native"
+    tuning = Tuning(ahead=0, compiled=compiled, view_step=32, max_padding=0.2, round_prompts=False, fused=fused)
     cache = batch_cache(model, forward, len(ROWS), 1 << 30, tuning)
     assert isinstance(cache, SlotCache)
     store = BlockStore(8, cache.sides, Packing(bits, 32), max_bytes=1 << 22, fused=fused)

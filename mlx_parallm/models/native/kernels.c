@@ -236,6 +236,27 @@ static inline void mix_four(const float *weights, const float *values, int64_t s
     for (int i = 0; i < 4; i++) memcpy(out[i], sums[i], sizeof sums[i]);
 }
 
+/* sums[i][j] = x[i] · lines[j] for four of each. */
+static void sixteen_dots(const float *const *x, const float *lines, int64_t size, float sums[4][4]) {
+    vec s[4][4];
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) s[i][j] = (vec){0};
+    int64_t k = 0;
+    for (; k + 4 <= size; k += 4) {
+        vec line[4];
+        for (int j = 0; j < 4; j++) line[j] = at(lines + j * size + k);
+        for (int i = 0; i < 4; i++) {
+            const vec row = at(x[i] + k);
+            for (int j = 0; j < 4; j++) s[i][j] += row * line[j];
+        }
+    }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            sums[i][j] = (s[i][j][0] + s[i][j][2]) + (s[i][j][1] + s[i][j][3]);
+            for (int64_t rest = k; rest < size; rest++) sums[i][j] += x[i][rest] * lines[j * size + rest];
+        }
+}
+
 struct attention {
     const float *q, *k, *v;
     const uint8_t *mask;
@@ -286,6 +307,78 @@ int attend(const float *q, const float *k, const float *v, const uint8_t *mask, 
     const struct attention a = {q, k, v, mask, out, sizes, strides, scale};
     const int64_t heads = sizes[0] * sizes[2], work = sizes[0] * sizes[1] * sizes[3] * sizes[4];
     return share(attend_some, &a, heads, work > WORTH_SHARING / 4);
+}
+
+struct slots {
+    const float *q;
+    float *k, *v;
+    const float *fresh_k, *fresh_v;
+    const int32_t *lengths;
+    float *out;
+    const int64_t *sizes, *strides;
+    float scale;
+};
+
+/* The softmax of scale * x (size, 4) of each of the four, in place. */
+static void softmax_four(float *x, int64_t size, float scale) {
+    vec top = at(x), sum = {0};
+    for (int64_t n = 1; n < size; n++)
+        for (int i = 0; i < 4; i++) top[i] = x[4 * n + i] > top[i] ? x[4 * n + i] : top[i];
+    for (int64_t n = 0; n < size; n++)
+        for (int i = 0; i < 4; i++) x[4 * n + i] = exp_((x[4 * n + i] - top[i]) * scale);
+    for (int64_t n = 0; n < size; n++) sum += at(x + 4 * n);
+    for (int64_t n = 0; n < size; n++) *(vec *)(x + 4 * n) /= sum;
+}
+
+static int attend_slots_some(const void *context, int64_t first_head, int64_t end_head) {
+    const struct slots *a = context;
+    const int64_t H = a->sizes[1], K = a->sizes[2], C = a->sizes[3], D = a->sizes[4], *strides = a->strides;
+    const int64_t R = H / K;
+    int64_t longest = 0;
+    for (int64_t head = first_head; head < end_head; head++)
+        longest = a->lengths[head / K] > longest ? a->lengths[head / K] : longest;
+    float *scores = malloc(sizeof(float) * (4 * (longest + 1) + D));
+    if (!scores) return 1;
+    float *unused = scores + 4 * (longest + 1);
+    for (int64_t head = first_head; head < end_head; head++) {
+        const int64_t b = head / K, g = head % K, last = a->lengths[b], N = last + 1;
+        float *keys = a->k + head * C * D, *values = a->v + head * C * D;
+        memcpy(keys + last * D, a->fresh_k + b * strides[2] + g * strides[3], sizeof(float) * D);
+        memcpy(values + last * D, a->fresh_v + b * strides[4] + g * strides[5], sizeof(float) * D);
+        for (int64_t r = 0; r < R; r += 4) {
+            const float *queries[4];
+            float *out[4], sums[4][4];
+            for (int i = 0; i < 4; i++) {
+                queries[i] = a->q + b * strides[0] + (g * R + (r + i < R ? r + i : r)) * strides[1];
+                out[i] = r + i < R ? a->out + (b * H + g * R + r + i) * D : unused;
+                memset(out[i], 0, sizeof(float) * D);
+            }
+            int64_t n = 0;
+            for (; n + 4 <= N; n += 4) {
+                sixteen_dots(queries, keys + n * D, D, sums);
+                for (int i = 0; i < 4; i++)
+                    for (int j = 0; j < 4; j++) scores[4 * (n + j) + i] = sums[i][j];
+            }
+            for (; n < N; n++)
+                for (int i = 0; i < 4; i++) scores[4 * n + i] = dot(queries[i], keys + n * D, D);
+            softmax_four(scores, N, a->scale);
+            for (int64_t d = 0; d < D; d += WIDE) {
+                mix_four(scores, values + d, D, N, out);
+                for (int i = 0; i < 4; i++) out[i] += WIDE;
+            }
+        }
+    }
+    free(scores);
+    return 0;
+}
+
+/* Attention of one query a row over slots of different lengths, q (S, H, 1, D) and k, v (S, K, C, D) -> out (S, H, D);
+ * the row's new key and value are put behind what it has, and attended to. sizes: S, H, K, C, D, a multiple of WIDE.
+ * strides: q's b, h; fresh_k's b, h; fresh_v's b, h. */
+int attend_slots(const float *q, float *k, float *v, const float *fresh_k, const float *fresh_v, const int32_t *lengths,
+                 float *out, const int64_t *sizes, const int64_t *strides, float scale) {
+    const struct slots a = {q, k, v, fresh_k, fresh_v, lengths, out, sizes, strides, scale};
+    return share(attend_slots_some, &a, sizes[0] * sizes[2], sizes[0] * sizes[1] > 8);
 }
 
 struct scores {
@@ -431,27 +524,6 @@ static __attribute__((noinline)) void four(const float *rows, const float *w, in
     multiply(rows, w, K, out, soon, pace, 1);
 }
 
-/* sums[i][j] = x[i] · lines[j] for four of each. */
-static void sixteen_dots(const float *const *x, const float *lines, int64_t size, float sums[4][4]) {
-    vec s[4][4];
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 4; j++) s[i][j] = (vec){0};
-    int64_t k = 0;
-    for (; k + 4 <= size; k += 4) {
-        vec line[4];
-        for (int j = 0; j < 4; j++) line[j] = at(lines + j * size + k);
-        for (int i = 0; i < 4; i++) {
-            const vec row = at(x[i] + k);
-            for (int j = 0; j < 4; j++) s[i][j] += row * line[j];
-        }
-    }
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 4; j++) {
-            sums[i][j] = (s[i][j][0] + s[i][j][2]) + (s[i][j][1] + s[i][j][3]);
-            for (int64_t rest = k; rest < size; rest++) sums[i][j] += x[i][rest] * lines[j * size + rest];
-        }
-}
-
 /* Which rows have which adapter, four rows at a time: (count, 7) numbers. Where the first layer's a (rank, K) and
  * b (rank, N) lie, of which this is the number-th after, their rank, a multiple of four, and the rows, or -1. */
 struct parties {
@@ -520,7 +592,7 @@ static void add_column(const struct product *p, int64_t n) {
     }
 }
 
-/* Tiles of columns. What is left over when N is no multiple of TILE is done by `product`. */
+/* Tiles of columns. What is left over when N is no multiple of TILE is done by `products`. */
 static int product_some(const void *context, int64_t first, int64_t end) {
     const struct product *p = context;
     const int64_t M = p->M, N = p->N, K = p->K, panels = (M + TILE - 1) / TILE;
@@ -539,29 +611,66 @@ static int product_some(const void *context, int64_t first, int64_t end) {
     return 0;
 }
 
-/* out (M, N) = x (M, K) · weights (N, K)ᵀ + bias, where bias may be NULL and K is a multiple of four; and for the rows
- * of each of `count` parties, if there are any, + (x · aᵀ) · b. */
-int product(const float *x, const float *weights, const float *bias, float *out, int64_t M, int64_t N, int64_t K,
-            const int64_t *parties, int64_t count, int64_t number) {
-    int64_t columns = 0, *begins = malloc(sizeof(int64_t) * (count + 1));
-    for (int64_t k = 0; begins && k < count; k++) {
-        begins[k] = columns;
-        columns += parties[7 * k + 2];
+struct products {
+    const struct product *each;
+    int64_t count;
+};
+
+/* Tiles of all products, one product after another. */
+static int products_some(const void *context, int64_t first, int64_t end) {
+    const struct products *p = context;
+    for (int64_t i = 0; i < p->count && first < end; i++) {
+        const int64_t tiles = p->each[i].N / TILE;
+        if (first < tiles) product_some(&p->each[i], first, end < tiles ? end : tiles);
+        first = first < tiles ? 0 : first - tiles;
+        end -= tiles;
     }
+    return 0;
+}
+
+#define MAX_PRODUCTS 8
+
+/* Products of the same x (M, K) with `count` weights (N, K), K a multiple of four: out (M, N) = x · weightsᵀ + bias, and
+ * for the rows of each party, + (x · aᵀ) · b. `table` (count, 7): where weights, bias or 0, and out lie, N, where the
+ * parties lie or 0, how many, and the layer's number among theirs. */
+int products(const float *x, int64_t M, int64_t K, const int64_t *table, int64_t count) {
+    int64_t columns = 0, parties = 0, tiles = 0, lines = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t *list = (const int64_t *)(intptr_t)table[7 * i + 4];
+        for (int64_t k = 0; k < table[7 * i + 5]; k++) columns += list[7 * k + 2];
+        parties += table[7 * i + 5];
+        lines += table[7 * i + 3];
+    }
+    int64_t *begins = malloc(sizeof(int64_t) * (parties + 1)), *next_begin = begins;
     float *rows = aligned_alloc(64, sizeof(float) * ((M + TILE) * (K + 16) + 16 * columns));
-    if (!rows || !begins) {
-        free(rows);
-        free(begins);
-        return 1;
-    }
-    for (int64_t m = 0; m < M; m += TILE) interleave(x + m * K, m + TILE < M ? TILE : M - m, K, rows + m * K);
-    const struct parties own = {parties, count, number, rows + (M + TILE) * (K + 16), begins};
-    const struct product p = {x, rows, weights, bias, out, M, N, K, own};
-    int failed = share(reduce_some, &p, count, 4 * columns * K > 10 * WORTH_SHARING);
-    failed |= share(product_some, &p, N / TILE, M * N * K > 10 * WORTH_SHARING);
-    for (int64_t n = N / TILE * TILE; n < N; n++) {
-        for (int64_t m = 0; m < M; m++) out[m * N + n] = dot(x + m * K, weights + n * K, K) + (bias ? bias[n] : 0.0f);
-        add_column(&p, n);
+    struct product each[MAX_PRODUCTS];
+    int failed = !begins || !rows || count > MAX_PRODUCTS;
+    if (!failed) {
+        float *z = rows + (M + TILE) * (K + 16);
+        for (int64_t m = 0; m < M; m += TILE) interleave(x + m * K, m + TILE < M ? TILE : M - m, K, rows + m * K);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t *line = table + 7 * i, *list = (const int64_t *)(intptr_t)line[4];
+            const struct parties own = {list, line[5], line[6], z, next_begin};
+            int64_t used = 0;
+            for (int64_t k = 0; k < line[5]; k++) {
+                *next_begin++ = used;
+                used += list[7 * k + 2];
+            }
+            each[i] = (struct product){x, rows, (const float *)(intptr_t)line[0], (const float *)(intptr_t)line[1],
+                                       (float *)(intptr_t)line[2], M, line[3], K, own};
+            failed |= share(reduce_some, &each[i], line[5], 4 * used * K > 10 * WORTH_SHARING);
+            z += 4 * used;
+            tiles += line[3] / TILE;
+        }
+        const struct products all = {each, count};
+        failed |= share(products_some, &all, tiles, M * lines * K > 10 * WORTH_SHARING);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t n = each[i].N / TILE * TILE; n < each[i].N; n++) {
+                const struct product *p = &each[i];
+                for (int64_t m = 0; m < M; m++)
+                    p->out[m * p->N + n] = dot(x + m * K, p->weights + n * K, K) + (p->bias ? p->bias[n] : 0.0f);
+                add_column(p, n);
+            }
     }
     free(rows);
     free(begins);
@@ -634,26 +743,39 @@ int add_low_rank(const float *x, float *y, const int64_t *parties, int64_t count
  * give the same tokens. */
 #define BLOCK 64
 
-static inline uint32_t rotated(uint32_t x, int by) { return x << by | x >> (32 - by); }
+typedef uint32_t words __attribute__((vector_size(16), may_alias));
 
-/* a and b: BLOCK counters each, replaced by the bits that they stand for. */
-static void threefry(const uint32_t *key, uint32_t *restrict a, uint32_t *restrict b) {
+/* a and b: BLOCK counters each, replaced by the bits that they stand for. Four vectors at a time, since each waits for
+ * itself. */
+static void threefry(const uint32_t *key, uint32_t *a, uint32_t *b) {
     static const int by[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
     const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA};
-    for (int j = 0; j < BLOCK; j++) {
-        uint32_t x = a[j] + keys[0], y = b[j] + keys[1];
+    for (int first = 0; first < BLOCK; first += 16) {
+        words x[4], y[4];
+        for (int j = 0; j < 4; j++) {
+            memcpy(&x[j], a + first + 4 * j, sizeof x[j]);
+            memcpy(&y[j], b + first + 4 * j, sizeof y[j]);
+            x[j] += keys[0];
+            y[j] += keys[1];
+        }
 #pragma GCC unroll 5
         for (int i = 0; i < 5; i++) {
 #pragma GCC unroll 4
             for (int r = 0; r < 4; r++) {
-                x += y;
-                y = rotated(y, by[i % 2][r]) ^ x;
+                const int turn = by[i % 2][r];
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) {
+                    x[j] += y[j];
+                    y[j] = (y[j] << turn | y[j] >> (32 - turn)) ^ x[j];
+                }
             }
-            x += keys[(i + 1) % 3];
-            y += keys[(i + 2) % 3] + i + 1;
+            for (int j = 0; j < 4; j++) {
+                x[j] += keys[(i + 1) % 3];
+                y[j] += keys[(i + 2) % 3] + i + 1;
+            }
         }
-        a[j] = x;
-        b[j] = y;
+        memcpy(a + first, x, sizeof x);
+        memcpy(b + first, y, sizeof y);
     }
 }
 
@@ -682,15 +804,20 @@ struct best {
     int64_t place;
 };
 
-/* logits / heat + noise, of up to BLOCK tokens from `first` on. */
+static inline float gumbel(uint32_t bits) {
+    const float chance = (float)bits * 0x1p-32f;
+    return -log_(-log_(chance > 0x1.fffffep-1f ? 0x1.fffffep-1f : chance));
+}
+
+/* logits / heat + noise, of up to BLOCK tokens from `first` on. Most blocks can't hold the best: not with the highest of
+ * their logits and the most of their noise together. */
 static void try_block(const float *logits, float heat, const uint32_t *bits, int64_t first, int64_t size,
                       struct best *best) {
+    uint32_t most = 0;
+    for (int64_t j = 0; j < size; j++) most = bits[j] > most ? bits[j] : most;
+    if (largest(logits + first, size) / heat + gumbel(most) + 1e-3f < best->value) return;
     float values[BLOCK];
-    for (int64_t j = 0; j < size; j++) {
-        float chance = (float)bits[j] * 0x1p-32f;
-        chance = chance > 0x1.fffffep-1f ? 0x1.fffffep-1f : chance;
-        values[j] = logits[first + j] / heat - log_(-log_(chance));
-    }
+    for (int64_t j = 0; j < size; j++) values[j] = logits[first + j] / heat + gumbel(bits[j]);
     const float top = largest(values, size);
     if (top < best->value || (top == best->value && first > best->place)) return;
     for (int64_t j = 0; j < size; j++)

@@ -8,6 +8,7 @@ float32 goes the way it went before.
 import ctypes
 import functools
 import platform
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from mlx_lm.models.base import scaled_dot_product_attention as mlx_attention
 from mlx_parallm.models.layers import rebound, replace_layers
 from mlx_parallm.models.native import kernels
 
+WIDE = 16  # of a head's elements, at a time
 FEW_QUERIES = 4  # above, matrix products are faster
 MANY_ROWS = 192  # from here on a BLAS is faster; on x86 it always is
 FIRST_WAVES = 4096  # positions whose cosines and sines are computed at once
@@ -81,17 +83,57 @@ def _add_low_rank(
     return [y for y, _, _ in layers]
 
 
-def adapted_product() -> Callable[..., mx.array | None] | None:
-    """A layer's product with each row's own low-rank one added; None where there is no such kernel."""
+def slot_attention() -> Callable[..., mx.array | None] | None:
+    """Attention of one query a row over slots, which also puts the new tokens there; None where there is no kernel."""
+    library = kernels()
+    return None if library is None else functools.partial(_attend_slots, library)
+
+
+def _attend_slots(
+    library: Any,
+    queries: mx.array,  # (S, H, 1, D)
+    keys: mx.array,  # (S, K, C, D)
+    values: mx.array,
+    fresh: tuple[mx.array, mx.array],  # (S, K, 1, D)
+    offsets: mx.array,  # (S,): tokens that each row has
+    scale: float,
+) -> mx.array | None:
+    """(S, H, 1, D); None, and nothing written, where MLX should do it."""
+    arrays = (queries, keys, values, *fresh)
+    width = queries.shape[-1]
+    if width % WIDE or keys.shape != values.shape or any(array.dtype != mx.float32 for array in arrays):
+        return None
+    mx.eval(arrays)
+    q, k, v, new_k, new_v = (np.asarray(array) for array in arrays)
+    if not all(slots.flags.c_contiguous and slots.flags.writeable for slots in (k, v)):
+        return None
+    rows, heads = q.shape[:2]
+    out = np.empty((rows, heads, 1, width), np.float32)
+    sizes = Sizes(rows, heads, *k.shape[1:])
+    strides = Sizes(*(stride for view in (q, new_k, new_v) for stride in _strides(view)[:2]))
+    lengths = np.asarray(offsets)
+    if library.attend_slots(*map(_at, (q, k, v, new_k, new_v, lengths, out)), sizes, strides, scale):
+        raise MemoryError
+    return mx.array(out)
+
+
+def adapted_products() -> Callable[..., list[mx.array] | None] | None:
+    """Products of layers of the same inputs, with each row's own low-rank ones added; None where there is no kernel."""
     library = kernels()
     return functools.partial(_adapted, library) if library is not None and _has_lane_products() else None
 
 
-def _adapted(library: Any, x: mx.array, layer: nn.Module, choice: Any, group: int, number: int) -> mx.array | None:
-    """None where MLX should do it, or a BLAS."""
-    if x.ndim != 3 or "scales" in layer:
+def _adapted(
+    library: Any, x: mx.array, layers: Sequence[tuple[nn.Module, int, int]], choice: Any
+) -> list[mx.array] | None:
+    """x (B, T, size), each layer with its group and its number there. None where MLX should do it, or a BLAS."""
+    if x.ndim != 3:
         return None
-    return _product(library, x, layer["weight"], layer.get("bias"), choice.parties(group, x.shape[1]), number)
+    weights = [_weights(layer) for layer, _, _ in layers]
+    own = [
+        (choice.parties(group, x.shape[1]), number) if choice.has(group) else (None, 0) for _, group, number in layers
+    ]
+    return _products(library, x, weights, own)
 
 
 class Rope(nn.RoPE):
@@ -103,8 +145,8 @@ class Rope(nn.RoPE):
             return result
         mx.eval(x)
         view = np.asarray(x)  # (B, H, T, D)
-        offsets = np.ascontiguousarray(np.broadcast_to(np.asarray(offset, np.int64), view.shape[:1]))
-        waves = self._waves_for(int(offsets.max()) + view.shape[2])
+        offsets, furthest = _offsets(offset, view.shape[0])
+        waves = self._waves_for(furthest + view.shape[2])
         out = np.empty(view.shape, np.float32)
         sizes = Sizes(*view.shape, self.dims)
         self.kernels.rope(_at(view), _at(out), _at(offsets), _at(waves), sizes, Sizes(*_strides(view)[:3]))
@@ -122,6 +164,18 @@ class Rope(nn.RoPE):
             waves = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
             object.__setattr__(self, "_waves", waves)
         return waves
+
+
+_asked = threading.local()  # the last offsets: one array for all layers of a pass
+
+
+def _offsets(offset: Any, rows: int) -> tuple[Array, int]:
+    """(rows,) and the largest."""
+    if getattr(_asked, "offset", None) is not offset or len(_asked.found[0]) != rows:
+        found = np.ascontiguousarray(np.broadcast_to(np.asarray(offset, np.int64), (rows,)))
+        _asked.offset, _asked.found = offset, (found, int(found.max()))
+    known: tuple[Array, int] = _asked.found
+    return known
 
 
 class RMSNorm(nn.RMSNorm):
@@ -144,9 +198,9 @@ class Linear(nn.Linear):
     kernels: Any
 
     def __call__(self, x: mx.array) -> mx.array:
-        found = _product(self.kernels, x, self["weight"], self.get("bias"))
+        found = _products(self.kernels, x, [_weights(self)])
         if found is not None:
-            return found
+            return found[0]
         result: mx.array = super().__call__(x)
         return result
 
@@ -155,9 +209,9 @@ class Embedding(nn.Embedding):
     kernels: Any
 
     def as_linear(self, x: mx.array) -> mx.array:
-        found = _product(self.kernels, x, self["weight"], None)
+        found = _products(self.kernels, x, [_weights(self)])
         if found is not None:
-            return found
+            return found[0]
         result: mx.array = super().as_linear(x)
         return result
 
@@ -167,31 +221,58 @@ def _has_lane_products() -> bool:
     return platform.machine() in ("aarch64", "arm64")
 
 
-def _product(
+class _Weights:
+    """Where a layer's weights lie."""
+
+    __slots__ = ("added", "bias", "lie", "lines", "size", "usable", "views", "weight")
+
+    def __init__(self, weight: mx.array, bias: mx.array | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.lines, self.size = weight.shape
+        arrays = [weight] if bias is None else [weight, bias]
+        self.usable = self.size % 4 == 0 and all(array.dtype == mx.float32 for array in arrays)
+        self.views = [np.asarray(array) for array in arrays] if self.usable else []
+        self.usable = self.usable and all(view.flags.c_contiguous for view in self.views)
+        self.lie, self.added = ([*map(_at, self.views), 0, 0])[:2]
+
+
+def _weights(layer: nn.Module) -> _Weights | None:
+    """Found once, and again when the layer has others; None where they are no plain numbers."""
+    if "scales" in layer:
+        return None
+    known: _Weights | None = layer.__dict__.get("_lying")
+    weight, bias = layer["weight"], layer.get("bias")
+    if known is None or known.weight is not weight or known.bias is not bias:
+        known = _Weights(weight, bias)
+        object.__setattr__(layer, "_lying", known)
+    return known if known.usable else None
+
+
+def _products(
     library: Any,
     x: mx.array,
-    weight: mx.array,
-    bias: mx.array | None,
-    parties: Array | None = None,
-    number: int = 0,
-) -> mx.array | None:
-    """x · weightᵀ + bias for a few rows, and what `parties` add to them; None where a BLAS should do it."""
-    lines, size = weight.shape
-    rows = x.size // size
-    arrays = (x, weight) if bias is None else (x, weight, bias)
-    if not 1 < rows <= MANY_ROWS or size % 4 or any(array.dtype != mx.float32 for array in arrays):
+    layers: Sequence[_Weights | None],
+    own: Sequence[tuple[Array | None, int]] = ((None, 0),),
+) -> list[mx.array] | None:
+    """x · weightᵀ + bias of each layer for a few rows, and what `own` parties add; None where a BLAS should do it."""
+    shape = x.shape
+    rows = x.size // shape[-1]
+    if not 1 < rows <= MANY_ROWS or x.dtype != mx.float32:
         return None
+    table: list[int | None] = []
+    outputs = []
+    for layer, (parties, number) in zip(layers, own, strict=True):
+        if layer is None:
+            return None
+        out = np.empty((*shape[:-1], layer.lines), np.float32)
+        outputs.append(out)
+        table += (layer.lie, layer.added, _at(out), layer.lines)
+        table += (0, 0, 0) if parties is None else (_at(parties), len(parties), number)
     mx.eval(x)
-    weights = np.asarray(weight)
-    if not weights.flags.c_contiguous:
-        return None
-    out = np.empty((*x.shape[:-1], lines), np.float32)
-    added = None if bias is None else np.asarray(bias)
     view = np.ascontiguousarray(np.asarray(x))
-    own = (None, 0, 0) if parties is None else (_at(parties), len(parties), number)
-    if library.product(_at(view), _at(weights), _at(added), _at(out), rows, lines, size, *own):
+    if library.products(_at(view), rows, shape[-1], (ctypes.c_int64 * len(table))(*table), len(outputs)):
         raise MemoryError
-    return mx.array(out)
+    return [mx.array(out) for out in outputs]
 
 
 def _swiglu(library: Any, gate: mx.array, up: mx.array) -> mx.array:
@@ -215,6 +296,10 @@ def _attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
+    if sinks is None and hasattr(cache, "attend"):
+        attended: mx.array | None = cache.attend(queries, scale, mask)
+        if attended is not None:
+            return attended
     plain = sinks is None and not hasattr(cache, "bits") and _plain_mask(mask, queries, keys)
     if not plain or any(array.dtype != mx.float32 for array in (queries, keys, values)):
         return mlx_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

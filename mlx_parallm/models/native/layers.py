@@ -233,7 +233,7 @@ class _Weights:
         self.usable = self.size % 4 == 0 and all(array.dtype == mx.float32 for array in arrays)
         self.views = [np.asarray(array) for array in arrays] if self.usable else []
         self.usable = self.usable and all(view.flags.c_contiguous for view in self.views)
-        self.lie, self.added = ([*map(_at, self.views), 0, 0])[:2]
+        self.lie, self.added = [*map(_address, self.views), 0, 0][:2]
 
 
 def _weights(layer: nn.Module) -> _Weights | None:
@@ -259,15 +259,15 @@ def _products(
     rows = x.size // shape[-1]
     if not 1 < rows <= MANY_ROWS or x.dtype != mx.float32:
         return None
-    table: list[int | None] = []
+    table: list[int] = []
     outputs = []
     for layer, (parties, number) in zip(layers, own, strict=True):
         if layer is None:
             return None
         out = np.empty((*shape[:-1], layer.lines), np.float32)
         outputs.append(out)
-        table += (layer.lie, layer.added, _at(out), layer.lines)
-        table += (0, 0, 0) if parties is None else (_at(parties), len(parties), number)
+        table += (layer.lie, layer.added, _address(out), layer.lines)
+        table += (0, 0, 0) if parties is None else (_address(parties), len(parties), number)
     mx.eval(x)
     view = np.ascontiguousarray(np.asarray(x))
     if library.products(_at(view), rows, shape[-1], (ctypes.c_int64 * len(table))(*table), len(outputs)):
@@ -355,4 +355,9 @@ def _strides(view: Array) -> tuple[int, ...]:
 
 
 def _at(view: Array | None) -> int | None:
-    return None if view is None else view.__array_interface__["data"][0]
+    return None if view is None else _address(view)
+
+
+def _address(view: Array) -> int:
+    address: int = view.__array_interface__["data"][0]
+    return address

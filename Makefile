@@ -49,8 +49,8 @@ rl-demo: $(VENV)/.installed-dev
 	$(BIN)/python examples/rl_demo.py $(ARGS)
 
 rl-demo-long: $(VENV)/.installed-dev
-	$(BIN)/python examples/rl_demo.py --task arithmetic --steps 120 --prompts 6 --group-size 8 --learning-rate 3e-4 \
-	  --held-out 32 --eval-every 20 --out rl-demo-long $(ARGS)
+	$(BIN)/python examples/rl_demo.py --task arithmetic --steps 30 --prompts 6 --group-size 8 --held-out 32 \
+	  --eval-every 10 --out rl-demo-long $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

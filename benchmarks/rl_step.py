@@ -68,7 +68,9 @@ class Ours:
                 request.on_delta(delta)
 
         rows = min(64, args.prompts * args.group_size)
-        config = ServeConfig(ssd=False, max_batch_size=rows)
+        config = ServeConfig(
+            ssd=False, max_batch_size=rows, num_blocks=128
+        )  # prompts are random: nothing to find again
         self.engine = Engine(partial(load, args.model, name="model"), config, dispatch)
         self.engine.start()
         ledger = Ledger()

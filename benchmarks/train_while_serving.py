@@ -1,12 +1,12 @@
-"""What training costs those who are served meanwhile: the same clients without updates, with, and without again.
+"""What training costs those who are served meanwhile: the same clients without it, with, and without again.
 
     python benchmarks/train_while_serving.py                                         # the embedded model, all it can
     python benchmarks/train_while_serving.py --model FOLDER --clients 32 --updates-per-minute 12      # a GPU
 
-Clients stream without a pause from a server with `--enable-rl-training`. In the middle part it makes updates, one after
-another or so many a minute, from answers that it drew itself. Said: tokens a second with and without, gaps between
-tokens, the longest piece of an update, the share of the engine's time, publishes, and memory beside its plan. Exit code
-1 where a request failed, or named versions that can't be.
+Clients stream without a pause from a server with `--enable-rl-training`: alone; beside the rollouts that updates need;
+with updates from those, one after another or so many a minute; alone again. Said: tokens a second, gaps between tokens,
+the longest piece of an update, the share of the engine's time, publishes, and memory beside its plan, where rollouts
+count as served. Exit code 1 where a request failed, or named versions that can't be.
 """
 
 import argparse
@@ -113,8 +113,10 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], load: Load, ol
         load.wrong.append(f"{count} of {body['max_tokens']} tokens, spans {spans}, versions {oldest} to {load.newest}")
 
 
-async def train(client: httpx.AsyncClient, load: Load, args: argparse.Namespace, until: float) -> list[dict[str, Any]]:
-    """Updates from fresh rollouts, until then."""
+async def train(
+    client: httpx.AsyncClient, load: Load, args: argparse.Namespace, until: float, learn: bool = True
+) -> list[dict[str, Any]]:
+    """Updates from fresh rollouts, until then; or the rollouts alone."""
     choose = random.Random(0)
     made: list[dict[str, Any]] = []
     begun = time.perf_counter()
@@ -135,6 +137,9 @@ async def train(client: httpx.AsyncClient, load: Load, args: argparse.Namespace,
             for number, group in enumerate(found.json()["groups"])
             for sample in group["samples"]
         ]
+        if not learn:
+            made.append({})
+            continue
         load.newest = load.current + 1  # from here on an answer may name it
         answer = await client.post("/v1/training/update", json={"trajectories": trajectories})
         answer.raise_for_status()
@@ -154,22 +159,26 @@ async def quiet(load: Load, number: int, seconds: float) -> None:
 async def drive(
     url: str, args: argparse.Namespace
 ) -> tuple[Load, list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-    load = Load([Part("warm-up"), Part("serving alone"), Part("and training"), Part("alone again")])
+    names = "warm-up", "serving alone", "and rollouts", "and training", "alone again"
+    load = Load([Part(name) for name in names])
     limits = httpx.Limits(max_connections=args.clients + 4)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         load.current = load.newest = (await client.get("/v1/training/status")).json()["policy_version"]
         clients = [asyncio.create_task(ask(client, load, args, number)) for number in range(args.clients)]
         await asyncio.sleep(min(10.0, args.seconds))
         await quiet(load, 1, args.seconds)
+        load.now, begun = 2, time.perf_counter()
+        await train(client, load, args, begun + args.seconds, learn=False)
+        load.parts[2].seconds = time.perf_counter() - begun
         alone = (await client.get("/debug/metrics")).json()
         load.now = 0
         await train(client, load, args, time.perf_counter() + 3)  # kernels, and the pace of micro-batches
         before = (await client.get("/debug/metrics")).json()
-        load.now, begun = 2, time.perf_counter()
+        load.now, begun = 3, time.perf_counter()
         made = await train(client, load, args, begun + (args.training_seconds or args.seconds))
-        load.parts[2].seconds = time.perf_counter() - begun
+        load.parts[3].seconds = time.perf_counter() - begun
         after = (await client.get("/debug/metrics")).json()
-        await quiet(load, 3, args.seconds)
+        await quiet(load, 4, args.seconds)
         load.over = True
         await asyncio.gather(*clients)
         internals = (await client.get("/debug/training")).json()
@@ -200,12 +209,13 @@ def main() -> int:
         row = [f"{part.tokens / part.seconds:,.1f}", str(part.answers), *(f"{gap:,.0f}" for gap in shown)]
         table.add_row(part.name, *row, str(len(part.versions)))
     console.print(table)
-    rates = [part.tokens / part.seconds for part in load.parts[1:]]
+    alone, rollouts, training, again = (part.tokens / part.seconds for part in load.parts[1:])
     published = [report for report in made if report["published"]]
-    seconds = load.parts[2].seconds
+    seconds = load.parts[3].seconds
     share = background["serving_seconds"] / max(1e-9, background["serving_seconds"] + background["contended_seconds"])
     console.print(
-        f"throughput with training {rates[1] / statistics.mean((rates[0], rates[2])):.3f}× of alone; "
+        f"throughput with training {training / statistics.mean((alone, again)):.3f}× of alone "
+        f"({rollouts / statistics.mean((alone, again)):.3f}× with its rollouts only); "
         f"{60 * len(published) / seconds:.1f} updates a minute ({len(made) - len(published)} refused), "
         f"{statistics.mean(report['metrics']['tokens'] for report in made):.0f} tokens each; "
         f"updates took {100 * background['contended_seconds'] / seconds:.1f}% of the time, their rollouts made "
@@ -222,8 +232,9 @@ def main() -> int:
         memory[name] / 1e6 for name in ("serving", "with training", "trainer", "activations")
     )
     console.print(
-        f"memory: serving alone peaked at {serving:,.1f} MB, LoRA and optimiser ({trainer:,.1f}) included; a piece "
-        f"takes {activations:,.1f} at most: {serving + activations:,.1f} in sum; with training it peaked at {peak:,.1f}"
+        f"memory: serving, rollouts too, peaked at {serving:,.1f} MB, LoRA and optimiser ({trainer:,.1f}) included; a "
+        f"piece takes {activations:,.1f} at most: {serving + activations:,.1f} in sum; with training it peaked at "
+        f"{peak:,.1f}"
     )
     for line in [*load.failed[:5], *load.wrong[:5]]:
         console.print(f"[red]{line}")

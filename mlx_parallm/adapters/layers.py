@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.adapters.mixtures import BASE, Choice, Groups, Resident
+from mlx_parallm.adapters.mixtures import BASE, Apart, Choice, Groups, Resident
 from mlx_parallm.adapters.weights import Adapter, AdapterError, Array, Target
 
 RANK_STEP = 8  # ranks are padded to multiples of this
@@ -112,6 +112,17 @@ class Seat:
         y = base(x)
         added = self._by_kernel(x, y) if choice.plain(self.group) else None
         return choice.added(self.group, self.number, x, y, layer.get("bias")) if added is None else added
+
+    def parties(self, tokens: int) -> tuple[Any, int] | None:
+        """For kernels on the CPU: what rows add in this pass, and the layer's number; None where they can't."""
+        choice = self.selection.choice
+        if not choice.has(self.group):
+            return None, 0
+        return (
+            (choice.parties(self.group, tokens), self.number)
+            if isinstance(choice, Apart) and choice.plain(self.group)
+            else None
+        )
 
     def _multiplied(self, x: mx.array, layer: nn.Module) -> mx.array | None:
         choice, multiply = self.selection.choice, self.selection.multiply

@@ -207,6 +207,11 @@ class SlotLayer:
         self._before = ()
         return attended
 
+    def places(self, mask: Any) -> tuple[mx.array, mx.array, mx.array] | None:
+        """Keys and values that a kernel may write a step's tokens to, and where; None where it must go by the mask."""
+        step = self._step
+        return (self.keys, self.values, step.offset) if step.attend is not None and mask is step.mask else None
+
     def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         assert tokens == 1, "slots decode one token a row"
         if not window_size:

@@ -1,5 +1,6 @@
 """The CPU's C kernels give what MLX's operations give, and leave alone what they don't know."""
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -9,13 +10,29 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
+from mlx_parallm.adapters.layers import Layout
+from mlx_parallm.adapters.mixtures import Apart
+from mlx_parallm.adapters.weights import Adapter, Part
+from mlx_parallm.engine.batching import adapter_layout, slot_cache
 from mlx_parallm.engine.sampling import log_sum_exp
+from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native import kernels
 from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.models.native.layers import Embedding, Linear, speed_up
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")
+
+
+def random_adapter(layout: Layout, rank: int) -> Adapter:
+    random = np.random.default_rng(rank)
+
+    def normal(*shape: int) -> Any:
+        return random.standard_normal(shape).astype(np.float32) * 0.2
+
+    targets = {path: target for path, target in layout.targets.items() if target.kind == "linear"}
+    return Adapter({path: Part(normal(rank, one.size), normal(one.lines, rank)) for path, one in targets.items()})
 
 
 def fast_llama() -> tuple[nn.Module, nn.Module]:
@@ -157,3 +174,37 @@ def test_draws_follow_the_probabilities() -> None:
     tokens, _ = draw(mx.broadcast_to(logits, (count, 7)), np.full(count, heat, np.float32), keys, False)
     found = np.bincount(np.array(tokens), minlength=7) / count
     assert np.abs(found - np.array(mx.softmax(logits / heat))).max() < 0.015
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8, 33])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_block_decodes_as_mlx_does(rows: int, adapted: bool) -> None:
+    """Rows of different lengths in slots, with and without adapters: the same logits, and the same slots after them."""
+    plain, fast = fast_llama()
+    tuning = Tuning.of("cpu")
+    found: list[tuple[list[mx.array], list[mx.array]]] = []
+    for module, kind in ((plain, replace(tuning, compiled=True)), (fast, tuning)):
+        layout = adapter_layout(module, tuning)
+        forward = Forward(module, layout.selection)
+        cache = slot_cache(len(module.layers), rows, 1 << 30, kind)
+        residents = [layout.place(layout.pack(random_adapter(layout, rank))) for rank in (4, 16)]
+        choice = Apart([None if not adapted else (None, *residents)[row % 3] for row in range(rows)])
+        lengths = [(7 * row) % 11 + 1 for row in range(rows)]
+        cache.expect(rows)
+        for row, length in enumerate(lengths):
+            staged = cache.stage(1, length)
+            forward(mx.array([[(3 * row + i) % 90 + 3 for i in range(length)]]), staged, choice.row(row))
+            cache.join(staged, [(0, length)])
+        forward = Forward(module, layout.selection)
+        logits = []
+        for step in range(3):
+            cache._compiled = False
+            tokens = mx.array([(row + 5 * step) % 90 + 3 for row in range(rows)])
+            logits.append(cache.decode(forward, tokens, [length + step for length in lengths], choice))
+            mx.eval(logits)
+        found.append((logits, [array for layer in cache.layers for array in (layer.keys, layer.values)]))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert close(one, other, 1e-4)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        for row, length in enumerate(lengths):
+            assert close(one[row, :, : length + 3], other[row, :, : length + 3], 1e-4)

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models import llama
 from mlx_lm.models.activations import swiglu as mlx_swiglu
 from mlx_lm.models.base import scaled_dot_product_attention as mlx_attention
 
@@ -42,6 +43,10 @@ def _fast_class(library: Any, original: type) -> type | None:
         return type("Rope", (Rope,), {"kernels": library})
     if original is nn.RMSNorm:
         return type("RMSNorm", (RMSNorm,), {"kernels": library})
+    if original is llama.TransformerBlock and _has_lane_products():
+        from mlx_parallm.models.native.blocks import Block
+
+        return type("Block", (Block,), {"kernels": library})
     if original is nn.Linear and _has_lane_products():
         return type("Linear", (Linear,), {"kernels": library})
     if original is nn.Embedding and _has_lane_products():
@@ -129,11 +134,13 @@ def _adapted(
     """x (B, T, size), each layer with its group and its number there. None where MLX should do it, or a BLAS."""
     if x.ndim != 3:
         return None
-    weights = [_weights(layer) for layer, _, _ in layers]
     own = [
-        (choice.parties(group, x.shape[1]), number) if choice.has(group) else (None, 0) for _, group, number in layers
+        None
+        if (weights := weights_of(layer)) is None
+        else (weights, choice.parties(group, x.shape[1]) if choice.has(group) else None, number)
+        for layer, group, number in layers
     ]
-    return _products(library, x, weights, own)
+    return _products(library, x, own)
 
 
 class Rope(nn.RoPE):
@@ -145,14 +152,14 @@ class Rope(nn.RoPE):
             return result
         mx.eval(x)
         view = np.asarray(x)  # (B, H, T, D)
-        offsets, furthest = _offsets(offset, view.shape[0])
-        waves = self._waves_for(furthest + view.shape[2])
+        offsets, furthest = offsets_of(offset, view.shape[0])
+        waves = self.waves_for(furthest + view.shape[2])
         out = np.empty(view.shape, np.float32)
         sizes = Sizes(*view.shape, self.dims)
         self.kernels.rope(_at(view), _at(out), _at(offsets), _at(waves), sizes, Sizes(*_strides(view)[:3]))
         return mx.array(out)
 
-    def _waves_for(self, positions: int) -> Array:
+    def waves_for(self, positions: int) -> Array:
         """(positions, dims): cosines, then sines, of each position's angles; grows by doubling."""
         waves: Array | None = getattr(self, "_waves", None)
         if waves is None or len(waves) < positions:
@@ -169,7 +176,7 @@ class Rope(nn.RoPE):
 _asked = threading.local()  # the last offsets: one array for all layers of a pass
 
 
-def _offsets(offset: Any, rows: int) -> tuple[Array, int]:
+def offsets_of(offset: Any, rows: int) -> tuple[Array, int]:
     """(rows,) and the largest."""
     if getattr(_asked, "offset", None) is not offset or len(_asked.found[0]) != rows:
         found = np.ascontiguousarray(np.broadcast_to(np.asarray(offset, np.int64), (rows,)))
@@ -198,7 +205,8 @@ class Linear(nn.Linear):
     kernels: Any
 
     def __call__(self, x: mx.array) -> mx.array:
-        found = _products(self.kernels, x, [_weights(self)])
+        weights = weights_of(self)
+        found = None if weights is None else _products(self.kernels, x, [(weights, None, 0)])
         if found is not None:
             return found[0]
         result: mx.array = super().__call__(x)
@@ -209,7 +217,8 @@ class Embedding(nn.Embedding):
     kernels: Any
 
     def as_linear(self, x: mx.array) -> mx.array:
-        found = _products(self.kernels, x, [_weights(self)])
+        weights = weights_of(self)
+        found = None if weights is None else _products(self.kernels, x, [(weights, None, 0)])
         if found is not None:
             return found[0]
         result: mx.array = super().as_linear(x)
@@ -236,7 +245,7 @@ class _Weights:
         self.lie, self.added = [*map(_address, self.views), 0, 0][:2]
 
 
-def _weights(layer: nn.Module) -> _Weights | None:
+def weights_of(layer: nn.Module) -> _Weights | None:
     """Found once, and again when the layer has others; None where they are no plain numbers."""
     if "scales" in layer:
         return None
@@ -248,31 +257,34 @@ def _weights(layer: nn.Module) -> _Weights | None:
     return known if known.usable else None
 
 
-def _products(
-    library: Any,
-    x: mx.array,
-    layers: Sequence[_Weights | None],
-    own: Sequence[tuple[Array | None, int]] = ((None, 0),),
-) -> list[mx.array] | None:
-    """x · weightᵀ + bias of each layer for a few rows, and what `own` parties add; None where a BLAS should do it."""
+Own = tuple[_Weights, Array | None, int]  # a layer's weights, the parties that add to it, its number among theirs
+
+
+def _products(library: Any, x: mx.array, layers: Sequence[Own | None]) -> list[mx.array] | None:
+    """Of each layer for a few rows; None where a BLAS should do it."""
     shape = x.shape
     rows = x.size // shape[-1]
-    if not 1 < rows <= MANY_ROWS or x.dtype != mx.float32:
+    own = [layer for layer in layers if layer is not None]
+    if not 1 < rows <= MANY_ROWS or x.dtype != mx.float32 or len(own) < len(layers):
         return None
+    mx.eval(x)
+    outputs = products_of(library, np.asarray(x).reshape(rows, -1), own)
+    return [mx.array(out.reshape(*shape[:-1], -1)) for out in outputs]
+
+
+def products_of(library: Any, x: Array, layers: Sequence[Own]) -> list[Array]:
+    """x (M, K) · weightᵀ + bias of each layer, and what its parties add: (M, N) each."""
+    x = np.ascontiguousarray(x)
     table: list[int] = []
     outputs = []
-    for layer, (parties, number) in zip(layers, own, strict=True):
-        if layer is None:
-            return None
-        out = np.empty((*shape[:-1], layer.lines), np.float32)
+    for weights, parties, number in layers:
+        out = np.empty((len(x), weights.lines), np.float32)
         outputs.append(out)
-        table += (layer.lie, layer.added, _address(out), layer.lines)
+        table += (weights.lie, weights.added, _address(out), weights.lines)
         table += (0, 0, 0) if parties is None else (_address(parties), len(parties), number)
-    mx.eval(x)
-    view = np.ascontiguousarray(np.asarray(x))
-    if library.products(_at(view), rows, shape[-1], (ctypes.c_int64 * len(table))(*table), len(outputs)):
+    if library.products(_at(x), *x.shape, (ctypes.c_int64 * len(table))(*table), len(outputs)):
         raise MemoryError
-    return [mx.array(out) for out in outputs]
+    return outputs
 
 
 def _swiglu(library: Any, gate: mx.array, up: mx.array) -> mx.array:

@@ -14,6 +14,7 @@ from mlx_parallm.engine.prompts import Conversation, Prompts
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
+from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.loop import Asker, Loop, LoopConfig, StepNews
 from mlx_parallm.training.objectives import chosen_logprobs
@@ -100,7 +101,9 @@ def test_rollouts_are_the_trees_own_numbers_before_and_after_each_publish() -> N
             gaps = []
             for each in trajectories:
                 tokens = mx.array([each.completion_ids])
-                logits = answer_logits(session.trainer.tree.module, mx.array(each.prompt_ids), tokens, False)
+                logits = answer_logits(
+                    session.trainer.tree.module, PaddedPrompts.of([each.prompt_ids], [1]), tokens, False
+                )
                 found = chosen_logprobs(logits, tokens, 0.9)[0]
                 gaps.append(float(mx.max(mx.abs(found - mx.array(each.logprobs)))))
             assert max(gaps) < 1e-4

@@ -373,13 +373,15 @@ class Trainer:
 
     # What a checkpoint keeps.
 
-    def state(self) -> dict[str, Any]:
-        """Arrays by name, on the host: waits for them."""
-        arrays = {f"parameters.{name}": np.array(array) for name, array in self.parameters.items()}
-        arrays["reference_kl"] = np.array([self._reference_kl], np.float64)
-        return arrays | {f"optimizer.{name}": np.array(array) for name, array in tree_flatten(self.optimizer.state)}
+    def state(self, snapshot: "Snapshot | None" = None) -> dict[str, Any]:
+        """Arrays by name, on the host: waits for them. As it is now, or was."""
+        kept = snapshot or self.snapshot()
+        arrays = {f"parameters.{name}": np.array(array) for name, array in kept.parameters.items()}
+        arrays["reference_kl"] = np.array([kept.reference_kl], np.float64)
+        return arrays | {f"optimizer.{name}": np.array(array) for name, array in tree_flatten(kept.optimizer)}
 
-    def load_state(self, arrays: dict[str, Any], updates: int) -> None:
+    def snapshot_of(self, arrays: dict[str, Any], updates: int) -> "Snapshot":
+        """What `state` has written, to go back to."""
         parameters = {
             name.removeprefix("parameters."): mx.array(array)
             for name, array in arrays.items()
@@ -389,19 +391,20 @@ class Trainer:
             name: array.shape for name, array in self.parameters.items()
         }:
             raise ConfigError("the checkpoint is of an adapter with other layers or another rank")
-        self.parameters = {name: parameters[name] for name in self.parameters}
         kept = {
             name.removeprefix("optimizer."): mx.array(array)
             for name, array in arrays.items()
             if name.startswith("optimizer.")
         }
-        self.optimizer.state = _nested(kept, self.optimizer.state)
+        optimizer = _nested(kept, self.optimizer.state)
         if self.config.schedule == "constant" and not self.config.warmup_steps:
-            self.optimizer.learning_rate = self.config.learning_rate  # what is asked for now, not then
-        mx.eval(self.parameters, self.optimizer.state)
-        self._restore(self.parameters)
-        self.updates = updates
-        self._reference_kl = float(arrays["reference_kl"][0]) if "reference_kl" in arrays else 0.0
+            optimizer["learning_rate"] = mx.array(self.config.learning_rate)  # what is asked for now, not then
+        mx.eval(parameters, optimizer)
+        reference_kl = float(arrays["reference_kl"][0]) if "reference_kl" in arrays else 0.0
+        return Snapshot({name: parameters[name] for name in self.parameters}, optimizer, updates, reference_kl)
+
+    def load_state(self, arrays: dict[str, Any], updates: int) -> None:
+        self.go_back(self.snapshot_of(arrays, updates))
 
 
 def _number(value: mx.array) -> float:

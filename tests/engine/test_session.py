@@ -214,6 +214,39 @@ def test_a_restart_goes_on_where_the_last_checkpoint_was(tmp_path: Path) -> None
         hold(again, answer)
 
 
+def random_trajectories(seed: int) -> list[Trajectory]:
+    random = np.random.default_rng(seed)
+    return [
+        Trajectory(PROMPTS[place // 4], random.integers(3, 90, 6).tolist(), float(random.random()), str(place // 4))
+        for place in range(8)
+    ]
+
+
+def test_an_alarm_after_a_restart_goes_back_as_far_as_without(tmp_path: Path) -> None:
+    calm, alarmed = Alarms(kl=None, entropy=None, reward_drop=None), Alarms(entropy=100.0)
+
+    def learn(folder: Path, numbers: range) -> tuple[dict[str, np.ndarray], Answer]:
+        with school() as one:
+            session = one.session(folder=folder, alarms=calm)
+            for number in numbers:
+                session._alarms = alarmed if number in (3, 4) else calm
+                report = session.update(random_trajectories(number))
+                assert bool(report.rolled_back) == (number in (3, 4))
+                assert session.trainer.updates == (1, 2, 3, 2, 2, 3, 4)[number]
+            kept = session.checkpoints.latest()  # type: ignore[union-attr]
+            assert kept is not None
+            return kept.arrays, one.driver.ask(PROMPTS[0], adapter="policy", **GREEDY)
+
+    whole, answer = learn(tmp_path / "whole", range(7))
+    for number in range(7):  # a restart before each update
+        arrays, again = learn(tmp_path / "cut", range(number, number + 1))
+        earlier = {name for name in arrays if name.startswith("good.parameters.")}
+        assert bool(earlier) == (number not in (3, 4))  # after a rollback the good one is the one that is kept
+    assert sorted(arrays) == sorted(whole)
+    assert all(np.array_equal(array, arrays[name]) for name, array in whole.items())
+    hold(again, answer)
+
+
 def test_nothing_to_learn_from() -> None:
     with school() as one:
         session = one.session()

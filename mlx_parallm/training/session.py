@@ -100,7 +100,7 @@ class Session:
         self._rewards: deque[float] = deque(maxlen=RECENT)
         self._deviations: deque[float] = deque(maxlen=RECENT)
         self._best_reward = -np.inf
-        self._good: tuple[int | None, Snapshot] | None = None  # None: a version of before a restart; what is there now
+        self._good: tuple[int | None, Snapshot] | None = None  # its version; None: it was before a restart
         self._closed = False
         self._thread: threading.Thread | None = None
         self.trainer: Trainer

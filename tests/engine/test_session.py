@@ -313,6 +313,24 @@ def test_the_loop_goes_on_after_a_restart_as_if_nothing_had_happened(tmp_path: P
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
 
 
+def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None:
+    options = {"learning_rate": 5e-3, "alarms": Alarms(kl=0.5, reward_drop=0.1)}
+    with school() as one:
+        session = one.session(folder=tmp_path / "whole", **options)
+        alarms = [each.report.rolled_back for each in run_loop(one, session, steps=12)[1:] if each.report is not None]
+        whole, best = session.trainer.state(), session._best_reward
+    assert any("KL" in alarm for alarm in alarms)
+    for steps in range(1, 13):
+        with school() as one:
+            session = one.session(folder=tmp_path / "cut", **options)
+            report = run_loop(one, session, steps=steps)[-1].report
+            assert report is not None
+            assert report.rolled_back == alarms[steps - 1]
+            cut = session.trainer.state()
+    assert session._best_reward == best > -np.inf
+    assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
+
+
 def test_placebos_and_levels() -> None:
     with school() as one:
         still = one.session("still", learning_rate=0.0)

@@ -19,7 +19,7 @@ from mlx_parallm.adapters.registry import Route
 from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError, ParallmError, UnavailableError
-from mlx_parallm.training.checkpoints import BEST, Checkpoints, adapter_files, check_name
+from mlx_parallm.training.checkpoints import BEST, Checkpoint, Checkpoints, adapter_files, check_name
 from mlx_parallm.training.trainer import Outcome, RLConfig, Snapshot, Trainer
 from mlx_parallm.training.trajectories import Buffer, Trajectory
 from mlx_parallm.training.tree import LoRAConfig
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 FAILURE_SECONDS = 1.0  # before another attempt
 RECENT = 5  # updates over which rewards are averaged
+GOOD = "good."  # before the names of the last good version's arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class Session:
         self._rewards: deque[float] = deque(maxlen=RECENT)
         self._deviations: deque[float] = deque(maxlen=RECENT)
         self._best_reward = -np.inf
-        self._good: tuple[int, Snapshot] | None = None
+        self._good: tuple[int | None, Snapshot] | None = None  # its version; None: it was before a restart
         self._closed = False
         self._thread: threading.Thread | None = None
         self.trainer: Trainer
@@ -114,6 +115,7 @@ class Session:
             kept = self.checkpoints.latest() if resume else None
             if kept is not None:
                 self._on_engine(lambda: self.trainer.load_state(kept.arrays, int(kept.state["updates"])))
+                self._good = self._on_engine(lambda: self._good_of(kept))
                 self.extra = dict(kept.state.get("extra", {}))
                 best = kept.state.get("best_reward")
                 self._best_reward = -np.inf if best is None else float(best)
@@ -255,7 +257,7 @@ class Session:
         version, snapshot = self._good
         self._on_engine(lambda: self.trainer.go_back(snapshot))
         report.version = self._back_to(version)
-        log.error("%s: %s; back to version %d", self.name, alarm, version)
+        log.error("%s: %s; back to version %d", self.name, alarm, report.version)
         self._try_save(f"step-{self.trainer.updates:08d}")  # a restart must not bring the other back
 
     def _publish_or_undo(self, adapter: Adapter, before: Snapshot) -> int:
@@ -265,11 +267,13 @@ class Session:
             self._on_engine(lambda: self.trainer.go_back(before))
             raise
 
-    def _back_to(self, version: int) -> int:
+    def _back_to(self, version: int | None) -> int:
         try:
-            return self.engine.policies.rollback(self.name, version).number
+            if version is not None:
+                return self.engine.policies.rollback(self.name, version).number
         except ParallmError:  # it is no longer kept: its weights are
-            return self._publish(self._on_engine(self.trainer.adapter))
+            pass
+        return self._publish(self._on_engine(self.trainer.adapter))
 
     def _publish(self, adapter: Adapter) -> int:
         config = {"fine_tune_type": "dora" if adapter.dora else "lora", "lora_parameters": {"scale": self.lora.scale}}
@@ -281,14 +285,14 @@ class Session:
             report.checkpoint = self._save(name)
         if not report.published:
             return
+        average = float(np.mean(self._rewards)) if len(self._rewards) == RECENT else -np.inf
+        better, first = average > self._best_reward, self._best_reward == -np.inf
+        self._best_reward = max(self._best_reward, average)
         if self.trainer.updates % self._interval == 0:
             saved = self._try_save(f"step-{self.trainer.updates:08d}")
             report.checkpoint = report.checkpoint or saved
-        average = float(np.mean(self._rewards)) if len(self._rewards) == RECENT else -np.inf
-        if average > self._best_reward:
-            first, self._best_reward = self._best_reward == -np.inf, average
-            if not first:
-                self._try_save(BEST)
+        if better and not first:
+            self._try_save(BEST)
 
     def _try_save(self, name: str) -> str | None:
         if self.checkpoints is None:
@@ -301,10 +305,16 @@ class Session:
 
     def _save(self, name: str) -> str:
         assert self.checkpoints is not None
-        arrays, adapter = self._on_engine(lambda: (self.trainer.state(), self.trainer.adapter()))
+        good = self._good[1] if self._good is not None else None
+        if (
+            good is not None and good.parameters is self.trainer.parameters
+        ):  # after a rollback: it is the one that is kept
+            good = None
+        arrays, adapter = self._on_engine(lambda: (self._arrays(good), self.trainer.adapter()))
         source = self.engine.model.source
         state = {
             "updates": self.trainer.updates,
+            "good_updates": None if good is None else good.updates,
             "adapter": self.name,
             "policy_version": self.version,
             "best_reward": None if self._best_reward == -np.inf else self._best_reward,
@@ -317,6 +327,18 @@ class Session:
         }
         files = adapter_files(adapter, self.lora.scale, self.lora.rank, source)
         return self.checkpoints.save(name, files, arrays, state).name
+
+    def _arrays(self, good: Snapshot | None) -> dict[str, Any]:
+        earlier = {} if good is None else self.trainer.state(good)
+        return self.trainer.state() | {f"{GOOD}{name}": array for name, array in earlier.items()}
+
+    def _good_of(self, kept: Checkpoint) -> tuple[None, Snapshot] | None:
+        """What an alarm goes back to, where it is not what the checkpoint is of."""
+        updates = kept.state.get("good_updates")
+        if updates is None:
+            return None
+        arrays = {name.removeprefix(GOOD): array for name, array in kept.arrays.items() if name.startswith(GOOD)}
+        return None, self.trainer.snapshot_of(arrays, int(updates))
 
     def adapter_steps(self) -> Generator[None, None, Adapter]:
         """For the engine: the parameters as they are now."""

@@ -23,8 +23,6 @@ from mlx_parallm.training.batches import Batch, Micro
 from mlx_parallm.training.objectives import (
     AGGREGATION,
     Algorithm,
-    Floats,
-    Integers,
     Objective,
     chosen_logprobs,
     divergence,
@@ -150,14 +148,6 @@ class _Sample:
     micro: Micro
     scores: mx.array
 
-    @property
-    def answers(self) -> Integers:
-        return self.micro.answers[:CHECKED]
-
-    @property
-    def mask(self) -> Floats:
-        return self.micro.mask[:CHECKED]
-
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -272,12 +262,12 @@ class Trainer:
             pace = self._paces[self._busy()]
             return pace.budget()
 
-        for micro in batch.micros(budget):
+        for micro in batch.micros(budget, self.tree.mixes_prompts):
             begun, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
             (_, values, scores), gradients = self._gradient(self.parameters, micro)
             total = {name: gradients[name] + total[name] for name in total} if total else gradients
-            first = first or _Sample(micro, scores[:CHECKED])
+            first = first or _Sample(micro.first(CHECKED), scores[:CHECKED])
             mx.eval(total, values, first.scores)
             sums.add(np.array(values).tolist())
             self._restore(self.parameters)
@@ -302,14 +292,14 @@ class Trainer:
     def _loss(self, parameters: Parameters, micro: Micro) -> tuple[mx.array, mx.array, mx.array]:
         self._compute_with(parameters)
         objective = self.config.objective
-        prompt, answers = mx.array(micro.prompt), mx.array(micro.answers)
-        mask, temperature, known = mx.array(micro.mask), _temperature(micro), mx.array(micro.known)
-        logits = answer_logits(self.tree.module, prompt, answers, self.tree.shares_prompts)
+        answers, mask, known = mx.array(micro.answers), mx.array(micro.mask), mx.array(micro.known)
+        temperature = _temperature(micro)
+        logits = answer_logits(self.tree.module, micro.prompts, answers, self.tree.shares_prompts)
         new = chosen_logprobs(logits, answers, temperature)
         old = mx.where(known > 0, mx.array(micro.old), mx.stop_gradient(new))
         reference = None
         if objective.beta:
-            plain = answer_logits(self._reference, prompt, answers, self.tree.shares_prompts)
+            plain = answer_logits(self._reference, micro.prompts, answers, self.tree.shares_prompts)
             reference = mx.stop_gradient(chosen_logprobs(plain, answers, temperature))
         found = losses(objective, new, old, mx.array(micro.advantage), mask, reference)
         weight = mx.array(micro.weight)[:, None]
@@ -342,14 +332,15 @@ class Trainer:
             raise Refused("nothing has changed")
         if norm > self.config.max_parameter_norm:
             raise Refused(f"the parameters' norm is {norm:.3g}, over {self.config.max_parameter_norm:g}")
-        prompt, answers, mask = (mx.array(one) for one in (sample.micro.prompt, sample.answers, sample.mask))
+        prompts, temperature = sample.micro.prompts, _temperature(sample.micro)
+        answers, mask = mx.array(sample.micro.answers), mx.array(sample.micro.mask)
         self._compute_with(self.parameters)
-        logits = answer_logits(self.tree.module, prompt, answers, self.tree.shares_prompts)
-        after = chosen_logprobs(logits, answers, _temperature(sample.micro, CHECKED))
+        logits = answer_logits(self.tree.module, prompts, answers, self.tree.shares_prompts)
+        after = chosen_logprobs(logits, answers, temperature)
         count = mx.maximum(mx.sum(mask), 1)
         if not self.config.beta and self.updates % REFERENCE_EVERY == 0:  # else it is known of all answers
-            plain = answer_logits(self._reference, prompt, answers, self.tree.shares_prompts)
-            reference = chosen_logprobs(plain, answers, _temperature(sample.micro, CHECKED))
+            plain = answer_logits(self._reference, prompts, answers, self.tree.shares_prompts)
+            reference = chosen_logprobs(plain, answers, temperature)
             self._reference_kl = _number(mx.sum(divergence(sample.scores, reference) * mask) / count)
         moved_by = mx.sum(divergence(sample.scores, after) * mask) / count  # of the old policy to the new: it drew them
         kl = _number(moved_by)
@@ -382,13 +373,15 @@ class Trainer:
 
     # What a checkpoint keeps.
 
-    def state(self) -> dict[str, Any]:
-        """Arrays by name, on the host: waits for them."""
-        arrays = {f"parameters.{name}": np.array(array) for name, array in self.parameters.items()}
-        arrays["reference_kl"] = np.array([self._reference_kl], np.float64)
-        return arrays | {f"optimizer.{name}": np.array(array) for name, array in tree_flatten(self.optimizer.state)}
+    def state(self, snapshot: "Snapshot | None" = None) -> dict[str, Any]:
+        """Arrays by name, on the host: waits for them. As it is now, or was."""
+        kept = snapshot or self.snapshot()
+        arrays = {f"parameters.{name}": np.array(array) for name, array in kept.parameters.items()}
+        arrays["reference_kl"] = np.array([kept.reference_kl], np.float64)
+        return arrays | {f"optimizer.{name}": np.array(array) for name, array in tree_flatten(kept.optimizer)}
 
-    def load_state(self, arrays: dict[str, Any], updates: int) -> None:
+    def snapshot_of(self, arrays: dict[str, Any], updates: int) -> "Snapshot":
+        """What `state` has written, to go back to."""
         parameters = {
             name.removeprefix("parameters."): mx.array(array)
             for name, array in arrays.items()
@@ -398,28 +391,29 @@ class Trainer:
             name: array.shape for name, array in self.parameters.items()
         }:
             raise ConfigError("the checkpoint is of an adapter with other layers or another rank")
-        self.parameters = {name: parameters[name] for name in self.parameters}
         kept = {
             name.removeprefix("optimizer."): mx.array(array)
             for name, array in arrays.items()
             if name.startswith("optimizer.")
         }
-        self.optimizer.state = _nested(kept, self.optimizer.state)
+        optimizer = _nested(kept, self.optimizer.state)
         if self.config.schedule == "constant" and not self.config.warmup_steps:
-            self.optimizer.learning_rate = self.config.learning_rate  # what is asked for now, not then
-        mx.eval(self.parameters, self.optimizer.state)
-        self._restore(self.parameters)
-        self.updates = updates
-        self._reference_kl = float(arrays["reference_kl"][0]) if "reference_kl" in arrays else 0.0
+            optimizer["learning_rate"] = mx.array(self.config.learning_rate)  # what is asked for now, not then
+        mx.eval(parameters, optimizer)
+        reference_kl = float(arrays["reference_kl"][0]) if "reference_kl" in arrays else 0.0
+        return Snapshot({name: parameters[name] for name in self.parameters}, optimizer, updates, reference_kl)
+
+    def load_state(self, arrays: dict[str, Any], updates: int) -> None:
+        self.go_back(self.snapshot_of(arrays, updates))
 
 
 def _number(value: mx.array) -> float:
     return float(np.array(value))
 
 
-def _temperature(micro: Micro, rows: int | None = None) -> mx.array | float:
+def _temperature(micro: Micro) -> mx.array | float:
     """A number where it is one for all: dividing all logits by 1 costs."""
-    temperature = micro.temperature[:rows]
+    temperature = micro.temperature
     return float(temperature[0, 0, 0]) if (temperature == temperature[0]).all() else mx.array(temperature)
 
 

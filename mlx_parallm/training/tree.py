@@ -22,6 +22,7 @@ from mlx_lm.utils import _get_classes
 from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.training.batches import PaddedPrompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,57 +61,80 @@ def shared_tree(model: LanguageModel) -> nn.Module:
 
 
 class PromptCache:
-    """A layer's keys and values of a prompt, computed once for all answers; gradients flow through it."""
+    """A layer's keys and values of prompts, computed once for all answers; gradients flow through it.
 
-    def __init__(self) -> None:
-        self.offset = 0
+    `behind`: each answer's prompt (n,); None: there is but one. `lengths`: of each answer's prompt (n,), where they are
+    padded at their ends; what the padding has left is hidden, and positions go on from the prompt's own end.
+    """
+
+    def __init__(self, behind: mx.array | None = None, lengths: mx.array | None = None) -> None:
+        self.behind = behind
+        self.lengths = lengths
+        self.offset: int | mx.array = 0
         self.kept: tuple[mx.array, mx.array] | None = None
+
+    def keep(self, keys: mx.array, values: mx.array) -> None:
+        self.kept = keys, values
+        self.offset = keys.shape[2] if self.lengths is None else self.lengths
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self.kept is None:
-            self.kept, self.offset = (keys, values), keys.shape[2]
+            self.keep(keys, values)
             return keys, values
         rows = keys.shape[0]
-        before = (mx.broadcast_to(one, (rows, *one.shape[1:])) for one in self.kept)
+        before = (
+            mx.broadcast_to(one, (rows, *one.shape[1:])) if self.behind is None else one[self.behind]
+            for one in self.kept
+        )
         joined = [mx.concatenate(list(pair), axis=2) for pair in zip(before, (keys, values), strict=True)]
         return joined[0], joined[1]
 
     def make_mask(self, length: int, *, return_array: bool = False, window_size: int | None = None) -> Any:
-        if not return_array and window_size is None:
+        padded = self.lengths is not None and self.kept is not None
+        if not padded and not return_array and window_size is None:
             return "causal" if length > 1 else None
-        places = mx.arange(self.offset + length)
-        mask = places[self.offset :, None] >= places[None]
-        return mask if window_size is None else mask & (places[self.offset :, None] < places[None] + window_size)
+        width = 0 if self.kept is None else self.kept[0].shape[2]
+        gap = width - self.lengths[:, None, None, None] if padded else 0  # type: ignore[index]
+        keys = mx.arange(width + length)
+        queries = keys[width:, None]
+        mask = (queries >= keys) & ((keys < width - gap) | (keys >= width))  # (C, P + C), or (n, 1, C, P + C)
+        if window_size is None:
+            return mask
+        return mask & (queries - gap < mx.where(keys < width, keys, keys - gap) + window_size)
 
 
-def answer_logits(module: nn.Module, prompt: mx.array, answers: mx.array, shared: bool) -> mx.array:
-    """(P,), (n, C) -> (n, C, V): what the model says before each token of each answer.
+def answer_logits(module: nn.Module, prompts: PaddedPrompts, answers: mx.array, shared: bool) -> mx.array:
+    """(n, C) -> (n, C, V): what the model says before each token of each answer.
 
-    `shared`: the prompt goes through the model once, and the answers behind it.
+    `shared`: prompts go through the model once, and the answers behind them; else they must have one length.
     """
-    rows, last = answers.shape[0], prompt.shape[0] - 1
+    tokens, behind, lengths = mx.array(prompts.tokens), mx.array(prompts.behind), prompts.lengths
+    last, even = tokens.shape[1] - 1, bool((lengths == lengths[0]).all())
     if not shared or not last:
-        texts = mx.concatenate([mx.broadcast_to(prompt, (rows, last + 1)), answers], axis=1)
-        whole: mx.array = module(texts[:, :-1])
+        assert even
+        whole: mx.array = module(mx.concatenate([tokens[behind], answers], axis=1)[:, :-1])
         return whole[:, last:]
-    caches = [PromptCache() for _ in module.layers]
-    module(prompt[None, :-1], cache=caches)  # its logits are never computed
-    behind = mx.concatenate([mx.broadcast_to(prompt[-1:], (rows, 1)), answers[:, :-1]], axis=1)
-    logits: mx.array = module(behind, cache=caches)
+    ends = mx.array((lengths - 1)[prompts.behind], mx.int32)  # (n,)
+    caches = [PromptCache(None if len(lengths) == 1 else behind, None if even else ends) for _ in module.layers]
+    module(tokens[:, :-1], cache=caches)  # its logits are never computed
+    logits: mx.array = module(mx.concatenate([tokens[behind, ends][:, None], answers[:, :-1]], axis=1), cache=caches)
     return logits
 
 
-def can_share_prompts(module: nn.Module, vocab_size: int) -> bool:
-    """Whether a model's answers may be computed behind one prompt: all its state is keys and values, by the look of it
-    and by trying."""
+def can_share_prompts(module: nn.Module, vocab_size: int, lengths: Sequence[int]) -> bool:
+    """Whether a model's answers may be computed behind prompts of such lengths: all its state is keys and values, by
+    the look of it and by trying."""
     if not all(type(cache) is KVCache for cache in make_prompt_cache(module)):
         return False
-    prompt, answers = mx.array([3, 1, 4, 1, 5]) % vocab_size, mx.array([[9, 2, 6], [5, 3, 5]]) % vocab_size
+    texts = [[(7 * place + length) % vocab_size for place in range(length)] for length in lengths]
+    answers = mx.array([[9, 2, 6], [5, 3, 5]]) % vocab_size
+    each = [PaddedPrompts.of([text], [len(answers)]) for text in texts]
     try:
-        found = answer_logits(module, prompt, answers, True).astype(mx.float32)
+        together = PaddedPrompts.of(texts, [len(answers)] * len(texts))
+        found = answer_logits(module, together, mx.concatenate([answers] * len(texts)), True).astype(mx.float32)
     except (ValueError, TypeError, AttributeError, RuntimeError):
         return False
-    expected = answer_logits(module, prompt, answers, False).astype(mx.float32)
+    expected = mx.concatenate([answer_logits(module, prompt, answers, False) for prompt in each]).astype(mx.float32)
     return bool((mx.linalg.norm(found - expected) <= 0.02 * mx.linalg.norm(expected)).item())
 
 
@@ -132,12 +156,12 @@ def _checkpointed(kind: type) -> Callable[..., mx.array]:
         places = [place for place, arg in enumerate(args) if isinstance(arg, PromptCache)]
         own: PromptCache | None = cache if isinstance(cache, PromptCache) else (args[places[0]] if places else None)
         before = own.kept if own is not None else None
-        offset = own.offset if own is not None else 0
 
         def inner(parameters: Any, x: mx.array, kept: Sequence[mx.array]) -> tuple[mx.array, ...]:
             self.update(parameters)
-            inside = PromptCache()
-            inside.offset, inside.kept = offset, (kept[0], kept[1]) if kept else None
+            inside = PromptCache() if own is None else PromptCache(own.behind, own.lengths)
+            if kept:
+                inside.keep(kept[0], kept[1])
             passed = [inside if place in places else arg for place, arg in enumerate(args)]
             more = kwargs if cache is None else {**kwargs, "cache": inside if cache is own else cache}
             found = kind.__call__(self, x, *passed, **more)
@@ -147,7 +171,7 @@ def _checkpointed(kind: type) -> Callable[..., mx.array]:
         found = mx.checkpoint(inner)(parameters, x, list(before or ()))
         self.update(parameters)
         if own is not None and before is None and len(found) == 3:
-            own.kept, own.offset = (found[1], found[2]), found[1].shape[2]
+            own.keep(found[1], found[2])
         return found[0]
 
     return call
@@ -160,7 +184,8 @@ class LearningTree:
         self.lora = lora
         self.module = shared_tree(model)
         self.dtype = _dtype(self.module)
-        self.shares_prompts = can_share_prompts(self.module, model.vocab_size)
+        self.shares_prompts = can_share_prompts(self.module, model.vocab_size, [5])
+        self.mixes_prompts = self.shares_prompts and can_share_prompts(self.module, model.vocab_size, [3, 5])
         keys = _keys(self.module, lora.target_modules)
         if not keys:
             raise ModelLoadError(f"{model.name} has no layer called {' or '.join(lora.target_modules)}")

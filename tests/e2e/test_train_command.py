@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.servers import free_port
 from mlx_parallm.adapters.files import read_folder
+from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.tasks import Problem, Task
 
 
@@ -48,7 +49,15 @@ def arrays(folder: Path) -> dict[str, bytes]:
 
 
 def last(out: Path) -> Path:
-    return max((out / "policy").glob("step-*"))
+    """What a restart would go on from: after a rollback, not the one of the highest number."""
+    found = Checkpoints(out / "policy", 1).latest()
+    assert found is not None
+    return found.path
+
+
+def alarms(out: Path) -> list[int]:
+    lines = [json.loads(line) for line in (out / "policy" / "log.jsonl").read_text().splitlines()]
+    return sorted({line["step"] for line in lines if line.get("rolled_back")})
 
 
 def test_a_run_leaves_its_log_its_report_and_both_formats(tiny_folder: Path, tmp_path: Path) -> None:
@@ -74,16 +83,21 @@ def test_a_run_leaves_its_log_its_report_and_both_formats(tiny_folder: Path, tmp
         assert (part.a == peft.parts[path].a).all()
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random_it_ends_where_it_would_have(tiny_folder: Path, tmp_path: Path, kills: int) -> None:
-    steps = str(6 if kills < 10 else 40)
-    finish(command(tiny_folder, tmp_path / "whole", free_port(), "--steps", steps))
+@pytest.mark.parametrize(
+    ("kills", "rate"),
+    [
+        (2, "3e-4"),
+        pytest.param(20, "3e-4", marks=pytest.mark.slow),
+        pytest.param(20, "3e-3", marks=pytest.mark.slow),  # so fast that there are alarms, and ways back
+    ],
+)
+def test_killed_at_random_it_ends_where_it_would_have(tiny_folder: Path, tmp_path: Path, kills: int, rate: str) -> None:
+    flags = ("--steps", str(6 if kills < 10 else 40), "--learning-rate", rate)
+    finish(command(tiny_folder, tmp_path / "whole", free_port(), *flags))
     chance = random.Random(kills)
     for _ in range(kills):
         port = free_port()
-        process = subprocess.Popen(
-            command(tiny_folder, tmp_path / "cut", port, "--steps", steps), stdout=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(command(tiny_folder, tmp_path / "cut", port, *flags), stdout=subprocess.DEVNULL)
         for _ in range(400):
             time.sleep(0.05)
             if process.poll() is not None or _healthy(port):
@@ -91,7 +105,9 @@ def test_killed_at_random_it_ends_where_it_would_have(tiny_folder: Path, tmp_pat
         time.sleep(0.6 * chance.random())
         process.kill()
         process.wait()
-    finish(command(tiny_folder, tmp_path / "cut", free_port(), "--steps", steps))
+    finish(command(tiny_folder, tmp_path / "cut", free_port(), *flags))
+    assert bool(alarms(tmp_path / "whole")) == (rate == "3e-3")
+    assert alarms(tmp_path / "whole") == alarms(tmp_path / "cut")
     assert (
         last(tmp_path / "whole").name == last(tmp_path / "cut").name
     )  # a step whose rewards are all equal is no update

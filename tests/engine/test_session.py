@@ -14,6 +14,7 @@ from mlx_parallm.engine.prompts import Conversation, Prompts
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
+from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.loop import Asker, Loop, LoopConfig, StepNews
 from mlx_parallm.training.objectives import chosen_logprobs
@@ -100,7 +101,9 @@ def test_rollouts_are_the_trees_own_numbers_before_and_after_each_publish() -> N
             gaps = []
             for each in trajectories:
                 tokens = mx.array([each.completion_ids])
-                logits = answer_logits(session.trainer.tree.module, mx.array(each.prompt_ids), tokens, False)
+                logits = answer_logits(
+                    session.trainer.tree.module, PaddedPrompts.of([each.prompt_ids], [1]), tokens, False
+                )
                 found = chosen_logprobs(logits, tokens, 0.9)[0]
                 gaps.append(float(mx.max(mx.abs(found - mx.array(each.logprobs)))))
             assert max(gaps) < 1e-4
@@ -211,6 +214,39 @@ def test_a_restart_goes_on_where_the_last_checkpoint_was(tmp_path: Path) -> None
         hold(again, answer)
 
 
+def random_trajectories(seed: int) -> list[Trajectory]:
+    random = np.random.default_rng(seed)
+    return [
+        Trajectory(PROMPTS[place // 4], random.integers(3, 90, 6).tolist(), float(random.random()), str(place // 4))
+        for place in range(8)
+    ]
+
+
+def test_an_alarm_after_a_restart_goes_back_as_far_as_without(tmp_path: Path) -> None:
+    calm, alarmed = Alarms(kl=None, entropy=None, reward_drop=None), Alarms(entropy=100.0)
+
+    def learn(folder: Path, numbers: range) -> tuple[dict[str, np.ndarray], Answer]:
+        with school() as one:
+            session = one.session(folder=folder, alarms=calm)
+            for number in numbers:
+                session._alarms = alarmed if number in (3, 4) else calm
+                report = session.update(random_trajectories(number))
+                assert bool(report.rolled_back) == (number in (3, 4))
+                assert session.trainer.updates == (1, 2, 3, 2, 2, 3, 4)[number]
+            kept = session.checkpoints.latest()  # type: ignore[union-attr]
+            assert kept is not None
+            return kept.arrays, one.driver.ask(PROMPTS[0], adapter="policy", **GREEDY)
+
+    whole, answer = learn(tmp_path / "whole", range(7))
+    for number in range(7):  # a restart before each update
+        arrays, again = learn(tmp_path / "cut", range(number, number + 1))
+        earlier = {name for name in arrays if name.startswith("good.parameters.")}
+        assert bool(earlier) == (number not in (3, 4))  # after a rollback the good one is the one that is kept
+    assert sorted(arrays) == sorted(whole)
+    assert all(np.array_equal(array, arrays[name]) for name, array in whole.items())
+    hold(again, answer)
+
+
 def test_nothing_to_learn_from() -> None:
     with school() as one:
         session = one.session()
@@ -274,6 +310,24 @@ def test_the_loop_goes_on_after_a_restart_as_if_nothing_had_happened(tmp_path: P
             session = one.session(folder=tmp_path / "cut")
             run_loop(one, session, steps=steps)
             cut = session.trainer.state()
+    assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
+
+
+def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None:
+    options = {"learning_rate": 5e-3, "alarms": Alarms(kl=0.5, reward_drop=0.1)}
+    with school() as one:
+        session = one.session(folder=tmp_path / "whole", **options)
+        alarms = [each.report.rolled_back for each in run_loop(one, session, steps=12)[1:] if each.report is not None]
+        whole, best = session.trainer.state(), session._best_reward
+    assert any("KL" in alarm for alarm in alarms)
+    for steps in range(1, 13):
+        with school() as one:
+            session = one.session(folder=tmp_path / "cut", **options)
+            report = run_loop(one, session, steps=steps)[-1].report
+            assert report is not None
+            assert report.rolled_back == alarms[steps - 1]
+            cut = session.trainer.state()
+    assert session._best_reward == best > -np.inf
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
 
 

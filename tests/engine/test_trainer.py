@@ -9,11 +9,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.training.batches import Batch
+from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
 from mlx_parallm.training.objectives import AGGREGATION, chosen_logprobs
 from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer, _Pace
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits
+from mlx_parallm.training.tree import LearningTree, LoRAConfig, PromptCache, answer_logits, can_share_prompts
 from tests.engine.harness import as_served
 from tests.tiny import tiny
 
@@ -46,7 +46,7 @@ def run(trainer: Trainer, trajectories: Sequence[Trajectory]) -> Outcome:
 def with_logprobs(trainer: Trainer, trajectories: Sequence[Trajectory], shift: float = 0.0) -> None:
     for one in trajectories:
         tokens = mx.array([one.completion_ids])
-        logits = answer_logits(trainer.tree.module, mx.array(one.prompt_ids), tokens, False)
+        logits = answer_logits(trainer.tree.module, PaddedPrompts.of([one.prompt_ids], [1]), tokens, False)
         one.logprobs = (chosen_logprobs(logits, tokens)[0] + shift).tolist()
 
 
@@ -59,8 +59,48 @@ def test_answers_behind_one_prompt_are_the_same_as_whole_texts(kind: str) -> Non
     tree = LearningTree(as_served(kind), LORA)
     assert tree.shares_prompts
     answers = mx.array([[5, 6, 7, 8], [50, 60, 70, 80]])
-    found, expected = (answer_logits(tree.module, mx.array(PROMPTS[0]), answers, shared) for shared in (True, False))
+    prompt = PaddedPrompts.of(PROMPTS[:1], [2])
+    found, expected = (answer_logits(tree.module, prompt, answers, shared) for shared in (True, False))
     assert mx.allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("lengths", [(21, 13, 30), (9, 9), (1, 2), (1, 1)])
+def test_answers_behind_several_prompts_are_the_same_as_whole_texts(kind: str, lengths: tuple[int, ...]) -> None:
+    tree = LearningTree(as_served(kind), LORA)
+    assert tree.mixes_prompts
+    random = np.random.default_rng(0)
+    texts = [random.integers(3, 90, length).tolist() for length in lengths]
+    answers = mx.array(random.integers(3, 90, (2 * len(lengths), 4)))
+    found = answer_logits(tree.module, PaddedPrompts.of(texts, [2] * len(lengths)), answers, True)
+    for number, text in enumerate(texts):
+        rows = slice(2 * number, 2 * number + 2)
+        assert mx.allclose(
+            found[rows], answer_logits(tree.module, PaddedPrompts.of([text], [2]), answers[rows], False), atol=1e-4
+        )
+
+
+def test_positions_and_windows_behind_padded_prompts() -> None:
+    ends, width, length, window = [5, 3], 5, 4, 4
+    cache = PromptCache(mx.array([0, 1]), mx.array(ends))
+    assert cache.make_mask(width) == "causal"
+    cache.keep(mx.zeros((2, 1, width, 8)), mx.zeros((2, 1, width, 8)))
+    for size in (None, window):
+        mask = np.array(cache.make_mask(length, window_size=size))[:, 0]
+        for row, end in enumerate(ends):
+            seen = [*range(end), *range(width, width + length)]  # keys that are no padding, by their positions
+            for query in range(length):
+                begin = 0 if size is None else max(0, end + query + 1 - size)
+                assert np.flatnonzero(mask[row, query]).tolist() == seen[begin : end + query + 1]
+
+
+def test_a_model_with_one_position_for_all_rows_has_one_prompt_at_a_time() -> None:
+    tree = LearningTree(as_served("llama"), LORA)
+    for layer in tree.module.layers:
+        rope = layer.self_attn.rope
+        layer.self_attn.rope = lambda x, offset=0, rope=rope: rope(x, offset=int(offset))
+    assert can_share_prompts(tree.module, 90, [5])
+    assert not can_share_prompts(tree.module, 90, [3, 5])
 
 
 def test_models_with_other_state_do_not_share_prompts() -> None:
@@ -83,6 +123,52 @@ def test_an_update_is_the_same_however_it_is_cut(algorithm: str, checkpointing: 
             assert run(trainer, trajectories).adapter is not None
     assert apart(whole, cut) < 1e-5  # Adam makes much of gradients that are hardly any
     assert apart(whole, Trainer(tiny(), LORA, RLConfig())) > 2e-4
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_answers_to_several_prompts_together_have_the_same_gradient(checkpointing: bool, beta: float) -> None:
+    config = RLConfig(learning_rate=1e-2, beta=beta, gradient_checkpointing=checkpointing, max_kl=100.0)
+    trainer = Trainer(tiny(), LORA, config)
+    run(trainer, made())  # else half of the parameters are zeros
+    random = np.random.default_rng(5)
+    trajectories = made(groups=4)
+    for place, one in enumerate(trajectories):
+        one.prompt_ids = list(range(20, 33 + 4 * (place // 4)))
+        one.temperature = 0.9 + 0.1 * (place % 3)
+        one.mask = (random.random(len(one.completion_ids)) < 0.8).tolist()
+    with_logprobs(trainer, trajectories)
+    trajectories[3].logprobs = None
+    batch = Batch.of(trajectories, "grpo", 512)
+    together = list(batch.micros(lambda: 10_000))
+    alone = list(batch.micros(lambda: 10_000, several=False))
+    pieces = list(batch.micros(lambda: 30))
+    assert [len(micros) for micros in (together, alone)] == [1, 4]
+    assert len(pieces) > 8
+
+    def gradient(micros: Sequence[Micro]) -> tuple[dict[str, mx.array], mx.array]:
+        found = [trainer._gradient(trainer.parameters, micro) for micro in micros]
+        total = {name: sum(gradients[name] for _, gradients in found) for name in trainer.parameters}
+        return total, sum(values[:-1] for (_, values, _), _ in found)
+
+    expected, sums = gradient(alone)
+    for micros in (together, pieces):
+        total, others = gradient(micros)
+        assert mx.allclose(others, sums, rtol=1e-4, atol=1e-4)
+        for name, array in expected.items():
+            assert mx.linalg.norm(array) > 0
+            assert mx.linalg.norm(total[name] - array) < 1e-5 * mx.linalg.norm(array)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llama"])
+def test_an_update_is_the_same_one_prompt_at_a_time(kind: str) -> None:
+    trainers = [Trainer(tiny(kind), LORA, RLConfig(learning_rate=1e-3, microbatch_tokens=1000)) for _ in range(2)]
+    assert trainers[0].tree.mixes_prompts == (kind == "llama")
+    trainers[1].tree.mixes_prompts = False
+    for seed in range(2):
+        outcomes = [run(trainer, made(seed=seed)) for trainer in trainers]
+        assert outcomes[0].metrics["update_kl"] == pytest.approx(outcomes[1].metrics["update_kl"], rel=1e-3)
+    assert apart(*trainers) < 1e-5
 
 
 def test_checkpointing_leaves_the_models_classes_alone() -> None:

@@ -3,10 +3,11 @@
     python benchmarks/train_while_serving.py                                         # the embedded model, all it can
     python benchmarks/train_while_serving.py --model FOLDER --clients 32 --updates-per-minute 12      # a GPU
 
-Clients stream without a pause from a server with `--enable-rl-training`: alone; beside the rollouts that updates need;
-with updates from those, one after another or so many a minute; alone again. Said: tokens a second, gaps between tokens,
-the longest piece of an update, the share of the engine's time, publishes, and memory beside its plan, where rollouts
-count as served. Exit code 1 where a request failed, or named versions that can't be.
+Clients stream without a pause from a server with `--enable-rl-training`: alone; with updates, one after another or so
+many a minute; alone again. Updates learn from rollouts of their own, which are measured without updates too, or from
+the clients' answers (`--learn-from requests`). Said: tokens a second, gaps between tokens, the longest piece of an
+update, the share of the engine's time, publishes, and memory beside its plan, where rollouts count as served. Exit code
+1 where a request failed, or named versions that can't be.
 """
 
 import argparse
@@ -34,6 +35,7 @@ def parse_args() -> argparse.Namespace:
     add("--seconds", type=float, default=60.0, help="of each part (default: %(default)s)")
     add("--training-seconds", type=float, help="of the part with updates (default: the same)")
     add("--updates-per-minute", type=float, default=0.0, help="0: one after another")
+    add("--learn-from", choices=["rollouts", "requests"], default="rollouts")
     add("--prompts", type=int, default=4, help="of an update")
     add("--group-size", type=int, default=8)
     add("--answer-tokens", type=int, default=16)
@@ -63,6 +65,7 @@ class Load:
     wrong: list[str] = field(default_factory=list)
     current: int = 1  # the version that is surely served
     newest: int = 1  # the one that may be
+    answered: "asyncio.Queue[str]" = field(default_factory=asyncio.Queue)  # ids of requests
 
 
 async def ask(client: httpx.AsyncClient, load: Load, args: argparse.Namespace, number: int) -> None:
@@ -86,7 +89,7 @@ async def ask(client: httpx.AsyncClient, load: Load, args: argparse.Namespace, n
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any], load: Load, oldest: int) -> None:
-    last, count, spans = None, 0, None
+    last, count, spans, name = None, 0, None, ""
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise ValueError((await response.aread()).decode()[:200])
@@ -96,7 +99,7 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], load: Load, ol
             chunk = json.loads(line.removeprefix("data: "))
             if "error" in chunk:
                 raise ValueError(chunk["error"]["message"])
-            now, part = time.perf_counter(), load.parts[load.now]
+            now, part, name = time.perf_counter(), load.parts[load.now], chunk["id"]
             for choice in chunk["choices"]:
                 tokens = len(choice.get("token_ids") or ())
                 if tokens:
@@ -107,35 +110,51 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], load: Load, ol
                     last = now
                 spans = choice.get("policy_spans", spans)
     part.answers += 1
+    load.answered.put_nowait(name)
     ends = [span[1] for span in spans or [[0, 0, 0]]]
     part.versions |= {span[2] for span in spans or []}
     if count != body["max_tokens"] or ends[-1] != count or not all(oldest <= s[2] <= load.newest for s in spans or []):
         load.wrong.append(f"{count} of {body['max_tokens']} tokens, spans {spans}, versions {oldest} to {load.newest}")
 
 
+Groups = list[list[tuple[str, int]]]  # requests, and which of their answers
+
+
+async def draw(client: httpx.AsyncClient, args: argparse.Namespace, choose: random.Random) -> tuple[Groups, int]:
+    """Rollouts, and how many tokens they have."""
+    prompts = [" ".join(choose.choices(WORDS, k=24)) for _ in range(args.prompts)]
+    body = {"prompts": prompts, "n": args.group_size, "max_tokens": args.answer_tokens}
+    found = await client.post("/v1/rl/rollout", json=body)
+    found.raise_for_status()
+    groups = [group["samples"] for group in found.json()["groups"]]
+    names = [[(sample["request_id"], sample["index"]) for sample in group] for group in groups]
+    return names, sum(len(sample["completion_ids"]) for group in groups for sample in group)
+
+
+async def recent(load: Load, args: argparse.Namespace) -> tuple[Groups, int]:
+    """What clients were answered last, each answer used once."""
+    wanted = args.prompts * args.group_size
+    names: list[tuple[str, int]] = []
+    while len(names) < wanted or not load.answered.empty():
+        names.append((await load.answered.get(), 0))
+    return [names[-wanted:][first : first + args.group_size] for first in range(0, wanted, args.group_size)], 0
+
+
 async def train(
     client: httpx.AsyncClient, load: Load, args: argparse.Namespace, until: float, learn: bool = True
 ) -> list[dict[str, Any]]:
-    """Updates from fresh rollouts, until then; or the rollouts alone."""
+    """Updates from fresh answers, until then; or the rollouts alone."""
     choose = random.Random(0)
     made: list[dict[str, Any]] = []
     begun = time.perf_counter()
     while time.perf_counter() < until:
         if args.updates_per_minute:
             await asyncio.sleep(max(0.0, begun + 60 / args.updates_per_minute * len(made) - time.perf_counter()))
-        prompts = [" ".join(choose.choices(WORDS, k=24)) for _ in range(args.prompts)]
-        body = {"prompts": prompts, "n": args.group_size, "max_tokens": args.answer_tokens}
-        found = await client.post("/v1/rl/rollout", json=body)
-        found.raise_for_status()
+        groups, rolled_out = await (draw(client, args, choose) if args.learn_from == "rollouts" else recent(load, args))
         trajectories = [
-            {
-                "group_id": str(number),
-                "request_id": sample["request_id"],
-                "index": sample["index"],
-                "reward": choose.random(),
-            }
-            for number, group in enumerate(found.json()["groups"])
-            for sample in group["samples"]
+            {"group_id": str(number), "request_id": name, "index": index, "reward": choose.random()}
+            for number, group in enumerate(groups)
+            for name, index in group
         ]
         if not learn:
             made.append({})
@@ -145,7 +164,6 @@ async def train(
         answer.raise_for_status()
         report = answer.json()
         load.current = load.newest = report["policy_version"]
-        rolled_out = sum(len(one["completion_ids"]) for group in found.json()["groups"] for one in group["samples"])
         made.append(report | {"rolled_out": rolled_out})
     return made
 
@@ -167,12 +185,13 @@ async def drive(
         clients = [asyncio.create_task(ask(client, load, args, number)) for number in range(args.clients)]
         await asyncio.sleep(min(10.0, args.seconds))
         await quiet(load, 1, args.seconds)
-        load.now, begun = 2, time.perf_counter()
-        await train(client, load, args, begun + args.seconds, learn=False)
-        load.parts[2].seconds = time.perf_counter() - begun
+        if args.learn_from == "rollouts":
+            load.now, begun = 2, time.perf_counter()
+            await train(client, load, args, begun + args.seconds, learn=False)
+            load.parts[2].seconds = time.perf_counter() - begun
         alone = (await client.get("/debug/metrics")).json()
         load.now = 0
-        await train(client, load, args, time.perf_counter() + 3)  # kernels, and the pace of micro-batches
+        await train(client, load, args, time.perf_counter() + 8)  # kernels, and the pace of micro-batches
         before = (await client.get("/debug/metrics")).json()
         load.now, begun = 3, time.perf_counter()
         made = await train(client, load, args, begun + (args.training_seconds or args.seconds))
@@ -203,19 +222,20 @@ def main() -> int:
     with servers.running(servers.ours(args.model, [*flags, *args.serve_flags.split()])) as server:
         load, made, background, memory = asyncio.run(drive(server.url, args))
     table = Table("", "tok/s", "answers", "gap p50 ms", "p99 ms", "max ms", "versions")
-    for part in load.parts[1:]:
+    for part in (part for part in load.parts[1:] if part.seconds):
         gaps = sorted(part.gaps)
         shown = [1000 * gaps[min(len(gaps) - 1, int(share * len(gaps)))] for share in (0.5, 0.99, 1.0)]
         row = [f"{part.tokens / part.seconds:,.1f}", str(part.answers), *(f"{gap:,.0f}" for gap in shown)]
         table.add_row(part.name, *row, str(len(part.versions)))
     console.print(table)
-    alone, rollouts, training, again = (part.tokens / part.seconds for part in load.parts[1:])
+    alone, rollouts, training, again = (part.tokens / max(1e-9, part.seconds) for part in load.parts[1:])
     published = [report for report in made if report["published"]]
     seconds = load.parts[3].seconds
+    beside = f"{rollouts / statistics.mean((alone, again)):.3f}× with its rollouts only" if rollouts else "no rollouts"
     share = background["serving_seconds"] / max(1e-9, background["serving_seconds"] + background["contended_seconds"])
     console.print(
         f"throughput with training {training / statistics.mean((alone, again)):.3f}× of alone "
-        f"({rollouts / statistics.mean((alone, again)):.3f}× with its rollouts only); "
+        f"({beside}); "
         f"{60 * len(published) / seconds:.1f} updates a minute ({len(made) - len(published)} refused), "
         f"{statistics.mean(report['metrics']['tokens'] for report in made):.0f} tokens each; "
         f"updates took {100 * background['contended_seconds'] / seconds:.1f}% of the time, their rollouts made "

@@ -19,6 +19,7 @@ from mlx_parallm.adapters.registry import Route
 from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError, ParallmError, UnavailableError
+from mlx_parallm.models.device import device_kind
 from mlx_parallm.training.checkpoints import BEST, Checkpoint, Checkpoints, adapter_files, check_name
 from mlx_parallm.training.trainer import Outcome, RLConfig, Snapshot, Trainer
 from mlx_parallm.training.trajectories import Buffer, Trajectory
@@ -110,6 +111,8 @@ class Session:
     def start(self, *, resume: bool = True, serve: bool = True) -> None:
         """Makes the trainer, as its last checkpoint left it, and publishes; `serve`: as the model's own name too."""
         self.trainer = self._on_engine(lambda: Trainer(self.engine.model, self.lora, self.config))
+        if device_kind() != "cpu":
+            self._on_engine(self.trainer.rehearse)
         if self.checkpoints is not None:
             self.checkpoints.tidy()
             kept = self.checkpoints.latest() if resume else None

@@ -251,6 +251,25 @@ class Trainer:
         metrics["tokens_per_second"] = metrics["tokens"] * self.config.epochs / max(seconds, 1e-6)
         return Outcome(metrics, len(batch.trajectories), batch.flat, self.adapter(), "", seconds)
 
+    def rehearse(self) -> None:
+        """Updates that are forgotten: where kernels are built at their first use, nobody should wait for that later."""
+        tokens = range(3, 27)
+        for lengths in ((24, 24), (20, 24)):
+            made = [
+                Trajectory([*tokens[:length]], [*tokens[place : place + 16]], float(place), str(group))
+                for group, length in enumerate(lengths)
+                for place in range(4)
+            ]
+            before = self.snapshot()
+            for _ in self.update(made):
+                continue
+            for micro in Batch.of(made, self.config.algorithm, self.config.max_length).micros(
+                lambda: MAX_MICRO, self.tree.mixes_prompts
+            ):
+                mx.eval(self._gradient(self.parameters, micro))
+            self.go_back(before)
+        self.activation_bytes = 0
+
     def _step(self, batch: Batch) -> Generator[None, None, tuple[Sums, float, _Sample]]:
         sums = Sums()
         first: _Sample | None = None

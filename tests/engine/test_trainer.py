@@ -354,3 +354,14 @@ def test_a_new_learning_rate_counts_after_a_restart() -> None:
     second = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-4))
     second.load_state(first.state(), 1)
     assert run(second, made()).metrics["learning_rate"] == pytest.approx(1e-4)
+
+
+def test_a_rehearsal_leaves_nothing_behind() -> None:
+    """What a GPU does before the first update, so that its kernels are there."""
+    rehearsed, fresh = (Trainer(as_served("llama"), LORA, RLConfig(learning_rate=1e-3)) for _ in range(2))
+    rehearsed.rehearse()
+    assert rehearsed.updates == 0
+    for trajectories in (made(seed=1), made(seed=2)):
+        outcomes = [run(trainer, trajectories) for trainer in (rehearsed, fresh)]
+        assert outcomes[0].adapter is not None
+        assert apart(rehearsed, fresh) < 1e-7

@@ -173,3 +173,20 @@ def test_trl_gives_the_same_loss_and_gradient(name: str) -> None:
     value, gradient = mx.value_and_grad(loss)(mx.array(TRL["new"]))
     assert value.item() == pytest.approx(case["loss"], abs=1e-5)
     assert np.allclose(np.array(gradient), np.array(case["gradient"]), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [7, 96])
+def test_gradients_of_logprobs_are_those_of_the_plain_formula(size: int) -> None:
+    logits = 3 * mx.random.normal((2, 5, size))
+    tokens = mx.random.randint(0, size, (2, 5))
+    weights = mx.random.normal((2, 5))
+
+    def plain(logits: mx.array) -> mx.array:
+        chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        return mx.sum(weights * (chosen - mx.logsumexp(logits, axis=-1)))
+
+    expected = mx.grad(plain)(logits)
+    found = mx.grad(lambda logits: mx.sum(weights * chosen_logprobs(logits, tokens)))(logits)
+    assert mx.abs(found - expected).max().item() < 1e-6
+    half = mx.grad(lambda logits: mx.sum(weights * chosen_logprobs(logits, tokens, 0.5)))(logits / 2)
+    assert mx.abs(half - 2 * expected).max().item() < 1e-5

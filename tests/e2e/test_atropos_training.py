@@ -39,7 +39,7 @@ def learner(folder: Path, out: Path, *flags: str) -> ServerProcess:
     return ours(
         str(folder),
         [
-            *("--enable-rl-training", "--learning-rate", "1.5e-3", "--lora-rank", "4", "--train-batch-size", "16"),
+            *("--enable-rl-training", "--learning-rate", "1e-3", "--lora-rank", "4", "--train-batch-size", "16"),
             *("--update-frequency", "0", "--max-kl", "100", "--microbatch-tokens", "512"),
             *("--checkpoint-dir", str(out), *flags),
         ],
@@ -59,7 +59,7 @@ class Watch:
         self.seen.setdefault(found["updates"], found)
         return found
 
-    def until(self, true: Callable[[dict[str, Any]], bool], patience: float = 60) -> dict[str, Any]:
+    def until(self, true: Callable[[dict[str, Any]], bool], patience: float = 120) -> dict[str, Any]:
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             if true(status := self.status()):

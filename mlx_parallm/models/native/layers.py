@@ -132,7 +132,7 @@ def _adapted(
     library: Any, x: mx.array, layers: Sequence[tuple[nn.Module, int, int]], choice: Any
 ) -> list[mx.array] | None:
     """x (B, T, size), each layer with its group and its number there. None where MLX should do it, or a BLAS."""
-    if x.ndim != 3:
+    if x.ndim != 3 or x.shape[0] * x.shape[1] > MANY_ROWS:  # before parties are made of so many tokens
         return None
     own = [
         None

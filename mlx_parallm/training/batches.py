@@ -15,6 +15,37 @@ from mlx_parallm.training.objectives import Algorithm, Floats, Integers, advanta
 from mlx_parallm.training.trajectories import Trajectory
 
 MAX_PADDING = 0.25  # answers to several prompts go together while that adds at most this share of tokens
+PIECE = 2048  # … and, where kernels are many and quick, as many more as take the time of starting them once
+ROUND_TOKENS, ROUND_ANSWERS = 64, 8  # the least of which lengths and numbers are multiples, where they are rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a micro-batch: so many prompts of one length, and answers of one length."""
+
+    prompts: int
+    prompt: int
+    answers: int
+    answer: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.prompt + self.answers * self.answer
+
+    def rounded(self) -> "Shape":
+        """One of few. Prompts are always padded, if by one token: that is another computation."""
+        return Shape(
+            _round(self.prompts, 1),
+            _round(self.prompt + 1, ROUND_TOKENS),
+            _round(self.answers, ROUND_ANSWERS),
+            _round(self.answer, ROUND_TOKENS),
+        )
+
+
+def _round(number: int, least: int) -> int:
+    """Up to one of two numbers between powers of two: less than half is added beyond the least."""
+    step = max(least, 1 << max(0, number.bit_length() - 2))
+    return -(-number // step) * step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,13 +57,20 @@ class PaddedPrompts:
     behind: Integers  # (n,): an answer's prompt
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> "PaddedPrompts":
-        """`counts`: of the answers to each, which follow one another."""
-        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-        tokens = np.zeros((len(prompts), lengths.max()), np.int64)
+    def of(
+        cls, prompts: Sequence[Sequence[int]], counts: Sequence[int], shape: Shape | None = None
+    ) -> "PaddedPrompts":
+        """`counts`: of the answers to each, which follow one another. `shape`: filled up with what nobody reads."""
+        longest = max(map(len, prompts))
+        shape = shape or Shape(len(prompts), longest, sum(counts), 0)
+        lengths = np.ones(shape.prompts, np.int64)
+        tokens = np.zeros((shape.prompts, shape.prompt), np.int64)
         for line, prompt in enumerate(prompts):
+            lengths[line] = len(prompt)
             tokens[line, : len(prompt)] = prompt
-        return cls(tokens, lengths, np.repeat(np.arange(len(prompts)), counts))
+        behind = np.zeros(shape.answers, np.int64)
+        behind[: sum(counts)] = np.repeat(np.arange(len(prompts)), counts)
+        return cls(tokens, lengths, behind)
 
     def first(self, answers: int) -> "PaddedPrompts":
         """Those that some answers need."""
@@ -97,8 +135,11 @@ class Batch:
         weight = token_weights(lengths, algorithm, max_length) if some else np.zeros(0, np.float32)
         return cls(some, found[kept], weight, len(trajectories) - len(some))
 
-    def micros(self, budget: Callable[[], int], several: bool = True) -> Iterator[Micro]:
-        """`budget`: tokens that the next may have; one answer may have more. `several`: prompts in one."""
+    def micros(self, budget: Callable[[], int], several: bool = True, rounded: bool = False) -> Iterator[Micro]:
+        """`budget`: tokens that the next may have; one answer may have more. `several`: prompts in one.
+
+        `rounded`: filled up to few shapes, for devices where each new one costs as much as thousands of tokens.
+        """
         by_prompt: dict[tuple[int, ...], list[int]] = {}
         for place, one in enumerate(self.trajectories):
             by_prompt.setdefault(tuple(one.prompt_ids), []).append(place)
@@ -106,56 +147,62 @@ class Batch:
             sorted(places, key=lambda place: len(self.trajectories[place].completion_ids))
             for places in by_prompt.values()
         )
+        if rounded:
+            left = deque(sorted(left, key=self._lengths))
         while left:
             limit, places = budget(), left.popleft()
-            prompt, longest = self._lengths(places)
-            pieces = -(-len(places) // max(1, (limit - prompt) // longest))
+            shape = self._shape([places], rounded)
+            pieces = -(-len(places) // max(1, (limit - shape.prompt) // shape.answer))
             count = -(-len(places) // pieces)  # even ones: the prompt goes through the model with each
             parts = [places[:count]]
             if count < len(places):
                 left.appendleft(places[count:])
             else:
-                while several and left and self._together([*parts, left[0]], limit):
+                while several and left and self._together([*parts, left[0]], limit, rounded):
                     parts.append(left.popleft())
-            yield self._micro(parts)
+            yield self._micro(parts, self._shape(parts, rounded))
 
     def _lengths(self, places: Sequence[int]) -> tuple[int, int]:
         """Of the prompt and of the longest answer to it, which is the last."""
         last = self.trajectories[places[-1]]
         return len(last.prompt_ids), len(last.completion_ids)
 
-    def _together(self, parts: Sequence[Sequence[int]], limit: int) -> bool:
-        """Whether answers to several prompts may be one micro-batch: within the limit and with little padding."""
+    def _shape(self, parts: Sequence[Sequence[int]], rounded: bool) -> Shape:
+        """Of answers to several prompts, together."""
         lengths = [self._lengths(places) for places in parts]
-        prompts = [prompt for prompt, _ in lengths]
-        alone = sum(prompt + len(places) * answer for places, (prompt, answer) in zip(parts, lengths, strict=True))
-        padded = len(parts) * max(prompts) + sum(map(len, parts)) * max(answer for _, answer in lengths)
-        return max(prompts) <= 2 * min(prompts) and padded <= min(limit, (1 + MAX_PADDING) * alone)
+        prompt, answer = (max(sizes) for sizes in zip(*lengths, strict=True))
+        shape = Shape(len(parts), prompt, sum(map(len, parts)), answer)
+        return shape.rounded() if rounded else shape
 
-    def _micro(self, parts: Sequence[Sequence[int]]) -> Micro:
+    def _together(self, parts: Sequence[Sequence[int]], limit: int, rounded: bool) -> bool:
+        """Whether answers to several prompts may be one micro-batch: within the limit and with little padding."""
+        each = [self._shape([places], rounded) for places in parts]
+        most = (1 + MAX_PADDING) * sum(shape.tokens for shape in each)
+        if rounded:
+            most += (len(parts) - 1) * PIECE
+        elif max(shape.prompt for shape in each) > 2 * min(shape.prompt for shape in each):
+            return False
+        return self._shape(parts, rounded).tokens <= min(limit, most)
+
+    def _micro(self, parts: Sequence[Sequence[int]], shape: Shape) -> Micro:
         places = [place for part in parts for place in part]
         some = [self.trajectories[place] for place in places]
         prompts = PaddedPrompts.of(
-            [self.trajectories[part[0]].prompt_ids for part in parts], [len(part) for part in parts]
+            [self.trajectories[part[0]].prompt_ids for part in parts], [len(part) for part in parts], shape
         )
-        shape = len(some), max(len(one.completion_ids) for one in some)
-        answers, mask, old = np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        size = shape.answers, shape.answer
+        answers, mask, old = np.zeros(size, np.int64), np.zeros(size, np.float32), np.zeros(size, np.float32)
+        known, advantage, weight = (np.zeros(shape.answers, np.float32) for _ in range(3))
+        advantage[: len(some)], weight[: len(some)] = self.advantage[places], self.weight[places]
+        temperature = np.full(shape.answers, some[0].temperature, np.float32)
         for line, one in enumerate(some):
             length = len(one.completion_ids)
             answers[line, :length] = one.completion_ids
             mask[line, :length] = 1.0 if one.mask is None else np.array(one.mask, np.float32)
             if one.logprobs is not None:
                 old[line, :length] = one.logprobs
-        return Micro(
-            prompts,
-            answers,
-            mask,
-            old,
-            np.array([[one.logprobs is not None] for one in some], np.float32),
-            self.advantage[places],
-            self.weight[places],
-            np.array([one.temperature for one in some], np.float32)[:, None, None],
-        )
+            known[line], temperature[line] = one.logprobs is not None, one.temperature
+        return Micro(prompts, answers, mask, old, known[:, None], advantage, weight, temperature[:, None, None])
 
 
 def _learnt(one: Trajectory) -> int:

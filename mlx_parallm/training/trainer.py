@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.batches import Batch, Micro
 from mlx_parallm.training.objectives import (
@@ -33,6 +34,7 @@ from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits, s
 
 Parameters = dict[str, mx.array]
 MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
+MIN_ROUNDED = 1024  # where shapes are rounded: smaller pieces would take no less time
 TOO_LONG = 0.67  # of the time that a piece should take, over the time it took
 ALONE = 4  # times longer may a piece take while nobody is served
 REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
@@ -169,6 +171,7 @@ class _Pace:
 
     seconds: float
     fixed: int
+    least: int = MIN_MICRO
     tokens: int = 2 * MIN_MICRO
 
     def budget(self) -> int:
@@ -178,7 +181,7 @@ class _Pace:
         """A piece that took far too long makes the next smaller; one that was full and quick, larger: twice at most."""
         factor = self.seconds / max(seconds, 1e-6)
         if factor < TOO_LONG or (factor > 1 and 2 * tokens >= self.tokens):
-            self.tokens = int(min(MAX_MICRO, max(MIN_MICRO, self.tokens * min(2.0, max(0.5, factor)))))
+            self.tokens = int(min(MAX_MICRO, max(self.least, self.tokens * min(2.0, max(0.5, factor)))))
 
 
 class Trainer:
@@ -199,9 +202,12 @@ class Trainer:
         self.activation_bytes = 0  # most that a micro-batch has taken
         self._gradient = mx.value_and_grad(self._loss)
         self._busy: Callable[[], bool] = lambda: True
+        # CUDA plans attention anew for every shape, forwards and back: that takes longer than to compute some padding.
+        self.rounded = device_kind() == "cuda" and self.tree.mixes_prompts
+        least = MIN_ROUNDED if self.rounded else MIN_MICRO
         self._paces = {
-            True: _Pace(config.microstep_seconds, config.microbatch_tokens),
-            False: _Pace(ALONE * config.microstep_seconds, config.microbatch_tokens, ALONE * 2 * MIN_MICRO),
+            busy: _Pace(times * config.microstep_seconds, config.microbatch_tokens, least, 2 * times * least)
+            for busy, times in ((True, 1), (False, ALONE))
         }
 
     @property
@@ -264,7 +270,7 @@ class Trainer:
             for _ in self.update(made):
                 continue
             for micro in Batch.of(made, self.config.algorithm, self.config.max_length).micros(
-                lambda: MAX_MICRO, self.tree.mixes_prompts
+                lambda: MAX_MICRO, self.tree.mixes_prompts, self.rounded
             ):
                 mx.eval(self._gradient(self.parameters, micro))
             self.go_back(before)
@@ -281,12 +287,14 @@ class Trainer:
             pace = self._paces[self._busy()]
             return pace.budget()
 
-        for micro in batch.micros(budget, self.tree.mixes_prompts):
+        for micro in batch.micros(budget, self.tree.mixes_prompts, self.rounded):
             begun, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
             (_, values, scores), gradients = self._gradient(self.parameters, micro)
             total = {name: gradients[name] + total[name] for name in total} if total else gradients
-            first = first or _Sample(micro.first(CHECKED), scores[:CHECKED])
+            if first is None:
+                some = micro if self.rounded else micro.first(CHECKED)  # a shape that is known, or few
+                first = _Sample(some, scores[: len(some.answers)])
             mx.eval(total, values, first.scores)
             sums.add(np.array(values).tolist())
             self._restore(self.parameters)

@@ -109,13 +109,14 @@ def answer_logits(module: nn.Module, prompts: PaddedPrompts, answers: mx.array, 
     `shared`: prompts go through the model once, and the answers behind them; else they must have one length.
     """
     tokens, behind, lengths = mx.array(prompts.tokens), mx.array(prompts.behind), prompts.lengths
-    last, even = tokens.shape[1] - 1, bool((lengths == lengths[0]).all())
+    last, full = tokens.shape[1] - 1, bool((lengths == tokens.shape[1]).all())
     if not shared or not last:
-        assert even
+        assert full
         whole: mx.array = module(mx.concatenate([tokens[behind], answers], axis=1)[:, :-1])
         return whole[:, last:]
     ends = mx.array((lengths - 1)[prompts.behind], mx.int32)  # (n,)
-    caches = [PromptCache(None if len(lengths) == 1 else behind, None if even else ends) for _ in module.layers]
+    one = full and len(lengths) == 1
+    caches = [PromptCache(None if one else behind, None if full else ends) for _ in module.layers]
     module(tokens[:, :-1], cache=caches)  # its logits are never computed
     logits: mx.array = module(mx.concatenate([tokens[behind, ends][:, None], answers[:, :-1]], axis=1), cache=caches)
     return logits

@@ -143,7 +143,9 @@ def test_answers_to_several_prompts_together_have_the_same_gradient(checkpointin
     together = list(batch.micros(lambda: 10_000))
     alone = list(batch.micros(lambda: 10_000, several=False))
     pieces = list(batch.micros(lambda: 30))
-    assert [len(micros) for micros in (together, alone)] == [1, 4]
+    rounded = list(batch.micros(lambda: 10_000, rounded=True))
+    assert [len(micros) for micros in (together, alone, rounded)] == [1, 4, 1]
+    assert rounded[0].answers.shape == (16, 64)
     assert len(pieces) > 8
 
     def gradient(micros: Sequence[Micro]) -> tuple[dict[str, mx.array], mx.array]:
@@ -152,12 +154,30 @@ def test_answers_to_several_prompts_together_have_the_same_gradient(checkpointin
         return total, sum(values[:-1] for (_, values, _), _ in found)
 
     expected, sums = gradient(alone)
-    for micros in (together, pieces):
+    for micros in (together, pieces, rounded):
         total, others = gradient(micros)
         assert mx.allclose(others, sums, rtol=1e-4, atol=1e-4)
         for name, array in expected.items():
             assert mx.linalg.norm(array) > 0
             assert mx.linalg.norm(total[name] - array) < 1e-5 * mx.linalg.norm(array)
+
+
+def test_an_update_is_the_same_in_round_shapes() -> None:
+    trainers = [Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3)) for _ in range(2)]
+    trainers[1].rounded = True
+    for trainer in trainers:
+        trainer.rehearse()
+    shapes = set()
+    for seed in range(4):
+        trajectories = made(seed=seed, size=3 + seed)
+        with_logprobs(trainers[0], trajectories)
+        outcomes = [run(trainer, trajectories) for trainer in trainers]
+        for name in ("loss", "tokens", "grad_norm", "entropy", "mismatch_kl", "effective_sample_size"):
+            assert outcomes[0].metrics[name] == pytest.approx(outcomes[1].metrics[name], rel=1e-3, abs=1e-6)
+        micros = Batch.of(trajectories, "grpo", 512).micros(lambda: 8192, rounded=True)
+        shapes |= {(micro.prompts.tokens.shape, micro.answers.shape) for micro in micros}
+    assert apart(*trainers) < 1e-5
+    assert shapes == {((2, 64), (8, 64)), ((2, 64), (16, 64))}
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llama"])

@@ -57,6 +57,31 @@ def test_prompts_and_answers_of_very_different_lengths_stay_apart() -> None:
     assert cut(batch([(10, (50, 50)), (10, (35, 35))]), 999) == [[1, 1, 2, 2]]
 
 
+def test_round_shapes_are_few_and_filled_up() -> None:
+    shapes = set()
+    for prompt in range(3, 60, 7):
+        found = batch([(prompt, (9, 11)), (prompt + 2, (5, 60)), (prompt // 2 + 1, (40, 1))])
+        (micro,) = found.micros(lambda: 8192, rounded=True)
+        shapes.add((micro.prompts.tokens.shape, micro.answers.shape))
+        behind = micro.prompts.behind[:6]
+        assert np.array_equal(micro.prompts.tokens[behind, 0], micro.answers[:6, 0])
+        assert (micro.prompts.lengths < micro.prompts.tokens.shape[1]).all()
+        assert micro.mask.sum() == 126
+        for filled in (micro.mask, micro.weight, micro.advantage):
+            assert not filled[6:].any()
+        assert micro.weight.sum() == pytest.approx(found.weight.sum())
+    assert shapes == {((3, 64), (8, 64))}
+
+
+def test_round_shapes_keep_to_the_budget_and_sort_by_length() -> None:
+    found = batch([(1500, (500, 400)), (40, (20, 20)), (1400, (500, 500)), (30, (20, 20))])
+    micros = list(found.micros(lambda: 8192, rounded=True))
+    assert [[row for row in micro.answers[:, 0].tolist() if row] for micro in micros] == [[4, 4, 2, 2], [3, 3, 1, 1]]
+    assert sum(micro.mask.sum() for micro in micros) == 1980
+    for micro in found.micros(lambda: 2048, rounded=True):
+        assert len(set(micro.answers[:, 0].tolist()) - {0}) <= 2
+
+
 def test_the_first_answers_of_a_micro_batch() -> None:
     micro = next(batch([(7, (3, 2)), (9, (4, 4))]).micros(lambda: 999))
     assert micro.tokens == 2 * 8 + 4 * 4

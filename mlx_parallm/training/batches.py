@@ -57,9 +57,7 @@ class PaddedPrompts:
     behind: Integers  # (n,): an answer's prompt
 
     @classmethod
-    def of(
-        cls, prompts: Sequence[Sequence[int]], counts: Sequence[int], shape: Shape | None = None
-    ) -> "PaddedPrompts":
+    def of(cls, prompts: Sequence[Sequence[int]], counts: Sequence[int], shape: Shape | None = None) -> "PaddedPrompts":
         """`counts`: of the answers to each, which follow one another. `shape`: filled up with what nobody reads."""
         longest = max(map(len, prompts))
         shape = shape or Shape(len(prompts), longest, sum(counts), 0)

@@ -57,6 +57,11 @@ class Packed:
 # layer, the choice -> each layer's sum; None where MLX's operations should do it.
 Adder = Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], list[mx.array] | None]
 
+# Kernels that also do what comes behind such layers. What one layer gave, and what its output is added to -> the sum.
+Closer = Callable[[mx.array, tuple[mx.array, int, int], Any, mx.array], mx.array | None]
+# What a gate and the layer beside it gave -> swiglu of both.
+Gater = Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], mx.array | None]
+
 # A kernel that does the layers' own products too: x, each layer with its group and number in it, the choice.
 Multiplier = Callable[[mx.array, Sequence[tuple[nn.Module, int, int]], Any], list[mx.array] | None]
 
@@ -67,7 +72,20 @@ class Selection:
 
     choice: Choice = BASE
     add: Adder | None = None
+    close: Closer | None = None
+    gate: Gater | None = None
     multiply: Multiplier | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Residual:
+    """What a block adds to the output of its last layer, unless that layer's kernel has."""
+
+    given: mx.array | None = None
+
+    def sum(self, output: mx.array) -> mx.array:
+        given, self.given = self.given, None
+        return output if given is None else given + output
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +95,7 @@ class Bundle:
     members: "list[tuple[Seat, Callable[[mx.array], mx.array], nn.Module]]" = field(default_factory=list)
     asked: tuple[mx.array, Choice] | None = None  # the inputs and adapters that they are of
     ready: "dict[Seat, mx.array]" = field(default_factory=dict)
+    gate: "Seat | None" = None  # of two layers whose outputs only swiglu reads, the first
 
     def leave(self, x: mx.array, choice: Choice, outputs: "dict[Seat, mx.array]") -> None:
         self.asked, self.ready = (x, choice) if outputs else None, outputs
@@ -98,6 +117,10 @@ class Seat:
     group: int
     number: int
     bundle: Bundle | None = None
+    residual: Residual | None = None  # its output goes nowhere but into a sum with this
+
+    def closing(self, residual: Residual) -> "Seat":
+        return Seat(self.selection, self.group, self.number, self.bundle, residual)
 
     def linear(self, x: mx.array, base: Callable[[mx.array], mx.array], layer: nn.Module) -> mx.array:
         """What a linear layer gives for inputs x with each row's adapter, where without it is base(x) (B, T, lines)."""
@@ -143,6 +166,9 @@ class Seat:
         if add is None:
             return None
         if self.bundle is None:
+            closed = self._closed(x, y)
+            if closed is not None:
+                return closed
             alone = add(x, [(y, self.group, self.number)], choice)
             return None if alone is None else alone[0]
         others = [
@@ -151,11 +177,25 @@ class Seat:
             if seat is not self and choice.has(seat.group) and choice.plain(seat.group)
         ]
         outputs = [(self, y), *((seat, base(x)) for seat, base in others)]
+        if self.bundle.gate is self and len(others) == 1 and self.selection.gate is not None:
+            gated = self.selection.gate(x, [(output, seat.group, seat.number) for seat, output in outputs], choice)
+            if gated is not None:
+                self.bundle.leave(x, choice, {others[0][0]: gated})
+                return gated
         added = add(x, [(output, seat.group, seat.number) for seat, output in outputs], choice)
         if added is None:
             return None
         self.bundle.leave(x, choice, {seat: output for (seat, _), output in zip(others, added[1:], strict=True)})
         return added[0]
+
+    def _closed(self, x: mx.array, y: mx.array) -> mx.array | None:
+        residual, close = self.residual, self.selection.close
+        if residual is None or residual.given is None or close is None:
+            return None
+        closed = close(x, (y, self.group, self.number), self.selection.choice, residual.given)
+        if closed is not None:
+            residual.given = None
+        return closed
 
     def looked_up(self, tokens: mx.array, y: mx.array) -> mx.array:
         """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.adapters import kernel
+from mlx_parallm.adapters.blocks import join_sums
 from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.mixtures import Present, SideBySide
 from mlx_parallm.config import ServeConfig
@@ -50,8 +51,11 @@ def adapter_layout(module: nn.Module, tuning: Tuning) -> Layout:
     if not tuning.compiled:
         layout.selection.add, layout.selection.multiply = low_rank_adder(), adapted_products()
     elif device_kind() == "cuda" and kernel.tried(layout.dtype):
-        layout.selection.add = kernel.add_own
+        selection = layout.selection
+        selection.add, selection.close, selection.gate = kernel.add_own, kernel.add_and_close, kernel.add_and_gate
     layout.attach()
+    if layout.selection.close is not None:
+        join_sums(module)
     return layout
 
 

@@ -11,14 +11,16 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.activations import swiglu
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors.numpy import save
 
 from mlx_parallm.adapters import kernel
+from mlx_parallm.adapters.blocks import join_sums
 from mlx_parallm.adapters.files import parse, parse_config, read_folder
 from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.mixtures import BASE, Apart, Choice, Present, Resident, SideBySide
-from mlx_parallm.adapters.weights import Adapter, AdapterError, check_fit, check_name
+from mlx_parallm.adapters.weights import Adapter, AdapterError, Part, check_fit, check_name
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.native.layers import adapted_products, low_rank_adder
 from tests.tiny import tiny
@@ -129,14 +131,7 @@ def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
 
     def add(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array]:
         calls.append([y.shape[-1] for y, *_ in layers])
-        assert choice.spans is not None
-        added = [y for y, *_ in layers]
-        for row, (begin, rank) in enumerate(choice.spans.tolist()):
-            for i, (_, group, number) in enumerate(layers):
-                a, b, _ = choice.groups[group]
-                own = x[row] @ a[number, begin : begin + rank].T @ b[number, begin : begin + rank]
-                added[i] = added[i] + mx.where(mx.arange(len(x))[:, None, None] == row, own, 0)
-        return added
+        return added_by_hand(x, layers, choice)
 
     layout = Layout(module, add, traced=True)
     layout.attach()
@@ -153,6 +148,101 @@ def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
             assert mx.allclose(found[row], expected[name][row], atol=2e-4)
         assert len(calls) == (4 if "all" in rows else 1) * len(module.layers)
         assert max(map(len, calls)) == (3 if "all" in rows else 2)
+
+
+def random_adapter(layout: Layout, names: tuple[str, ...], seed: int) -> Adapter:
+    random = np.random.default_rng(seed)
+    return Adapter(
+        {
+            path: Part(
+                0.1 * random.standard_normal((8, target.size)).astype(np.float32),
+                0.1 * random.standard_normal((target.lines, 8)).astype(np.float32),
+            )
+            for path, target in layout.targets.items()
+            if path.endswith(names)
+        }
+    )
+
+
+def added_by_hand(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array]:
+    """What the kernel gives."""
+    assert choice.spans is not None
+    added = [y for y, *_ in layers]
+    for row, (begin, rank) in enumerate(choice.spans.tolist()):
+        for i, (_, group, number) in enumerate(layers):
+            a, b, _ = choice.groups[group]
+            own = x[row] @ a[number, begin : begin + rank].T @ b[number, begin : begin + rank]
+            added[i] = added[i] + mx.where(mx.arange(len(x))[:, None, None] == row, own.astype(x.dtype), 0)
+    return added
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_kernels_that_also_gate_and_close(kind: str) -> None:
+    """As a GPU does it: a block's sums and its swiglu are a part of the kernels that add adapters."""
+    module = tiny(kind).module
+    counts = {"add": 0, "close": 0, "gate": 0}
+
+    def add(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array] | None:
+        counts["add"] += 1
+        return added_by_hand(x, layers, choice) if x.shape[1] == 1 else None
+
+    def close(x: mx.array, layer: Any, choice: SideBySide, residual: mx.array) -> mx.array | None:
+        counts["close"] += 1
+        return residual + added_by_hand(x, [layer], choice)[0] if x.shape[1] == 1 else None
+
+    def gate(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> mx.array | None:
+        counts["gate"] += 1
+        return swiglu(*added_by_hand(x, layers, choice)) if x.shape[1] == 1 else None
+
+    layout = Layout(module, traced=True)
+    layout.attach()
+    ways = {}
+    for names in (tuple(ATTENTION), tuple(ALL), ("mlp.up_proj", "mlp.down_proj")):
+        residents = [layout.place(layout.pack(random_adapter(layout, names, seed))) for seed in range(2)]
+        for rows in ([residents[0]] * 3, [residents[1], None, residents[0]]):
+            ways[names, len(set(rows))] = SideBySide.of(Present(tuple(dict.fromkeys(r for r in rows if r))), rows)
+    inputs = [mx.random.randint(3, 90, (3, length), key=mx.random.key(length)) for length in (1, 5)]
+
+    def outputs() -> list[mx.array]:
+        found = []
+        for choice in (BASE, *ways.values()):
+            for tokens in inputs:
+                layout.selection.choice = choice
+                found.append(module(tokens))
+        return found
+
+    expected = outputs()
+    layout.selection.add, layout.selection.close, layout.selection.gate = add, close, gate
+    join_sums(module)
+    for one, other in zip(outputs(), expected, strict=True):
+        assert mx.allclose(one, other, atol=1e-5)
+    blocks = len(module.layers)
+    joined = kind != "gemma3"
+    # Of six choices, two are for all layers and two for up and down; each with one token a row and with more.
+    assert counts["close"] == (2 * 2 * 2 + 2 * 2) * blocks * joined
+    assert counts["gate"] == 2 * 2 * blocks * joined
+
+
+@pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
+    rows, size, lines, columns = 48, 576, 1536, 128
+    x, first, second, residual = (
+        mx.random.normal((rows, 1, count)).astype(dtype) for count in (size, lines, lines, lines)
+    )
+    thin = [(0.05 * mx.random.normal((3, columns, count))).astype(dtype) for count in (size, lines) * 2]
+    groups = {0: (thin[0], thin[1], None), 1: (thin[2], thin[3], None)}
+    spans = ([(0, 0), (0, 8), (8, 64), (72, 56), (120, 8)] * rows)[:rows]
+    choice = SideBySide(groups, spans=mx.array(spans, mx.int32), max_rank=64)
+    layers = [(first, 0, 2), (second, 1, 1)]
+    added = kernel.add_own(x, layers, choice)
+    gated, closed = kernel.add_and_gate(x, layers, choice), kernel.add_and_close(x, layers[0], choice, residual)
+    assert added is not None
+    assert gated is not None
+    assert closed is not None
+    assert mx.array_equal(closed, residual + added[0])
+    bound = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
+    assert mx.allclose(gated, swiglu(*added), rtol=bound, atol=bound)
 
 
 @pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")

@@ -52,6 +52,7 @@ MAMBA2: dict[str, Any] = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
     "gemma3": {  # layer 0 sees the last 12 tokens, layer 1 all
         "model_type": "gemma3_text",

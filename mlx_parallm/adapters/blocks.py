@@ -1,8 +1,8 @@
-"""Blocks in which a kernel that adds rows' adapters also does what comes behind: swiglu, and the sum with the inputs.
+"""Blocks in which the kernels that add rows' adapters also do what comes behind: RoPE, swiglu, the sum with the inputs.
 
 Where a decode step is bound by the number of kernels that it starts, an adapter on all layers costs four more a block;
-with these, which take the place of others, it is one. For blocks of Llama's form; any other stays as it is, and so
-does a pass for which there is no such kernel.
+these take the place of five. For blocks of Llama's form; any other stays as it is, and so does a pass for which there
+are no such kernels.
 """
 
 import functools
@@ -12,28 +12,36 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.activations import swiglu
+from mlx_lm.models.rope_utils import Llama3RoPE
 
-from mlx_parallm.adapters.layers import Residual, Seat
+from mlx_parallm.adapters.kernel import powers_of
+from mlx_parallm.adapters.layers import Residual, Seat, Turn
 
-MODELS: tuple[Any, ...] = (llama, qwen2, qwen3)  # whose blocks, attention and MLP compute in the same order
+MODELS: tuple[Any, ...] = (llama, qwen2, qwen3)  # whose blocks and MLP compute in the same order
 BLOCKS = tuple(model.TransformerBlock for model in MODELS)
 ATTENTIONS = tuple(model.Attention for model in MODELS)
 MLPS = tuple(model.MLP for model in MODELS)
+TURNING = (llama.Attention, qwen2.Attention)  # with nothing between the layers of queries and keys and RoPE
 
 
-def join_sums(module: nn.Module) -> None:
+def fuse(module: nn.Module) -> None:
     """After the layers have their seats."""
     for block in getattr(module, "layers", ()):
         if not _is_known(block):
             continue
+        attention, mlp = block.self_attn, block.mlp
         block.residual = Residual()
-        for layer in (block.self_attn.o_proj, block.mlp.down_proj):
+        for layer in (attention.o_proj, mlp.down_proj):
             layer.seat = layer.seat.closing(block.residual)
-        gate: Seat = block.mlp.gate_proj.seat
+        gate: Seat = mlp.gate_proj.seat
         if gate.bundle is not None:
             gate.bundle.gate = gate
-        kinds: tuple[Any, Any] = type(block), type(block.mlp)
-        block.__class__, block.mlp.__class__ = _joining_block(kinds[0]), _joining_mlp(kinds[1])
+        _change_class(block, _fused_block)
+        _change_class(mlp, _fused_mlp)
+        turn = _turn_of(attention)
+        if turn is not None:
+            attention.turn = turn
+            _change_class(attention, _fused_attention)
 
 
 def _is_known(block: Any) -> bool:
@@ -43,8 +51,27 @@ def _is_known(block: Any) -> bool:
     )
 
 
+def _change_class(layer: Any, fused: Any) -> None:
+    layer.__class__ = fused(type(layer))
+
+
+def _turn_of(attention: Any) -> Turn | None:
+    """None where it is not done by halves, or not to whole heads, or the layers have no seats together."""
+    rope, seats = attention.rope, [getattr(attention[f"{name}_proj"], "seat", None) for name in "qkv"]
+    bundle = seats[0].bundle if seats[0] is not None else None
+    if not isinstance(attention, TURNING) or bundle is None or [seat for seat, _, _ in bundle.members] != seats:
+        return None
+    if not isinstance(rope, (nn.RoPE, Llama3RoPE)) or rope.traditional:
+        return None
+    if attention.k_proj["weight"].shape[0] != attention.n_kv_heads * rope.dims or rope.dims % 2:
+        return None
+    if isinstance(rope, Llama3RoPE):
+        return Turn(1.0 / rope._freqs.astype(mx.float32), powers=False)
+    return Turn(powers_of(rope.base, rope.dims // 2), powers=True) if rope.scale == 1.0 else None
+
+
 @functools.cache
-def _joining_block(original: Any) -> type:
+def _fused_block(original: Any) -> type:
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         self.residual.given = x
         h: mx.array = self.residual.sum(self.self_attn(self.input_layernorm(x), mask, cache))
@@ -56,11 +83,32 @@ def _joining_block(original: Any) -> type:
 
 
 @functools.cache
-def _joining_mlp(original: Any) -> type:
+def _fused_mlp(original: Any) -> type:
     def call(self: Any, x: mx.array) -> mx.array:
         gate, up = self.gate_proj(x), self.up_proj(x)
         # One array for both: a kernel has found what swiglu makes of them.
         found: mx.array = self.down_proj(gate if gate is up else swiglu(gate, up))
         return found
+
+    return type(original.__name__, (original,), {"__call__": call})
+
+
+@functools.cache
+def _fused_attention(original: Any) -> type:
+    attend = original.__call__.__globals__["scaled_dot_product_attention"]  # which may ask the cache first
+
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        offsets = getattr(cache, "offset", None)
+        found = None
+        if x.shape[1] == 1 and isinstance(offsets, mx.array):
+            found = self.q_proj.seat.bundle.turned(x, self.turn, offsets)
+        if found is None:
+            plain: mx.array = original.__call__(self, x, mask, cache)
+            return plain
+        queries, fresh = found[0], found[1:]
+        keys, values = cache.update_and_fetch(*fresh)
+        attended = attend(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
+        output: mx.array = self.o_proj(attended.transpose(0, 2, 1, 3).reshape(len(x), 1, -1))
+        return output
 
     return type(original.__name__, (original,), {"__call__": call})

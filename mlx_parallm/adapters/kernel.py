@@ -1,13 +1,15 @@
 """Adds each row's own low-rank product to what layers gave, as one CUDA kernel for all layers of the same inputs.
 
 A decode step is bound by the number of kernels that it starts. With MLX's operations an adapter costs five per layer;
-here it is one for q, k and v together, and none more where the kernel takes the place of another: `add_and_close` also
-adds what a block adds to a layer's output, `add_and_gate` also computes swiglu. `layers.Seat` calls them through its
-selection, for passes of one token a row. They round wherever separate kernels would.
+here it is one for q, k and v together, and none more where the kernel takes the place of others: `add_and_close` also
+adds what a block adds to a layer's output, `add_and_gate` also computes swiglu, `add_and_turn` also does RoPE.
+`layers.Seat` calls them through its selection, for passes of one token a row. They round wherever separate kernels
+would.
 """
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.activations import swiglu
 
+from mlx_parallm.adapters.layers import Fused, Turn
 from mlx_parallm.adapters.mixtures import Groups, SideBySide
 
 log = logging.getLogger(__name__)
@@ -25,7 +28,7 @@ BYTES = 16  # that a thread reads at once
 ENOUGH_BLOCKS = 128  # about as many as a large device runs side by side
 
 Layer = tuple[mx.array, int, int]  # what it gave, its group, its number in it
-Part = tuple[mx.array, mx.array, mx.array, int]  # y (B, 1, lines), a (L, C, size), b (L, C, lines), which of the L
+Part = tuple[mx.array, mx.array, mx.array, int]  # y (B, 1, lines), a (L, C, size), b (L, C, lines), first of the L * C
 
 HEADER = f"""
 constexpr int BYTES = {BYTES}, WARPS = {WARPS}, MAX_RANK = {MAX_RANK};
@@ -138,56 +141,114 @@ GATE = (
 """
 )
 
+TURN = (
+    """
+    const T *y, *a, *b;
+    T* out;
+    int lines;
+    switch (blockIdx.y) {{ {cases} }}
+"""
+    + BEGIN
+    + """
+    const bool adapts = firsts[blockIdx.y] >= 0, turns = blockIdx.y < 2;
+    const int own = adapts ? rank : 0, half = waves_shape[0], pieces = half / N;
+    const size_t first = adapts ? size_t(firsts[blockIdx.y]) + spans[2 * row] : 0, line = size_t(row) * lines;
+    const float position = offsets[row];
+    __shared__ float z[MAX_RANK];
+    project(a + first * size, inputs, size, own, z);
+    __syncthreads();
+    for (int piece = begin / N; piece < lines / N / 2; piece += step / N) {{
+        const int place = piece % pieces * N;
+        const size_t i = size_t(piece / pieces) * 2 * half + place, j = i + half;
+        Piece<T> left = adapted(y + line + i, b + first * lines + i, lines, own, z);
+        Piece<T> right = adapted(y + line + j, b + first * lines + j, lines, own, z);
+        for (int n = 0; turns && n < N; ++n) {{
+            const float wave = waves[place + n], angle = position * (POWERS ? exp2f(wave) : wave);
+            const float c = cosf(angle), s = sinf(angle), one = float(left.of[n]), other = float(right.of[n]);
+            left.of[n] = T(one * c - other * s);
+            right.of[n] = T(one * s + other * c);
+        }}
+        *reinterpret_cast<Piece<T>*>(out + line + i) = left;
+        *reinterpret_cast<Piece<T>*>(out + line + j) = right;
+    }}
+"""
+)
+
 
 def add_own(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> list[mx.array] | None:
     """For each layer's y + x (B, 1, size) · the row's own lines of a[number] · its own of b[number].
 
     None where MLX's operations should do it.
     """
-    return _added(_adding(len(layers)), x, layers, choice, outputs=len(layers))
+    parts = _parts(x, layers, choice)
+    return None if parts is None else _run(_adding(len(parts)), x, parts, choice, [y.shape for y, *_ in parts])
 
 
 def add_and_close(x: mx.array, layer: Layer, choice: SideBySide, residual: mx.array) -> mx.array | None:
     """The same for one layer, and then added to residual (B, 1, lines)."""
-    if residual.shape != layer[0].shape or residual.dtype != x.dtype:
+    parts = _parts(x, [layer], choice)
+    if parts is None or residual.shape != layer[0].shape or residual.dtype != x.dtype:
         return None
-    found = _added(_closing(), x, [layer], choice, [residual])
-    return None if found is None else found[0]
+    return _run(_closing(), x, parts, choice, [residual.shape], [residual])[0]
 
 
 def add_and_gate(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> mx.array | None:
     """The same for two layers, and then swiglu of the first and the second."""
-    if layers[0][0].shape != layers[1][0].shape:
+    parts = _parts(x, layers, choice)
+    if parts is None or layers[0][0].shape != layers[1][0].shape:
         return None
-    found = _added(_gating(), x, layers, choice)
-    return None if found is None else found[0]
+    return _run(_gating(), x, parts, choice, [layers[0][0].shape])[0]
 
 
-def _added(
+def add_and_turn(
+    x: mx.array, layers: Sequence[Layer], choice: SideBySide, turn: Turn, offsets: mx.array
+) -> list[mx.array] | None:
+    """The same for queries, keys and values, of which the first two are then turned; not all need have adapters."""
+    parts, half = _parts(x, layers, choice), turn.waves.shape[0]
+    if parts is None or half * x.dtype.size % BYTES or any(y.shape[2] % (2 * half) for y, *_ in parts):
+        return None
+    if offsets.shape != x.shape[:1] or offsets.dtype != mx.int32:
+        return None
+    shapes = [(len(x), y.shape[2] // (2 * half), 1, 2 * half) for y, *_ in parts]
+    return _run(_turning(), x, parts, choice, shapes, [offsets, turn.waves], [("POWERS", turn.powers)])
+
+
+FUSED = Fused(add_and_close, add_and_gate, add_and_turn)
+
+
+def _parts(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> list[Part] | None:
+    """What the kernels need of layers; None where they can't do it."""
+    if choice.spans is None or choice.max_rank > MAX_RANK or x.ndim != 3 or x.shape[1] != 1:
+        return None
+    some = next(choice.groups[group] for _, group, _ in layers if choice.has(group))
+    parts: list[Part] = []
+    for y, group, number in layers:
+        a, b, _ = choice.groups.get(group, some)
+        parts.append((y, a, b, number * a.shape[1] if choice.has(group) else -1))
+    return parts if _aligned(x, parts) else None
+
+
+def _run(
     kernel: Any,
     x: mx.array,
-    layers: Sequence[Layer],
+    parts: Sequence[Part],
     choice: SideBySide,
+    shapes: Sequence[tuple[int, ...]],
     more: Sequence[mx.array] = (),
-    outputs: int = 1,
-) -> list[mx.array] | None:
-    spans = choice.spans
-    parts = [(y, *choice.groups[group][:2], number) for y, group, number in layers]
-    if spans is None or choice.max_rank > MAX_RANK or x.ndim != 3 or x.shape[1] != 1 or not _aligned(x, parts):
-        return None
-    ys, thin = [y for y, *_ in parts], [(a, b) for _, a, b, _ in parts]
-    firsts = mx.array([number * a.shape[1] for _, a, _, number in parts], mx.int32)
+    template: Sequence[tuple[str, Any]] = (),
+) -> list[mx.array]:
+    ys, a, b, firsts = zip(*parts, strict=True)
     threads = WARPS * 32
-    shares = max(1, min(4, ENOUGH_BLOCKS // (outputs * x.shape[0])))
-    added: list[mx.array] = kernel(
-        inputs=[x, spans, firsts, *more, *ys, *(a for a, _ in thin), *(b for _, b in thin)],
-        template=[("T", x.dtype)],
-        grid=(threads * shares, outputs, x.shape[0]),
+    shares = max(1, min(4, ENOUGH_BLOCKS // (len(shapes) * len(x))))
+    found: list[mx.array] = kernel(
+        inputs=[x, choice.spans, mx.array(firsts, mx.int32), *more, *ys, *a, *b],
+        template=[("T", x.dtype), *template],
+        grid=(threads * shares, len(shapes), len(x)),
         threadgroup=(threads, 1, 1),
-        output_shapes=[y.shape for y in ys[:outputs]],
-        output_dtypes=[y.dtype for y in ys[:outputs]],
+        output_shapes=list(shapes),
+        output_dtypes=[x.dtype] * len(shapes),
     )
-    return added
+    return found
 
 
 def _aligned(x: mx.array, parts: Sequence[Part]) -> bool:
@@ -198,7 +259,7 @@ def _aligned(x: mx.array, parts: Sequence[Part]) -> bool:
 
 @functools.cache
 def _adding(count: int) -> Any:
-    return _kernel(f"add_own_{count}", ADD.format(cases=" ".join(CASE.format(i=i) for i in range(count))), count, count)
+    return _kernel(f"add_own_{count}", ADD.format(cases=_cases(count)), count, count)
 
 
 @functools.cache
@@ -211,6 +272,15 @@ def _gating() -> Any:
     return _kernel("add_and_gate", GATE, 2, 1)
 
 
+@functools.cache
+def _turning() -> Any:
+    return _kernel("add_and_turn", TURN.format(cases=_cases(3)), 3, 3, ["offsets", "waves"])
+
+
+def _cases(count: int) -> str:
+    return " ".join(CASE.format(i=i) for i in range(count))
+
+
 def _kernel(name: str, source: str, count: int, outputs: int, more: Sequence[str] = ()) -> Any:
     names = ["x", "spans", "firsts", *more, *(f"{side}{i}" for side in "yab" for i in range(count))]
     return mx.fast.cuda_kernel(name, names, [f"out{i}" for i in range(outputs)], source, HEADER)
@@ -218,25 +288,46 @@ def _kernel(name: str, source: str, count: int, outputs: int, more: Sequence[str
 
 def tried(dtype: mx.Dtype, most: int = 3) -> bool:
     """Builds the kernels, for up to so many layers, and says whether they are right."""
+    residual = mx.random.normal((2, 1, 32), key=mx.random.key(1)).astype(dtype)
+    offsets, half = mx.array([7, 4000], mx.int32), 16
+    turn = Turn(powers_of(500.0, half), True)
+
+    def turned(sums: list[mx.array]) -> list[mx.array]:
+        q, k, v = (one.reshape(2, -1, 1, 2 * half) for one in sums)
+        rope = functools.partial(mx.fast.rope, dims=2 * half, traditional=False, base=500.0, scale=1.0, offset=offsets)
+        return [rope(q), rope(k), v]
+
     try:
-        for count in range(1, most + 1):
-            if not _is_right(dtype, [32 * (i + 1) for i in range(count)], add_own):
-                return False
-        residual = mx.random.normal((2, 1, 32), key=mx.random.key(1)).astype(dtype)
-        return _is_right(
-            dtype,
-            [32],
-            lambda x, layers, choice: _listed(add_and_close(x, layers[0], choice, residual)),
-            lambda sums: [residual + sums[0]],
-        ) and _is_right(
-            dtype,
-            [32, 32],
-            lambda x, layers, choice: _listed(add_and_gate(x, layers, choice)),
-            lambda sums: [swiglu(sums[0], sums[1])],
+        return (
+            all(_is_right(dtype, [32 * (i + 1) for i in range(count)], add_own) for count in range(1, most + 1))
+            and _is_right(
+                dtype,
+                [32],
+                lambda x, layers, choice: _listed(add_and_close(x, layers[0], choice, residual)),
+                lambda sums: [residual + sums[0]],
+            )
+            and _is_right(
+                dtype,
+                [32, 32],
+                lambda x, layers, choice: _listed(add_and_gate(x, layers, choice)),
+                lambda sums: [swiglu(sums[0], sums[1])],
+            )
+            and _is_right(
+                dtype,
+                [96, 32, 32],
+                lambda x, layers, choice: add_and_turn(x, layers, choice, turn, offsets),
+                turned,
+            )
         )
     except (RuntimeError, ValueError) as error:
         log.warning("the CUDA kernels for adapters can't be used: %s", str(error)[:300])
         return False
+
+
+def powers_of(base: float, half: int) -> mx.array:
+    """To which 2 is to be raised for the angles by which RoPE turns a position: as MLX's own kernel has them."""
+    share = np.arange(half, dtype=np.float32) / np.float32(half)
+    return mx.array(-share * np.float32(math.log2(base)))
 
 
 def _listed(found: mx.array | None) -> list[mx.array] | None:

@@ -57,10 +57,26 @@ class Packed:
 # layer, the choice -> each layer's sum; None where MLX's operations should do it.
 Adder = Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], list[mx.array] | None]
 
-# Kernels that also do what comes behind such layers. What one layer gave, and what its output is added to -> the sum.
-Closer = Callable[[mx.array, tuple[mx.array, int, int], Any, mx.array], mx.array | None]
-# What a gate and the layer beside it gave -> swiglu of both.
-Gater = Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], mx.array | None]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """How RoPE turns the heads of queries and keys by their positions."""
+
+    waves: mx.array  # (half a head,): the angle of a position …
+    powers: bool  # … or its logarithm, to the base of 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Kernels that also do what comes behind such layers."""
+
+    # What one layer gave, and what its output is added to -> the sum.
+    close: Callable[[mx.array, tuple[mx.array, int, int], Any, mx.array], mx.array | None]
+    # What a gate and the layer beside it gave -> swiglu of both.
+    gate: Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], mx.array | None]
+    # What the layers of queries, keys and values gave, how and how far (B,) to turn -> (B, heads, 1, width) of each.
+    turn: Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any, Turn, mx.array], list[mx.array] | None]
+
 
 # A kernel that does the layers' own products too: x, each layer with its group and number in it, the choice.
 Multiplier = Callable[[mx.array, Sequence[tuple[nn.Module, int, int]], Any], list[mx.array] | None]
@@ -72,8 +88,7 @@ class Selection:
 
     choice: Choice = BASE
     add: Adder | None = None
-    close: Closer | None = None
-    gate: Gater | None = None
+    fused: Fused | None = None
     multiply: Multiplier | None = None
 
 
@@ -92,10 +107,20 @@ class Residual:
 class Bundle:
     """Layers that read the same inputs: the first that is asked finds the others' outputs too, and leaves them here."""
 
-    members: "list[tuple[Seat, Callable[[mx.array], mx.array], nn.Module]]" = field(default_factory=list)
+    members: "list[tuple[Seat, Callable[[mx.array], mx.array], nn.Module]]" = field(default_factory=list)  # as named
     asked: tuple[mx.array, Choice] | None = None  # the inputs and adapters that they are of
     ready: "dict[Seat, mx.array]" = field(default_factory=dict)
     gate: "Seat | None" = None  # of two layers whose outputs only swiglu reads, the first
+
+    def turned(self, x: mx.array, turn: Turn, offsets: mx.array) -> list[mx.array] | None:
+        """Queries, keys and values at their positions, by one kernel; None where there is none for this pass."""
+        selection = self.members[0][0].selection
+        groups, choice = [seat.group for seat, _, _ in self.members], selection.choice
+        plain = all(_is_plain(choice, group) for group in groups)
+        if selection.fused is None or not plain or not any(choice.has(group) for group in groups):
+            return None
+        outputs = [(base(x), seat.group, seat.number) for seat, base, _ in self.members]
+        return selection.fused.turn(x, outputs, choice, turn, offsets)
 
     def leave(self, x: mx.array, choice: Choice, outputs: "dict[Seat, mx.array]") -> None:
         self.asked, self.ready = (x, choice) if outputs else None, outputs
@@ -177,8 +202,10 @@ class Seat:
             if seat is not self and choice.has(seat.group) and choice.plain(seat.group)
         ]
         outputs = [(self, y), *((seat, base(x)) for seat, base in others)]
-        if self.bundle.gate is self and len(others) == 1 and self.selection.gate is not None:
-            gated = self.selection.gate(x, [(output, seat.group, seat.number) for seat, output in outputs], choice)
+        if self.bundle.gate is self and len(others) == 1 and self.selection.fused is not None:
+            gated = self.selection.fused.gate(
+                x, [(output, seat.group, seat.number) for seat, output in outputs], choice
+            )
             if gated is not None:
                 self.bundle.leave(x, choice, {others[0][0]: gated})
                 return gated
@@ -189,10 +216,10 @@ class Seat:
         return added[0]
 
     def _closed(self, x: mx.array, y: mx.array) -> mx.array | None:
-        residual, close = self.residual, self.selection.close
-        if residual is None or residual.given is None or close is None:
+        residual, fused = self.residual, self.selection.fused
+        if residual is None or residual.given is None or fused is None:
             return None
-        closed = close(x, (y, self.group, self.number), self.selection.choice, residual.given)
+        closed = fused.close(x, (y, self.group, self.number), self.selection.choice, residual.given)
         if closed is not None:
             residual.given = None
         return closed
@@ -229,6 +256,7 @@ class Layout:
     def attach(self) -> None:
         """From now on the layers add what is selected."""
         bundles: dict[tuple[str, tuple[str, ...]], Bundle] = {}
+        order: dict[Seat, int] = {}
         for path, layer in self._layers.items():
             kind: Any = type(layer)
             parent, _, name = path.rpartition(".")
@@ -236,10 +264,13 @@ class Layout:
             names = next((names for names in BUNDLES if name in names), None) if bundled else None
             bundle = None if names is None else bundles.setdefault((parent, names), Bundle())
             seat = Seat(self.selection, *self._seats[path], bundle)
-            if bundle is not None:
+            if bundle is not None and names is not None:
                 bundle.members.append((seat, functools.partial(kind.__call__, layer), layer))
+                order[seat] = names.index(name)
             layer.__class__ = _adapting_class(kind)
             layer.seat = seat
+        for bundle in bundles.values():
+            bundle.members.sort(key=lambda member: order[member[0]])
 
     def pack(self, adapter: Adapter) -> Packed:
         """NumPy alone: on any thread."""

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.adapters import kernel
-from mlx_parallm.adapters.blocks import join_sums
+from mlx_parallm.adapters.blocks import fuse
 from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.mixtures import Present, SideBySide
 from mlx_parallm.config import ServeConfig
@@ -51,11 +51,10 @@ def adapter_layout(module: nn.Module, tuning: Tuning) -> Layout:
     if not tuning.compiled:
         layout.selection.add, layout.selection.multiply = low_rank_adder(), adapted_products()
     elif device_kind() == "cuda" and kernel.tried(layout.dtype):
-        selection = layout.selection
-        selection.add, selection.close, selection.gate = kernel.add_own, kernel.add_and_close, kernel.add_and_gate
+        layout.selection.add, layout.selection.fused = kernel.add_own, kernel.FUSED
     layout.attach()
-    if layout.selection.close is not None:
-        join_sums(module)
+    if layout.selection.fused is not None:
+        fuse(module)
     return layout
 
 

@@ -16,12 +16,15 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors.numpy import save
 
 from mlx_parallm.adapters import kernel
-from mlx_parallm.adapters.blocks import join_sums
+from mlx_parallm.adapters.blocks import fuse
 from mlx_parallm.adapters.files import parse, parse_config, read_folder
-from mlx_parallm.adapters.layers import Layout
+from mlx_parallm.adapters.layers import Fused, Layout, Turn
 from mlx_parallm.adapters.mixtures import BASE, Apart, Choice, Present, Resident, SideBySide
 from mlx_parallm.adapters.weights import Adapter, AdapterError, Part, check_fit, check_name
+from mlx_parallm.engine.batching import slot_cache
+from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.models.device import device_kind
+from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native.layers import adapted_products, low_rank_adder
 from tests.tiny import tiny
 
@@ -176,51 +179,76 @@ def added_by_hand(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> lis
     return added
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
-def test_kernels_that_also_gate_and_close(kind: str) -> None:
-    """As a GPU does it: a block's sums and its swiglu are a part of the kernels that add adapters."""
-    module = tiny(kind).module
-    counts = {"add": 0, "close": 0, "gate": 0}
-
-    def add(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array] | None:
-        counts["add"] += 1
-        return added_by_hand(x, layers, choice) if x.shape[1] == 1 else None
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "llama3", "qwen2", "qwen3", "gemma3"])
+def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> None:
+    """As a GPU does it: RoPE, swiglu and a block's sums are a part of the kernels that add adapters."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+    model = tiny("llama", rope_scaling=scaling) if kind == "llama3" else tiny(kind)
+    module = model.module
+    counts = {"close": 0, "gate": 0, "turn": 0}
 
     def close(x: mx.array, layer: Any, choice: SideBySide, residual: mx.array) -> mx.array | None:
         counts["close"] += 1
-        return residual + added_by_hand(x, [layer], choice)[0] if x.shape[1] == 1 else None
+        return residual + by_hand(x, [layer], choice)[0] if x.shape[1] == 1 else None
 
     def gate(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> mx.array | None:
         counts["gate"] += 1
-        return swiglu(*added_by_hand(x, layers, choice)) if x.shape[1] == 1 else None
+        return swiglu(*by_hand(x, layers, choice)) if x.shape[1] == 1 else None
+
+    def turn(
+        x: mx.array, layers: Sequence[Any], choice: SideBySide, turn: Turn, offsets: mx.array
+    ) -> list[mx.array] | None:
+        counts["turn"] += 1
+        half = turn.waves.shape[0]
+        heads = [one.reshape(len(x), -1, 1, 2 * half) for one in by_hand(x, layers, choice)]
+        speeds = mx.power(2.0, turn.waves) if turn.powers else turn.waves
+        angles = (offsets[:, None] * speeds)[:, None, None]  # (B, 1, 1, half)
+        for i, (one, other) in enumerate((h[..., :half], h[..., half:]) for h in heads[:2]):
+            cos, sin = mx.cos(angles), mx.sin(angles)
+            heads[i] = mx.concatenate([one * cos - other * sin, one * sin + other * cos], axis=-1)
+        return heads
+
+    def by_hand(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array]:
+        return [choice.added(g, n, x, y, None) if choice.has(g) else y for y, g, n in layers]
+
+    def add(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array] | None:
+        return by_hand(x, layers, choice) if x.shape[1] == 1 else None
 
     layout = Layout(module, traced=True)
     layout.attach()
-    ways = {}
-    for names in (tuple(ATTENTION), tuple(ALL), ("mlp.up_proj", "mlp.down_proj")):
-        residents = [layout.place(layout.pack(random_adapter(layout, names, seed))) for seed in range(2)]
-        for rows in ([residents[0]] * 3, [residents[1], None, residents[0]]):
-            ways[names, len(set(rows))] = SideBySide.of(Present(tuple(dict.fromkeys(r for r in rows if r))), rows)
-    inputs = [mx.random.randint(3, 90, (3, length), key=mx.random.key(length)) for length in (1, 5)]
+    forward = Forward(module, layout.selection)
+    choices = []
+    for names in (ATTENTION, ALL, ["mlp.up_proj", "mlp.down_proj"]):
+        one, other = (layout.place(layout.pack(random_adapter(layout, tuple(names), seed))) for seed in range(2))
+        choices += [
+            SideBySide.of(Present(members), rows, masked=True)
+            for members, rows in (((one,), [one] * 4), ((other, one), [other, None, one, one]))
+        ]
 
     def outputs() -> list[mx.array]:
+        """Two steps behind prompts, for the base and each choice."""
         found = []
-        for choice in (BASE, *ways.values()):
-            for tokens in inputs:
-                layout.selection.choice = choice
-                found.append(module(tokens))
+        prompts = mx.random.randint(3, 90, (4, 20), key=mx.random.key(4))
+        lengths = [20, 10, 15, 3]
+        for choice in (None, *choices):
+            cache = slot_cache(len(module.layers), 4, 1 << 30, Tuning.of("metal" if compiled else "cpu"))
+            staged = cache.stage(4, 20)
+            mx.eval(forward.at(prompts, staged, mx.array(lengths) - 1, choice))
+            cache.join(staged, list(enumerate(lengths)))
+            for step in range(2):
+                tokens = mx.array([5, 6, 7, 8]) + step
+                found.append(cache.decode(forward, tokens, [length + step for length in lengths], choice))
+                mx.eval(found[-1])
         return found
 
     expected = outputs()
-    layout.selection.add, layout.selection.close, layout.selection.gate = add, close, gate
-    join_sums(module)
+    layout.selection.add, layout.selection.fused = add, Fused(close, gate, turn)
+    fuse(module)
     for one, other in zip(outputs(), expected, strict=True):
-        assert mx.allclose(one, other, atol=1e-5)
-    blocks = len(module.layers)
-    joined = kind != "gemma3"
-    # Of six choices, two are for all layers and two for up and down; each with one token a row and with more.
-    assert counts["close"] == (2 * 2 * 2 + 2 * 2) * blocks * joined
-    assert counts["gate"] == 2 * 2 * blocks * joined
+        assert mx.allclose(one, other, atol=1e-4)
+    known = kind != "gemma3"
+    assert [bool(count) for count in counts.values()] == [known, known, known and kind != "qwen3"]
 
 
 @pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")
@@ -241,6 +269,21 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
     assert gated is not None
     assert closed is not None
     assert mx.array_equal(closed, residual + added[0])
+    base, offsets = 500000.0, mx.array([0, 1, 77, 4000, 90000, *range(43)], mx.int32)
+    for turn, how in (
+        (Turn(kernel.powers_of(base, 32), True), {"base": base}),
+        (Turn(1 / (base ** (mx.arange(32) / 32)), False), {"base": None, "freqs": base ** (mx.arange(32) / 32)}),
+    ):
+        some = [(first, 0, 2), (second, 7, 0), (second, 1, 1)]  # nobody has anything for the second
+        found = kernel.add_and_turn(x, some, choice, turn, offsets)
+        assert found is not None
+        for one, whole, turned in zip(found, (added[0], second, added[1]), (True, True, False), strict=True):
+            heads = whole.reshape(rows, -1, 1, 64)
+            if turned:
+                heads = mx.fast.rope(heads, 64, traditional=False, scale=1.0, offset=offsets, **how)
+            assert mx.allclose(
+                one, heads, rtol=1e-2 if dtype == mx.bfloat16 else 1e-3, atol=1e-5 if dtype == mx.float32 else 1e-2
+            )
     bound = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
     assert mx.allclose(gated, swiglu(*added), rtol=bound, atol=bound)
 

@@ -35,7 +35,7 @@ from mlx_parallm.errors import ModelLoadError, ParallmError, QueueFullError, Req
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.metrics import EngineMetrics
-from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_for_cache
+from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_at_hand
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.native.draws import drawer
@@ -302,7 +302,7 @@ class Engine:
         tuning = self._tuning or Tuning.of(device_kind())
         self._ahead = tuning.ahead
         # Of the memory at hand two thirds are for rows that run, one third for cached blocks.
-        limit = config.kv_cache_memory or memory_for_cache() * 2 // 3
+        limit = config.kv_cache_memory or memory_at_hand() * 2 // 3
         mx.set_cache_limit(min(limit // 8, MAX_SPARE_BYTES))
         layout = adapter_layout(self.model.module, tuning)
         self.adapters = Registry(layout, config.max_loras)

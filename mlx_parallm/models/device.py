@@ -21,8 +21,8 @@ def device_name() -> str:
     return f"{info.get('device_name', info.get('architecture', 'unknown'))} ({device_kind()})"
 
 
-def memory_for_cache() -> int:
-    """Bytes that live keys and values may take once the weights are loaded."""
+def memory_at_hand() -> int:
+    """Bytes that may be taken beside what is in use: for keys and values once the weights are loaded, for updates."""
     info = mx.device_info()
     kind = device_kind()
     if kind == "metal":

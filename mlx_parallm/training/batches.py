@@ -16,7 +16,7 @@ from mlx_parallm.training.trajectories import Trajectory
 
 MAX_PADDING = 0.25  # answers to several prompts go together while that adds at most this share of tokens
 PIECE = 2048  # … and, where kernels are many and quick, as many more as take the time of starting them once
-ROUND_TOKENS, ROUND_ANSWERS = 64, 8  # the least of which lengths and numbers are multiples, where they are rounded
+ROUND_TOKENS, ROUND_ANSWERS = 32, 8  # the least of which lengths and numbers are multiples, where they are rounded
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.device import device_kind
+from mlx_parallm.models.device import device_kind, memory_at_hand
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.batches import Batch, Micro
 from mlx_parallm.training.objectives import (
@@ -174,8 +174,9 @@ class _Pace:
     least: int = MIN_MICRO
     tokens: int = 2 * MIN_MICRO
 
-    def budget(self) -> int:
-        return self.fixed or self.tokens
+    def budget(self, room: int = MAX_MICRO) -> int:
+        """`room`: for so many there is memory."""
+        return self.fixed or min(self.tokens, room)
 
     def note(self, tokens: int, seconds: float) -> None:
         """A piece that took far too long makes the next smaller; one that was full and quick, larger: twice at most."""
@@ -200,6 +201,7 @@ class Trainer:
         self.updates = 0  # optimiser steps that stand
         self._reference_kl = 0.0
         self.activation_bytes = 0  # most that a micro-batch has taken
+        self._largest = 0, 0  # tokens of the largest micro-batch yet, and the memory it took
         self._gradient = mx.value_and_grad(self._loss)
         self._busy: Callable[[], bool] = lambda: True
         # CUDA plans attention anew for every shape, forwards and back: that takes longer than to compute some padding.
@@ -285,7 +287,7 @@ class Trainer:
         def budget() -> int:
             nonlocal pace
             pace = self._paces[self._busy()]
-            return pace.budget()
+            return pace.budget(self._room())
 
         for micro in batch.micros(budget, self.tree.mixes_prompts, self.rounded):
             begun, held = time.perf_counter(), mx.get_active_memory()
@@ -298,7 +300,9 @@ class Trainer:
             mx.eval(total, values, first.scores)
             sums.add(np.array(values).tolist())
             self._restore(self.parameters)
-            self.activation_bytes = max(self.activation_bytes, mx.get_peak_memory() - held)
+            taken = mx.get_peak_memory() - held
+            self.activation_bytes = max(self.activation_bytes, taken)
+            self._largest = max(self._largest, (micro.tokens, taken))
             pace.note(micro.tokens, time.perf_counter() - begun)
             yield
         if not math.isfinite(sums.loss):
@@ -315,6 +319,11 @@ class Trainer:
         yield
         assert first is not None
         return sums, found, first
+
+    def _room(self) -> int:
+        """How many tokens a micro-batch may have, by the memory at hand and what they took so far."""
+        tokens, taken = self._largest
+        return max(1, int(memory_at_hand() * tokens / taken)) if taken else MAX_MICRO
 
     def _loss(self, parameters: Parameters, micro: Micro) -> tuple[mx.array, mx.array, mx.array]:
         self._compute_with(parameters)

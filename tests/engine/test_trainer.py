@@ -145,7 +145,7 @@ def test_answers_to_several_prompts_together_have_the_same_gradient(checkpointin
     pieces = list(batch.micros(lambda: 30))
     rounded = list(batch.micros(lambda: 10_000, rounded=True))
     assert [len(micros) for micros in (together, alone, rounded)] == [1, 4, 1]
-    assert rounded[0].answers.shape == (16, 64)
+    assert rounded[0].answers.shape == (16, 32)
     assert len(pieces) > 8
 
     def gradient(micros: Sequence[Micro]) -> tuple[dict[str, mx.array], mx.array]:
@@ -160,6 +160,23 @@ def test_answers_to_several_prompts_together_have_the_same_gradient(checkpointin
         for name, array in expected.items():
             assert mx.linalg.norm(array) > 0
             assert mx.linalg.norm(total[name] - array) < 1e-5 * mx.linalg.norm(array)
+
+
+def test_a_micro_batch_has_no_more_tokens_than_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3))
+    seen: list[int] = []
+    gradient = trainer._gradient
+    trainer._gradient = lambda parameters, micro: seen.append(micro.tokens) or gradient(parameters, micro)
+    for _ in range(3):  # until pieces are as large as the whole
+        run(trainer, made())
+    whole = max(seen)
+    assert seen[-1] == whole
+    each = trainer._largest[1] / whole
+    monkeypatch.setattr("mlx_parallm.training.trainer.memory_at_hand", lambda: int(each * whole / 3))
+    seen.clear()
+    assert run(trainer, made()).adapter is not None
+    assert len(seen) > 2
+    assert max(seen) <= whole / 3
 
 
 def test_an_update_is_the_same_in_round_shapes() -> None:
@@ -177,7 +194,7 @@ def test_an_update_is_the_same_in_round_shapes() -> None:
         micros = Batch.of(trajectories, "grpo", 512).micros(lambda: 8192, rounded=True)
         shapes |= {(micro.prompts.tokens.shape, micro.answers.shape) for micro in micros}
     assert apart(*trainers) < 1e-5
-    assert shapes == {((2, 64), (8, 64)), ((2, 64), (16, 64))}
+    assert shapes == {((2, 32), (8, 32)), ((2, 32), (16, 32))}
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llama"])

@@ -59,7 +59,7 @@ def test_prompts_and_answers_of_very_different_lengths_stay_apart() -> None:
 
 def test_round_shapes_are_few_and_filled_up() -> None:
     shapes = set()
-    for prompt in range(3, 60, 7):
+    for prompt in range(33, 60, 7):
         found = batch([(prompt, (9, 11)), (prompt + 2, (5, 60)), (prompt // 2 + 1, (40, 1))])
         (micro,) = found.micros(lambda: 8192, rounded=True)
         shapes.add((micro.prompts.tokens.shape, micro.answers.shape))

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.activations import swiglu
 
-from mlx_parallm.adapters.layers import Fused, Turn
+from mlx_parallm.adapters.layers import Adder, Fused, Turn
 from mlx_parallm.adapters.mixtures import Groups, SideBySide
 
 log = logging.getLogger(__name__)
@@ -213,9 +213,6 @@ def add_and_turn(
     return _run(_turning(), x, parts, choice, shapes, [offsets, turn.waves], [("POWERS", turn.powers)])
 
 
-FUSED = Fused(add_and_close, add_and_gate, add_and_turn)
-
-
 def _parts(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> list[Part] | None:
     """What the kernels need of layers; None where they can't do it."""
     if choice.spans is None or choice.max_rank > MAX_RANK or x.ndim != 3 or x.shape[1] != 1:
@@ -286,42 +283,59 @@ def _kernel(name: str, source: str, count: int, outputs: int, more: Sequence[str
     return mx.fast.cuda_kernel(name, names, [f"out{i}" for i in range(outputs)], source, HEADER)
 
 
-def tried(dtype: mx.Dtype, most: int = 3) -> bool:
-    """Builds the kernels, for up to so many layers, and says whether they are right."""
+def adder(dtype: mx.Dtype, most: int = 3) -> Adder | None:
+    """The kernel for up to so many layers, once it is built and proven right; None where it can't be."""
+    counts = range(1, most + 1)
+    return (
+        add_own
+        if _proven(lambda: all(_adds(dtype, [32 * (i + 1) for i in range(n)], add_own) for n in counts))
+        else None
+    )
+
+
+def fused(dtype: mx.Dtype) -> Fused | None:
+    """The kernels that do more, likewise."""
     residual = mx.random.normal((2, 1, 32), key=mx.random.key(1)).astype(dtype)
-    offsets, half = mx.array([7, 4000], mx.int32), 16
-    turn = Turn(powers_of(500.0, half), True)
+    turn, offsets, base, width = Turn(powers_of(500.0, 16), True), mx.array([7, 4000], mx.int32), 500.0, 32
 
     def turned(sums: list[mx.array]) -> list[mx.array]:
-        q, k, v = (one.reshape(2, -1, 1, 2 * half) for one in sums)
-        rope = functools.partial(mx.fast.rope, dims=2 * half, traditional=False, base=500.0, scale=1.0, offset=offsets)
+        q, k, v = (one.reshape(2, -1, 1, width) for one in sums)
+        rope = functools.partial(mx.fast.rope, dims=width, traditional=False, base=base, scale=1.0, offset=offsets)
         return [rope(q), rope(k), v]
 
-    try:
+    def right() -> bool:
         return (
-            all(_is_right(dtype, [32 * (i + 1) for i in range(count)], add_own) for count in range(1, most + 1))
-            and _is_right(
+            _adds(
                 dtype,
                 [32],
                 lambda x, layers, choice: _listed(add_and_close(x, layers[0], choice, residual)),
                 lambda sums: [residual + sums[0]],
             )
-            and _is_right(
+            and _adds(
                 dtype,
                 [32, 32],
                 lambda x, layers, choice: _listed(add_and_gate(x, layers, choice)),
                 lambda sums: [swiglu(sums[0], sums[1])],
             )
-            and _is_right(
+            and _adds(
                 dtype,
                 [96, 32, 32],
                 lambda x, layers, choice: add_and_turn(x, layers, choice, turn, offsets),
                 turned,
             )
         )
+
+    return Fused(add_and_close, add_and_gate, add_and_turn) if _proven(right) else None
+
+
+def _proven(right: Callable[[], bool]) -> bool:
+    try:
+        if right():
+            return True
+        log.warning("a CUDA kernel for adapters gives wrong results, and is not used")
     except (RuntimeError, ValueError) as error:
-        log.warning("the CUDA kernels for adapters can't be used: %s", str(error)[:300])
-        return False
+        log.warning("a CUDA kernel for adapters can't be used: %s", str(error)[:300])
+    return False
 
 
 def powers_of(base: float, half: int) -> mx.array:
@@ -334,13 +348,16 @@ def _listed(found: mx.array | None) -> list[mx.array] | None:
     return None if found is None else [found]
 
 
-def _is_right(
+def _adds(
     dtype: mx.Dtype,
     lines: Sequence[int],
     kernel: Callable[[mx.array, Sequence[Layer], SideBySide], list[mx.array] | None],
     then: Callable[[list[mx.array]], list[mx.array]] = lambda sums: sums,
 ) -> bool:
-    """Whether it gives what MLX's operations give for layers of some sizes, a row without an adapter and one with."""
+    """Whether it gives what layers of some sizes should, for a row without an adapter and one with.
+
+    The products are NumPy's: MLX's own on CUDA are in fewer bits than float32 has.
+    """
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> mx.array:
@@ -352,13 +369,10 @@ def _is_right(
     choice = SideBySide(groups, spans=mx.array([[0, 0], [8, 16]], mx.int32), max_rank=16)
     found = kernel(x, [(y, i, 1) for i, y in enumerate(ys)], choice)
     assert found is not None
-    own = [
-        x.astype(mx.float32) @ a[1, 8:].astype(mx.float32).T @ b[1, 8:].astype(mx.float32)
-        for a, b, _ in groups.values()
-    ]
-    added = [(y + mx.concatenate([mx.zeros_like(o[:1]), o[1:]])).astype(dtype) for y, o in zip(ys, own, strict=True)]
+    added = []
+    for y, (a, b, _) in zip(ys, groups.values(), strict=True):
+        given, thin, back, whole = (np.array(one.astype(mx.float32)) for one in (x, a[1, 8:], b[1, 8:], y))
+        whole[1] += given[1] @ thin.T @ back
+        added.append(mx.array(whole).astype(dtype))
     bound = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 0.1}[dtype]
-    right = all(mx.allclose(one, other, atol=bound) for one, other in zip(found, then(added), strict=True))
-    if not right:
-        log.warning("the CUDA kernels for adapters give wrong results, and are not used")
-    return right
+    return all(mx.allclose(one, other, atol=bound).item() for one, other in zip(found, then(added), strict=True))

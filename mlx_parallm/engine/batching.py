@@ -50,8 +50,9 @@ def adapter_layout(module: nn.Module, tuning: Tuning) -> Layout:
     layout = Layout(module, traced=tuning.compiled)
     if not tuning.compiled:
         layout.selection.add, layout.selection.multiply = low_rank_adder(), adapted_products()
-    elif device_kind() == "cuda" and kernel.tried(layout.dtype):
-        layout.selection.add, layout.selection.fused = kernel.add_own, kernel.FUSED
+    elif device_kind() == "cuda":
+        layout.selection.add = kernel.adder(layout.dtype)
+        layout.selection.fused = None if layout.selection.add is None else kernel.fused(layout.dtype)
     layout.attach()
     if layout.selection.fused is not None:
         fuse(module)

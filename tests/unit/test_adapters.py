@@ -251,9 +251,23 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
     assert [bool(count) for count in counts.values()] == [known, known, known and kind != "qwen3"]
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_a_kernels_trial_knows_right_from_wrong(dtype: mx.Dtype) -> None:
+    def wrong(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array]:
+        return [y * (1 + mx.arange(2)[:, None, None]).astype(dtype) for y in added_by_hand(x, layers, choice)]
+
+    assert kernel._adds(dtype, [32, 64], added_by_hand)
+    assert kernel._adds(
+        dtype, [32, 32], lambda *given: [swiglu(*added_by_hand(*given))], lambda sums: [swiglu(sums[0], sums[1])]
+    )
+    assert not kernel._adds(dtype, [32, 64], wrong)
+    assert not kernel._adds(dtype, [32], lambda x, layers, choice: [y for y, *_ in layers])
+
+
 @pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
+    assert kernel.fused(dtype) is not None
     rows, size, lines, columns = 48, 576, 1536, 128
     x, first, second, residual = (
         mx.random.normal((rows, 1, count)).astype(dtype) for count in (size, lines, lines, lines)
@@ -292,7 +306,7 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_kernel_adds_each_rows_own(count: int, dtype: mx.Dtype) -> None:
-    assert kernel.tried(dtype)
+    assert kernel.adder(dtype) is not None
     rows, size, columns = 48, 576, 128
     x = mx.random.normal((rows, 1, size)).astype(dtype)
     parts = [

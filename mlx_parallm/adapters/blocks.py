@@ -6,6 +6,7 @@ are no such kernels.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +19,10 @@ from mlx_parallm.adapters.kernel import powers_of
 from mlx_parallm.adapters.layers import Residual, Seat, Turn
 
 MODELS: tuple[Any, ...] = (llama, qwen2, qwen3)  # whose blocks and MLP compute in the same order
-BLOCKS = tuple(model.TransformerBlock for model in MODELS)
-ATTENTIONS = tuple(model.Attention for model in MODELS)
-MLPS = tuple(model.MLP for model in MODELS)
-TURNING = (llama.Attention, qwen2.Attention)  # with nothing between the layers of queries and keys and RoPE
+BLOCKS = [model.TransformerBlock for model in MODELS]
+ATTENTIONS = [model.Attention for model in MODELS]
+MLPS = [model.MLP for model in MODELS]
+TURNING = [llama.Attention, qwen2.Attention]  # with nothing between the layers of queries and keys and RoPE
 
 
 def fuse(module: nn.Module) -> None:
@@ -45,10 +46,18 @@ def fuse(module: nn.Module) -> None:
 
 
 def _is_known(block: Any) -> bool:
-    known = isinstance(block, BLOCKS) and isinstance(block.self_attn, ATTENTIONS) and isinstance(block.mlp, MLPS)
+    if not _computes_as(block, BLOCKS):
+        return False
+    known = _computes_as(block.self_attn, ATTENTIONS) and _computes_as(block.mlp, MLPS)
     return known and all(
         hasattr(layer, "seat") for layer in (block.self_attn.o_proj, block.mlp.gate_proj, block.mlp.down_proj)
     )
+
+
+def _computes_as(layer: Any, kinds: Sequence[Any]) -> bool:
+    """Whether it runs the very code of one of these: its class may be made from theirs, with other names bound."""
+    code = getattr(type(layer).__call__, "__code__", None)
+    return any(code is kind.__call__.__code__ for kind in kinds)
 
 
 def _change_class(layer: Any, fused: Any) -> None:
@@ -59,14 +68,16 @@ def _turn_of(attention: Any) -> Turn | None:
     """None where it is not done by halves, or not to whole heads, or the layers have no seats together."""
     rope, seats = attention.rope, [getattr(attention[f"{name}_proj"], "seat", None) for name in "qkv"]
     bundle = seats[0].bundle if seats[0] is not None else None
-    if not isinstance(attention, TURNING) or bundle is None or [seat for seat, _, _ in bundle.members] != seats:
+    if not _computes_as(attention, TURNING) or bundle is None or [seat for seat, _, _ in bundle.members] != seats:
         return None
-    if not isinstance(rope, (nn.RoPE, Llama3RoPE)) or rope.traditional:
+    if type(rope) not in (nn.RoPE, Llama3RoPE) or rope.traditional:
         return None
     if attention.k_proj["weight"].shape[0] != attention.n_kv_heads * rope.dims or rope.dims % 2:
         return None
     if isinstance(rope, Llama3RoPE):
-        return Turn(1.0 / rope._freqs.astype(mx.float32), powers=False)
+        waves = 1.0 / rope._freqs.astype(mx.float32)
+        mx.eval(waves)  # else a trace computes it at every step
+        return Turn(waves, powers=False)
     return Turn(powers_of(rope.base, rope.dims // 2), powers=True) if rope.scale == 1.0 else None
 
 

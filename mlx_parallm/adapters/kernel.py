@@ -3,8 +3,8 @@
 A decode step is bound by the number of kernels that it starts. With MLX's operations an adapter costs five per layer;
 here it is one for q, k and v together, and none more where the kernel takes the place of others: `add_and_close` also
 adds what a block adds to a layer's output, `add_and_gate` also computes swiglu, `add_and_turn` also does RoPE.
-`layers.Seat` calls them through its selection, for passes of one token a row. They round wherever separate kernels
-would.
+`layers.Seat` calls them through its selection, for passes of one token a row. They round between one and the other as
+separate kernels would; within swiglu they don't.
 """
 
 import functools
@@ -296,12 +296,18 @@ def adder(dtype: mx.Dtype, most: int = 3) -> Adder | None:
 def fused(dtype: mx.Dtype) -> Fused | None:
     """The kernels that do more, likewise."""
     residual = mx.random.normal((2, 1, 32), key=mx.random.key(1)).astype(dtype)
-    turn, offsets, base, width = Turn(powers_of(500.0, 16), True), mx.array([7, 4000], mx.int32), 500.0, 32
+    offsets, base, width = mx.array([7, 300], mx.int32), 500.0, 32
+    freqs = base ** (mx.arange(0, width, 2) / width)
 
-    def turned(sums: list[mx.array]) -> list[mx.array]:
-        q, k, v = (one.reshape(2, -1, 1, width) for one in sums)
-        rope = functools.partial(mx.fast.rope, dims=width, traditional=False, base=base, scale=1.0, offset=offsets)
-        return [rope(q), rope(k), v]
+    def turns(turn: Turn, **how: Any) -> bool:
+        def turned(sums: list[mx.array]) -> list[mx.array]:
+            heads = [one.reshape(2, -1, 1, width) for one in sums]
+            rope = [mx.fast.rope(one, width, traditional=False, scale=1.0, offset=offsets, **how) for one in heads[:2]]
+            return [*rope, heads[2]]
+
+        return _adds(
+            dtype, [96, 32, 32], lambda x, layers, choice: add_and_turn(x, layers, choice, turn, offsets), turned
+        )
 
     def right() -> bool:
         return (
@@ -317,12 +323,8 @@ def fused(dtype: mx.Dtype) -> Fused | None:
                 lambda x, layers, choice: _listed(add_and_gate(x, layers, choice)),
                 lambda sums: [swiglu(sums[0], sums[1])],
             )
-            and _adds(
-                dtype,
-                [96, 32, 32],
-                lambda x, layers, choice: add_and_turn(x, layers, choice, turn, offsets),
-                turned,
-            )
+            and turns(Turn(powers_of(base, width // 2), powers=True), base=base)
+            and turns(Turn(1.0 / freqs, powers=False), base=None, freqs=freqs)
         )
 
     return Fused(add_and_close, add_and_gate, add_and_turn) if _proven(right) else None

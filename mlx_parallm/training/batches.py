@@ -15,8 +15,9 @@ from mlx_parallm.training.objectives import Algorithm, Floats, Integers, advanta
 from mlx_parallm.training.trajectories import Trajectory
 
 MAX_PADDING = 0.25  # answers to several prompts go together while that adds at most this share of tokens
-PIECE = 2048  # … and, where kernels are many and quick, as many more as take the time of starting them once
-ROUND_TOKENS, ROUND_ANSWERS = 32, 8  # the least of which lengths and numbers are multiples, where they are rounded
+PIECE = 2048  # tokens that a micro-batch costs beside its own, where kernels are quick and starting them takes the time
+ROUND_TOKENS, ROUND_ANSWERS = 32, 8  # of which lengths and numbers are multiples at least, where they are rounded; …
+ROUND_UP_TO = 512  # … of fewer answers where so many would have more tokens than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,18 @@ class Shape:
 
     def rounded(self) -> "Shape":
         """One of few. Prompts are always padded, if by one token: that is another computation."""
+        answer = _round(self.answer, ROUND_TOKENS)
+        rows = min(ROUND_ANSWERS, max(1, ROUND_UP_TO // answer))
         return Shape(
             _round(self.prompts, 1),
             _round(self.prompt + 1, ROUND_TOKENS),
-            _round(self.answers, ROUND_ANSWERS),
-            _round(self.answer, ROUND_TOKENS),
+            _round(self.answers, 1 << (rows.bit_length() - 1)),
+            answer,
         )
 
 
 def _round(number: int, least: int) -> int:
-    """Up to one of two numbers between powers of two: less than half is added beyond the least."""
+    """Up to a power of two or what is halfway between two, or a multiple of the least."""
     step = max(least, 1 << max(0, number.bit_length() - 2))
     return -(-number // step) * step
 
@@ -149,8 +152,7 @@ class Batch:
             left = deque(sorted(left, key=self._lengths))
         while left:
             limit, places = budget(), left.popleft()
-            shape = self._shape([places], rounded)
-            pieces = -(-len(places) // max(1, (limit - shape.prompt) // shape.answer))
+            pieces = -(-len(places) // self._most(places, limit, rounded))
             count = -(-len(places) // pieces)  # even ones: the prompt goes through the model with each
             parts = [places[:count]]
             if count < len(places):
@@ -172,15 +174,24 @@ class Batch:
         shape = Shape(len(parts), prompt, sum(map(len, parts)), answer)
         return shape.rounded() if rounded else shape
 
+    def _most(self, places: Sequence[int], limit: int, rounded: bool) -> int:
+        """How many answers to one prompt are within the limit; one at least."""
+        for count in range(len(places), 1, -1):
+            shape = Shape(1, self._lengths(places)[0], count, self._lengths(places)[1])
+            if (shape.rounded() if rounded else shape).tokens <= limit:
+                return count
+        return 1
+
     def _together(self, parts: Sequence[Sequence[int]], limit: int, rounded: bool) -> bool:
         """Whether answers to several prompts may be one micro-batch: within the limit and with little padding."""
-        each = [self._shape([places], rounded) for places in parts]
-        most = (1 + MAX_PADDING) * sum(shape.tokens for shape in each)
+        together = self._shape(parts, rounded).tokens
         if rounded:
-            most += (len(parts) - 1) * PIECE
-        elif max(shape.prompt for shape in each) > 2 * min(shape.prompt for shape in each):
+            apart = self._shape(parts[:-1], rounded).tokens + self._shape(parts[-1:], rounded).tokens + PIECE
+            return together <= min(limit, (1 + MAX_PADDING) * apart)
+        each = [self._shape([places], rounded) for places in parts]
+        if max(shape.prompt for shape in each) > 2 * min(shape.prompt for shape in each):
             return False
-        return self._shape(parts, rounded).tokens <= min(limit, most)
+        return together <= min(limit, (1 + MAX_PADDING) * sum(shape.tokens for shape in each))
 
     def _micro(self, parts: Sequence[Sequence[int]], shape: Shape) -> Micro:
         places = [place for part in parts for place in part]

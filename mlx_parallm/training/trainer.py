@@ -38,7 +38,7 @@ MIN_ROUNDED = 1024  # where shapes are rounded: smaller pieces would take no les
 TOO_LONG = 0.67  # of the time that a piece should take, over the time it took
 ALONE = 4  # times longer may a piece take while nobody is served
 REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
-CHECKED = 2  # answers by which an update is checked
+CHECKED = 2  # answers by which an update is checked; where shapes are rounded, all of the first micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,8 @@ class Trainer:
         self.updates = 0  # optimiser steps that stand
         self._reference_kl = 0.0
         self.activation_bytes = 0  # most that a micro-batch has taken
-        self._largest = 0, 0  # tokens of the largest micro-batch yet, and the memory it took
+        self._largest = 0, 0  # the most memory that a micro-batch has taken, rehearsals included, and its tokens
+        self._shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # that have occurred, where they are rounded
         self._gradient = mx.value_and_grad(self._loss)
         self._busy: Callable[[], bool] = lambda: True
         # CUDA plans attention anew for every shape, forwards and back: that takes longer than to compute some padding.
@@ -302,8 +303,9 @@ class Trainer:
             self._restore(self.parameters)
             taken = mx.get_peak_memory() - held
             self.activation_bytes = max(self.activation_bytes, taken)
-            self._largest = max(self._largest, (micro.tokens, taken))
-            pace.note(micro.tokens, time.perf_counter() - begun)
+            self._largest = max(self._largest, (taken, micro.tokens))
+            if self._is_known(micro):
+                pace.note(micro.tokens, time.perf_counter() - begun)
             yield
         if not math.isfinite(sums.loss):
             raise Refused(f"the loss is {sums.loss}")
@@ -322,8 +324,15 @@ class Trainer:
 
     def _room(self) -> int:
         """How many tokens a micro-batch may have, by the memory at hand and what they took so far."""
-        tokens, taken = self._largest
-        return max(1, int(memory_at_hand() * tokens / taken)) if taken else MAX_MICRO
+        taken, tokens = self._largest
+        return max(1, int(memory_at_hand() * tokens / taken)) if taken > 0 else MAX_MICRO
+
+    def _is_known(self, micro: Micro) -> bool:
+        """Whether the time that it took tells how many tokens to take: a new shape's was for its plans, too."""
+        shape = micro.prompts.tokens.shape, micro.answers.shape
+        known = not self.rounded or shape in self._shapes
+        self._shapes.add(shape)
+        return known
 
     def _loss(self, parameters: Parameters, micro: Micro) -> tuple[mx.array, mx.array, mx.array]:
         self._compute_with(parameters)

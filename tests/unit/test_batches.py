@@ -73,13 +73,34 @@ def test_round_shapes_are_few_and_filled_up() -> None:
     assert shapes == {((3, 64), (8, 64))}
 
 
-def test_round_shapes_keep_to_the_budget_and_sort_by_length() -> None:
+def test_round_shapes_are_sorted_by_length() -> None:
     found = batch([(1500, (500, 400)), (40, (20, 20)), (1400, (500, 500)), (30, (20, 20))])
     micros = list(found.micros(lambda: 8192, rounded=True))
     assert [[row for row in micro.answers[:, 0].tolist() if row] for micro in micros] == [[4, 4, 2, 2], [3, 3, 1, 1]]
     assert sum(micro.mask.sum() for micro in micros) == 1980
-    for micro in found.micros(lambda: 2048, rounded=True):
-        assert len(set(micro.answers[:, 0].tolist()) - {0}) <= 2
+
+
+@pytest.mark.parametrize("limit", [100, 2048, 8192])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(100, [2500] * 8)],
+        [(100, [4096] * 8)],
+        [(100, [8000])],
+        [(60, [700] * 10), (900, [100] * 33)],
+        [(1500, (500, 400)), (40, (20, 20)), (1400, (500, 500)), (30, (20, 20))],
+        [(20 + number, [30 + number, 40]) for number in range(32)],
+    ],
+)
+def test_round_shapes_keep_to_the_budget(groups: list[tuple[int, Sequence[int]]], limit: int) -> None:
+    found = batch([(prompt, [*answers, 1]) for prompt, answers in groups])
+    tokens = 0
+    for micro in found.micros(lambda: limit, rounded=True):
+        assert micro.tokens <= limit or np.count_nonzero(micro.weight) == 1
+        tokens += micro.tokens
+    alone = sum(prompt + len(answers) * max(answers) for prompt, answers in groups)
+    if limit == 8192 and alone > 8192:
+        assert tokens < 2.5 * alone
 
 
 def test_the_first_answers_of_a_micro_batch() -> None:

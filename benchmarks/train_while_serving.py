@@ -144,7 +144,7 @@ async def train(
     client: httpx.AsyncClient, load: Load, args: argparse.Namespace, until: float, learn: bool = True
 ) -> list[dict[str, Any]]:
     """Updates from fresh answers, until then; or the rollouts alone."""
-    choose = random.Random(0)
+    choose = random.Random(load.now + 10 * learn)  # other prompts in each part: none is found on the SSD
     made: list[dict[str, Any]] = []
     begun = time.perf_counter()
     while time.perf_counter() < until:

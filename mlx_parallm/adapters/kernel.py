@@ -82,13 +82,14 @@ BEGIN = """
     const int begin = (blockIdx.x * WARPS * 32 + threadIdx.x) * N, step = gridDim.x * WARPS * 32 * N;
     const T* inputs = x + size_t(row) * size;
 """
-ADD = (
-    """
+WHICH = """
     const T *y, *a, *b;
     T* out;
     int lines;
     switch (blockIdx.y) {{ {cases} }}
 """
+ADD = (
+    WHICH
     + BEGIN
     + """
     const size_t first = size_t(firsts[blockIdx.y]) + spans[2 * row];
@@ -142,12 +143,7 @@ GATE = (
 )
 
 TURN = (
-    """
-    const T *y, *a, *b;
-    T* out;
-    int lines;
-    switch (blockIdx.y) {{ {cases} }}
-"""
+    WHICH
     + BEGIN
     + """
     const bool adapts = firsts[blockIdx.y] >= 0, turns = blockIdx.y < 2;

@@ -12,14 +12,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_parallm.adapters.files import read_folder
 from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.registry import KEPT_VERSIONS, Route
-from mlx_parallm.adapters.weights import Adapter, AdapterError, Part
+from mlx_parallm.adapters.weights import Adapter, AdapterError
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.types import SamplingParams
 from tests.engine.harness import Answer, Bare, Driver, bare_with, driver, logprob
 from tests.engine.test_parity import GPU
 from tests.tiny import tiny
-from tests.unit.test_adapters import LIMIT, written
+from tests.unit.test_adapters import LIMIT, random_adapter, written
 
 PROMPT = list(range(20, 60))
 KINDS = ("few", "all", "dora")
@@ -292,20 +292,6 @@ def test_a_follower_that_moves_while_the_ssd_is_read(adapters: dict[str, Adapter
             running.settle()
 
 
-def random_adapter(targets: Layout, seed: int) -> Adapter:
-    random = np.random.default_rng(seed)
-    return Adapter(
-        {
-            path: Part(
-                0.2 * random.standard_normal((4, target.size)).astype(np.float32),
-                0.2 * random.standard_normal((target.lines, 4)).astype(np.float32),
-            )
-            for path, target in targets.targets.items()
-            if path.endswith(("q_proj", "v_proj"))
-        }
-    )
-
-
 def merged(adapter: Adapter) -> Bare:
     model = tiny()
     for path, layer in model.module.named_modules():
@@ -317,7 +303,7 @@ def merged(adapter: Adapter) -> Bare:
 
 def test_a_hundred_adapters_on_eight_places() -> None:
     layout = Layout(tiny().module)
-    adapters = [random_adapter(layout, seed) for seed in range(100)]
+    adapters = [random_adapter(layout, ("q_proj", "v_proj"), seed, rank=4, size=0.2) for seed in range(100)]
     with driver("llama", max_batch_size=16, max_loras=8, max_queue_size=300) as running:
         registry = running.engine.adapters
         for number, adapter in enumerate(adapters):

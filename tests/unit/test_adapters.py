@@ -153,13 +153,13 @@ def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
         assert max(map(len, calls)) == (3 if "all" in rows else 2)
 
 
-def random_adapter(layout: Layout, names: tuple[str, ...], seed: int) -> Adapter:
+def random_adapter(layout: Layout, names: tuple[str, ...], seed: int, rank: int = 8, size: float = 0.1) -> Adapter:
     random = np.random.default_rng(seed)
     return Adapter(
         {
             path: Part(
-                0.1 * random.standard_normal((8, target.size)).astype(np.float32),
-                0.1 * random.standard_normal((target.lines, 8)).astype(np.float32),
+                size * random.standard_normal((rank, target.size)).astype(np.float32),
+                size * random.standard_normal((target.lines, rank)).astype(np.float32),
             )
             for path, target in layout.targets.items()
             if path.endswith(names)

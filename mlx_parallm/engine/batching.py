@@ -140,6 +140,7 @@ def prefix_cache(
         max_bytes=max_bytes,
         blocks=config.num_blocks,
         fused=tuning.fused,
+        ahead=tuning.ahead > 0,
     )
     identity = _identity(model, config, f"{packing} {store.host_shapes()}")
     return BlockPrefix(store, config.block_size, identity, tuning.min_match, _disk(config, identity))

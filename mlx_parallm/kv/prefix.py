@@ -125,7 +125,6 @@ class BlockPrefix:
             sides = [mx.broadcast_to(side, (rows, *side.shape[1:])) for side in sides] if rows > 1 else sides
         else:
             sides = self._store.read([id_ for match in matches for id_ in match.ids], rows, length, capacity)
-        mx.async_eval(sides)  # before anything is written over the blocks
         for layer, keys, values in zip(staged, sides[::2], sides[1::2], strict=True):
             layer.restore(keys, values, length)
         return staged

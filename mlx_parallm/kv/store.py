@@ -59,10 +59,16 @@ class BlockStore:
         max_bytes: int,
         blocks: int | None = None,
         fused: bool = False,
+        ahead: bool = True,
     ) -> None:
-        """`sides`: each layer's keys, then its values. `blocks` or else `max_bytes` says how many blocks there are."""
+        """`sides`: each layer's keys, then its values. `blocks` or else `max_bytes` says how many blocks there are.
+
+        `ahead`: nobody waits until something is copied. Where nothing runs ahead of the device, waiting costs nothing,
+        and a segment that is still being read would be copied as a whole when it is written to.
+        """
         self._size = size
         self._packing = packing
+        self._start = mx.async_eval if ahead else mx.eval
         self._groups = groups_of(sides)
         self._like = [
             packing.pack(mx.zeros((1, len(members), side.heads, size, side.width), side.dtype))
@@ -124,6 +130,7 @@ class BlockStore:
                 # Each in memory of its own, with room to grow: copied once, and written in place from then on.
                 whole = x[i].reshape(rows, side.heads, -1, side.width)[:, :, :length]
                 sides[member] = mx.concatenate([whole, rest], axis=2) if capacity > length else whole
+        self._start(sides)  # before anything is written over the blocks
         return [sides[i] for i in range(len(sides))]
 
     def write_host(self, blocks: Sequence[Host], ids: Sequence[int]) -> None:
@@ -133,9 +140,9 @@ class BlockStore:
             self._put(group, [mx.array(next(planes)).view(plane.dtype) for plane in like], ids)
 
     def copies(self, ids: Sequence[int]) -> list[Planes]:
-        """Blocks as they are now, whatever is written over them next; nothing waits for the device."""
+        """Blocks as they are now, whatever is written over them next."""
         groups = [self._get(group, ids) for group in range(len(self._like))]
-        mx.async_eval(groups)
+        self._start(groups)
         return groups
 
     def to_host(self, groups: Sequence[Planes]) -> list[Host]:
@@ -156,7 +163,7 @@ class BlockStore:
                     place = ids[i] % self._per_segment
                     slab[place : place + length] = plane[i : i + length]
             # At once: what waits to be written would keep the rows' buffers from being reused.
-            mx.async_eval(slabs)
+            self._start(slabs)
 
     def _get(self, group: int, ids: Sequence[int]) -> Planes:
         """Copies, not slices: a slab that somebody looks into could not be written in place."""

@@ -59,3 +59,24 @@ def test_by_way_of_the_host_and_quantised(bits: int | None, within: float) -> No
     assert store.block_bytes <= (plain if bits is None else plain * (bits / 32 + 0.1))
     store.clear()
     assert store.nbytes == 0
+
+
+@pytest.mark.parametrize("read_first", [False, True])
+def test_nothing_is_copied_but_the_blocks(read_first: bool) -> None:
+    """While the device is busy, a segment that waits to be read would be copied by whoever writes to it."""
+    store = BlockStore(SIZE, SIDES, Packing(), max_bytes=64 << 20, ahead=False)
+    sides = rows(1, 3 * SIZE)
+    store.write(sides, 0, range(3), [5, 6, 7])
+    host = store.to_host(store.copies([5]))
+    work = mx.random.normal((1500, 1500))
+    mx.eval(sides, work)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    busy = [work @ work for _ in range(3)]
+    mx.async_eval(busy)
+    kept = store.read([5], 1, SIZE, SIZE) if read_first else store.copies([5])
+    store.write_host(host, [20])
+    mx.synchronize()
+    assert mx.get_peak_memory() - before <= 4 * work.nbytes + 16 * store.block_bytes < 64 << 20
+    same(store.read([20], 1, SIZE, SIZE), sides, 0, SIZE)
+    del kept

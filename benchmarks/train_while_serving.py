@@ -1,21 +1,23 @@
 """What training costs those who are served meanwhile: the same clients without it, with, and without again.
 
     python benchmarks/train_while_serving.py                                         # the embedded model, all it can
-    python benchmarks/train_while_serving.py --model FOLDER --clients 32 --updates-per-minute 12      # a GPU
+    python benchmarks/train_while_serving.py --model FOLDER --clients 32 --updates-per-minute 11 --rounds 3      # a GPU
 
-Clients stream without a pause from a server with `--enable-rl-training`: alone; with updates, one after another or so
-many a minute; alone again. Updates learn from rollouts of their own, which are measured without updates too, or from
-the clients' answers (`--learn-from requests`). Said: tokens a second, gaps between tokens, the longest piece of an
-update, the share of the engine's time, publishes, and memory beside its plan, where rollouts count as served. Exit code
-1 where a request failed, or named versions that can't be.
+Clients stream without a pause from a server with `--enable-rl-training`: alone; then in turns with updates, one after
+another or so many a minute, and alone again. Updates learn from rollouts of their own, which are measured without
+updates too, or from the clients' answers (`--learn-from requests`). Said: tokens a second, gaps between tokens, the
+longest piece of an update, the share of the engine's time, publishes, and memory beside its plan, where rollouts count
+as served. Exit code 1 where a request failed, or named versions that can't be.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +35,8 @@ def parse_args() -> argparse.Namespace:
     add("--model", help="folder, GGUF or hub id (default: the embedded model)")
     add("--clients", type=int, default=16)
     add("--seconds", type=float, default=60.0, help="of each part (default: %(default)s)")
-    add("--training-seconds", type=float, help="of the part with updates (default: the same)")
+    add("--training-seconds", type=float, help="of a part with updates (default: the same)")
+    add("--rounds", type=int, default=1, help="with updates, and alone again (default: %(default)s)")
     add("--updates-per-minute", type=float, default=0.0, help="0: one after another")
     add("--learn-from", choices=["rollouts", "requests"], default="rollouts")
     add("--prompts", type=int, default=4, help="of an update")
@@ -51,6 +54,7 @@ class Part:
     name: str
     seconds: float = 0.0
     tokens: int = 0
+    rates: list[float] = field(default_factory=list)  # tokens a second, each time
     gaps: list[float] = field(default_factory=list)
     answers: int = 0
     versions: set[int] = field(default_factory=set)
@@ -144,12 +148,15 @@ async def train(
     client: httpx.AsyncClient, load: Load, args: argparse.Namespace, until: float, learn: bool = True
 ) -> list[dict[str, Any]]:
     """Updates from fresh answers, until then; or the rollouts alone."""
-    choose = random.Random(load.now + 10 * learn)  # other prompts in each part: none is found on the SSD
+    choose = random.Random(f"{load.now} {load.current} {learn}")  # other prompts each time: none is found on the SSD
     made: list[dict[str, Any]] = []
     begun = time.perf_counter()
     while time.perf_counter() < until:
         if args.updates_per_minute:
-            await asyncio.sleep(max(0.0, begun + 60 / args.updates_per_minute * len(made) - time.perf_counter()))
+            due = begun + 60 / args.updates_per_minute * len(made)
+            await asyncio.sleep(max(0.0, min(due, until) - time.perf_counter()))
+            if due >= until:
+                break
         groups, rolled_out = await (draw(client, args, choose) if args.learn_from == "rollouts" else recent(load, args))
         trajectories = [
             {"group_id": str(number), "request_id": name, "index": index, "reward": choose.random()}
@@ -168,10 +175,16 @@ async def train(
     return made
 
 
-async def quiet(load: Load, number: int, seconds: float) -> None:
-    load.now, begun = number, time.perf_counter()
-    await asyncio.sleep(seconds)
-    load.parts[number].seconds = time.perf_counter() - begun
+@contextlib.asynccontextmanager
+async def during(load: Load, number: int) -> AsyncIterator[float]:
+    """What happens now is one part's; gives when it began."""
+    now = load.parts[number]
+    load.now, begun, tokens = number, time.perf_counter(), now.tokens
+    yield begun
+    taken = time.perf_counter() - begun
+    now.seconds += taken
+    now.rates.append((now.tokens - tokens) / taken)
+    load.now = 0
 
 
 async def drive(
@@ -184,20 +197,21 @@ async def drive(
         load.current = load.newest = (await client.get("/v1/training/status")).json()["policy_version"]
         clients = [asyncio.create_task(ask(client, load, args, number)) for number in range(args.clients)]
         await asyncio.sleep(min(10.0, args.seconds))
-        await quiet(load, 1, args.seconds)
+        async with during(load, 1):
+            await asyncio.sleep(args.seconds)
         if args.learn_from == "rollouts":
-            load.now, begun = 2, time.perf_counter()
-            await train(client, load, args, begun + args.seconds, learn=False)
-            load.parts[2].seconds = time.perf_counter() - begun
+            async with during(load, 2) as begun:
+                await train(client, load, args, begun + args.seconds, learn=False)
         alone = (await client.get("/debug/metrics")).json()
-        load.now = 0
         await train(client, load, args, time.perf_counter() + 8)  # kernels, and the pace of micro-batches
         before = (await client.get("/debug/metrics")).json()
-        load.now, begun = 3, time.perf_counter()
-        made = await train(client, load, args, begun + (args.training_seconds or args.seconds))
-        load.parts[3].seconds = time.perf_counter() - begun
-        after = (await client.get("/debug/metrics")).json()
-        await quiet(load, 4, args.seconds)
+        made: list[dict[str, Any]] = []
+        for _ in range(args.rounds):
+            async with during(load, 3) as begun:
+                made += await train(client, load, args, begun + (args.training_seconds or args.seconds))
+            after = (await client.get("/debug/metrics")).json()
+            async with during(load, 4):
+                await asyncio.sleep(args.seconds)
         load.over = True
         await asyncio.gather(*clients)
         internals = (await client.get("/debug/training")).json()
@@ -233,9 +247,12 @@ def main() -> int:
     seconds = load.parts[3].seconds
     beside = f"{rollouts / statistics.mean((alone, again)):.3f}× with its rollouts only" if rollouts else "no rollouts"
     share = background["serving_seconds"] / max(1e-9, background["serving_seconds"] + background["contended_seconds"])
+    around = zip(load.parts[3].rates, [alone, *load.parts[4].rates], load.parts[4].rates, strict=False)
+    ratios = [rate / statistics.mean((before, after)) for rate, before, after in around]
     console.print(
         f"throughput with training {training / statistics.mean((alone, again)):.3f}× of alone "
-        f"({beside}); "
+        f"({beside}); by rounds, beside before and after: "
+        f"{', '.join(f'{ratio:.3f}' for ratio in ratios)}, median {statistics.median(ratios):.3f}; "
         f"{60 * len(published) / seconds:.1f} updates a minute ({len(made) - len(published)} refused), "
         f"{statistics.mean(report['metrics']['tokens'] for report in made):.0f} tokens each; "
         f"updates took {100 * background['contended_seconds'] / seconds:.1f}% of the time, their rollouts made "

@@ -38,6 +38,11 @@ LAZY = {
 }
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss PyTorch, which nobody needs here
+# For MLX on CUDA, at its first use. Over a server's life come more shapes than it lets its caches miss, and then every
+# pass would fail. A plan for attention takes 0.3 s to make: the more of them are kept, the better.
+os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
+os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")
+os.environ.setdefault("MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE", "512")
 preload()  # before any module of ours can import MLX
 
 

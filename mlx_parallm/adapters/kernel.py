@@ -1,10 +1,10 @@
 """Adds each row's own low-rank product to what layers gave, as one CUDA kernel for all layers of the same inputs.
 
-A decode step is bound by the number of kernels that it starts. With MLX's operations an adapter costs five per layer;
-here it is one for q, k and v together, and none more where the kernel takes the place of others: `add_and_close` also
-adds what a block adds to a layer's output, `add_and_gate` also computes swiglu, `add_and_turn` also does RoPE.
-`layers.Seat` calls them through its selection, for passes of one token a row. They round between one and the other as
-separate kernels would; within swiglu they don't.
+A pass over few tokens is bound by the number of kernels that it starts. With MLX's operations an adapter costs five
+per layer; here it is one for q, k and v together, and none more where the kernel takes the place of others:
+`add_and_close` also adds what a block adds to a layer's output, `add_and_gate` also computes swiglu, `add_and_turn`, in
+passes of one token a row, also does RoPE. `layers.Seat` calls them through its selection. They round between one and
+the other as separate kernels would; within swiglu they don't.
 """
 
 import functools
@@ -26,9 +26,11 @@ WARPS = 16
 MAX_RANK = 512
 BYTES = 16  # that a thread reads at once
 ENOUGH_BLOCKS = 128  # about as many as a large device runs side by side
+# Tokens times rank: each token reads its own columns, which in longer prompts takes longer than to start MLX's kernels.
+MOST_READ = 1 << 13
 
 Layer = tuple[mx.array, int, int]  # what it gave, its group, its number in it
-Part = tuple[mx.array, mx.array, mx.array, int]  # y (B, 1, lines), a (L, C, size), b (L, C, lines), first of the L * C
+Part = tuple[mx.array, mx.array, mx.array, int]  # y (B, T, lines), a (L, C, size), b (L, C, lines), first of the L * C
 
 HEADER = f"""
 constexpr int BYTES = {BYTES}, WARPS = {WARPS}, MAX_RANK = {MAX_RANK};
@@ -74,13 +76,13 @@ __device__ Piece<T> adapted(const T* y, const T* b, int lines, int rank, const f
 }}
 """
 
-# A block is one row, one layer (or a gate and its like) and a share of the layer's lines. Every block of a row computes
-# all of z, which is little beside waiting for one another.
+# A block is one token, one layer (or a gate and its like) and a share of the layer's lines. Every block of a token
+# computes all of z, which is little beside waiting for one another.
 BEGIN = """
     constexpr int N = BYTES / sizeof(T);
-    const int row = blockIdx.z, size = x_shape[2], rank = spans[2 * row + 1];
+    const int token = blockIdx.z, row = token / x_shape[1], size = x_shape[2], rank = spans[2 * row + 1];
     const int begin = (blockIdx.x * WARPS * 32 + threadIdx.x) * N, step = gridDim.x * WARPS * 32 * N;
-    const T* inputs = x + size_t(row) * size;
+    const T* inputs = x + size_t(token) * size;
 """
 WHICH = """
     const T *y, *a, *b;
@@ -97,8 +99,8 @@ ADD = (
     project(a + first * size, inputs, size, rank, z);
     __syncthreads();
     for (int i = begin; i < lines; i += step)
-        *reinterpret_cast<Piece<T>*>(out + size_t(row) * lines + i) =
-            adapted(y + size_t(row) * lines + i, b + first * lines + i, lines, rank, z);
+        *reinterpret_cast<Piece<T>*>(out + size_t(token) * lines + i) =
+            adapted(y + size_t(token) * lines + i, b + first * lines + i, lines, rank, z);
 """
 )
 CASE = "case {i}: y = y{i}; a = a{i}; b = b{i}; out = out{i}; lines = y{i}_shape[2]; break;"
@@ -106,7 +108,7 @@ CLOSE = (
     BEGIN
     + """
     const int lines = y0_shape[2];
-    const size_t first = size_t(firsts[0]) + spans[2 * row], line = size_t(row) * lines;
+    const size_t first = size_t(firsts[0]) + spans[2 * row], line = size_t(token) * lines;
     __shared__ float z[MAX_RANK];
     project(a0 + first * size, inputs, size, rank, z);
     __syncthreads();
@@ -124,7 +126,7 @@ GATE = (
     + """
     const int lines = y0_shape[2];
     const size_t left = size_t(firsts[0]) + spans[2 * row], right = size_t(firsts[1]) + spans[2 * row];
-    const size_t line = size_t(row) * lines;
+    const size_t line = size_t(token) * lines;
     __shared__ float z[2 * MAX_RANK];
     project(a0 + left * size, inputs, size, rank, z);
     project(a1 + right * size, inputs, size, rank, z + MAX_RANK);
@@ -148,7 +150,7 @@ TURN = (
     + """
     const bool adapts = firsts[blockIdx.y] >= 0, turns = blockIdx.y < 2;
     const int own = adapts ? rank : 0, half = waves_shape[0], pieces = half / N;
-    const size_t first = adapts ? size_t(firsts[blockIdx.y]) + spans[2 * row] : 0, line = size_t(row) * lines;
+    const size_t first = adapts ? size_t(firsts[blockIdx.y]) + spans[2 * row] : 0, line = size_t(token) * lines;
     const float position = offsets[row];
     __shared__ float z[MAX_RANK];
     project(a + first * size, inputs, size, own, z);
@@ -172,7 +174,7 @@ TURN = (
 
 
 def add_own(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> list[mx.array] | None:
-    """For each layer's y + x (B, 1, size) · the row's own lines of a[number] · its own of b[number].
+    """For each layer's y + x (B, T, size) · the row's own lines of a[number] · its own of b[number].
 
     None where MLX's operations should do it.
     """
@@ -181,7 +183,7 @@ def add_own(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> list[mx
 
 
 def add_and_close(x: mx.array, layer: Layer, choice: SideBySide, residual: mx.array) -> mx.array | None:
-    """The same for one layer, and then added to residual (B, 1, lines)."""
+    """The same for one layer, and then added to residual (B, T, lines)."""
     parts = _parts(x, [layer], choice)
     if parts is None or residual.shape != layer[0].shape or residual.dtype != x.dtype:
         return None
@@ -203,7 +205,7 @@ def add_and_turn(
     parts, half = _parts(x, layers, choice), turn.waves.shape[0]
     if parts is None or half * x.dtype.size % BYTES or any(y.shape[2] % (2 * half) for y, *_ in parts):
         return None
-    if offsets.shape != x.shape[:1] or offsets.dtype != mx.int32:
+    if x.shape[1] != 1 or offsets.shape != x.shape[:1] or offsets.dtype != mx.int32:
         return None
     shapes = [(len(x), y.shape[2] // (2 * half), 1, 2 * half) for y, *_ in parts]
     return _run(_turning(), x, parts, choice, shapes, [offsets, turn.waves], [("POWERS", turn.powers)])
@@ -211,7 +213,9 @@ def add_and_turn(
 
 def _parts(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> list[Part] | None:
     """What the kernels need of layers; None where they can't do it."""
-    if choice.spans is None or choice.max_rank > MAX_RANK or x.ndim != 3 or x.shape[1] != 1:
+    if choice.spans is None or choice.max_rank > MAX_RANK or x.ndim != 3:
+        return None
+    if x.shape[1] > 1 and x.shape[0] * x.shape[1] * choice.max_rank > MOST_READ:
         return None
     some = next(choice.groups[group] for _, group, _ in layers if choice.has(group))
     parts: list[Part] = []
@@ -231,12 +235,12 @@ def _run(
     template: Sequence[tuple[str, Any]] = (),
 ) -> list[mx.array]:
     ys, a, b, firsts = zip(*parts, strict=True)
-    threads = WARPS * 32
-    shares = max(1, min(4, ENOUGH_BLOCKS // (len(shapes) * len(x))))
+    threads, tokens = WARPS * 32, x.shape[0] * x.shape[1]
+    shares = max(1, min(4, ENOUGH_BLOCKS // (len(shapes) * tokens)))
     found: list[mx.array] = kernel(
-        inputs=[x, choice.spans, mx.array(firsts, mx.int32), *more, *ys, *a, *b],
+        inputs=[x, choice.spans, _numbers(firsts), *more, *ys, *a, *b],
         template=[("T", x.dtype), *template],
-        grid=(threads * shares, len(shapes), len(x)),
+        grid=(threads * shares, len(shapes), tokens),
         threadgroup=(threads, 1, 1),
         output_shapes=list(shapes),
         output_dtypes=[x.dtype] * len(shapes),
@@ -248,6 +252,11 @@ def _aligned(x: mx.array, parts: Sequence[Part]) -> bool:
     of_one_kind = all(array.dtype == x.dtype for y, a, b, _ in parts for array in (y, a, b))
     whole = all(array.shape[-1] * array.dtype.size % BYTES == 0 for array in (x, *(part[0] for part in parts)))
     return of_one_kind and whole and x.dtype in (mx.float32, mx.float16, mx.bfloat16)
+
+
+@functools.cache
+def _numbers(numbers: tuple[int, ...]) -> mx.array:
+    return mx.array(numbers, mx.int32)
 
 
 @functools.cache
@@ -281,17 +290,17 @@ def _kernel(name: str, source: str, count: int, outputs: int, more: Sequence[str
 
 def adder(dtype: mx.Dtype, most: int = 3) -> Adder | None:
     """The kernel for up to so many layers, once it is built and proven right; None where it can't be."""
-    counts = range(1, most + 1)
-    return (
-        add_own
-        if _proven(lambda: all(_adds(dtype, [32 * (i + 1) for i in range(n)], add_own) for n in counts))
-        else None
-    )
+    sizes = [[32 * (i + 1) for i in range(count)] for count in range(1, most + 1)]
+
+    def right() -> bool:
+        return all(_adds(dtype, lines, add_own, tokens=tokens) for lines in sizes for tokens in (1, 3))
+
+    return add_own if _proven(right) else None
 
 
 def fused(dtype: mx.Dtype) -> Fused | None:
     """The kernels that do more, likewise."""
-    residual = mx.random.normal((2, 1, 32), key=mx.random.key(1)).astype(dtype)
+    residual = mx.random.normal((2, 3, 32), key=mx.random.key(1)).astype(dtype)
     offsets, base, width = mx.array([7, 300], mx.int32), 500.0, 32
     freqs = base ** (mx.arange(0, width, 2) / width)
 
@@ -312,12 +321,14 @@ def fused(dtype: mx.Dtype) -> Fused | None:
                 [32],
                 lambda x, layers, choice: _listed(add_and_close(x, layers[0], choice, residual)),
                 lambda sums: [residual + sums[0]],
+                tokens=3,
             )
             and _adds(
                 dtype,
                 [32, 32],
                 lambda x, layers, choice: _listed(add_and_gate(x, layers, choice)),
                 lambda sums: [swiglu(sums[0], sums[1])],
+                tokens=3,
             )
             and turns(Turn(powers_of(base, width // 2), powers=True), base=base)
             and turns(Turn(1.0 / freqs, powers=False), base=None, freqs=freqs)
@@ -351,6 +362,7 @@ def _adds(
     lines: Sequence[int],
     kernel: Callable[[mx.array, Sequence[Layer], SideBySide], list[mx.array] | None],
     then: Callable[[list[mx.array]], list[mx.array]] = lambda sums: sums,
+    tokens: int = 1,
 ) -> bool:
     """Whether it gives what layers of some sizes should, for a row without an adapter and one with.
 
@@ -361,8 +373,8 @@ def _adds(
     def normal(*shape: int) -> mx.array:
         return mx.array(random.standard_normal(shape).astype(np.float32) * 0.25).astype(dtype)
 
-    x = normal(2, 1, 64)
-    ys = [normal(2, 1, count) for count in lines]
+    x = normal(2, tokens, 64)
+    ys = [normal(2, tokens, count) for count in lines]
     groups: Groups = {i: (normal(2, 24, 64), normal(2, 24, count), None) for i, count in enumerate(lines)}
     choice = SideBySide(groups, spans=mx.array([[0, 0], [8, 16]], mx.int32), max_rank=16)
     found = kernel(x, [(y, i, 1) for i, y in enumerate(ys)], choice)

@@ -148,12 +148,12 @@ class SideBySide:
     mask: mx.array | None = None  # (B, 1, C)
     numbers: mx.array | None = None  # (B,)
     spans: mx.array | None = None  # (B, 2): where each row's own columns begin, and how many there are
-    max_rank: int = 0
+    max_rank: int = 0  # of the adapters
 
     @classmethod
     def of(cls, present: Present, rows: Rows, masked: bool = False) -> "SideBySide":
         """`masked`: also where all columns are every row's, so that a traced pass is the same for both."""
-        max_rank = _power_of_two(max(64, *(member.rank for member in present.members)))
+        max_rank = max(member.rank for member in present.members)
         spans = mx.array(present.spans(rows))
         return cls(present.groups, present.mask(rows, masked), present.numbers(rows), spans, max_rank)
 
@@ -188,7 +188,7 @@ class SideBySide:
     def form(self) -> Hashable:
         """Equal for choices that a traced pass can take in turn."""
         groups = tuple((number, a.shape, factors is None) for number, (a, _, factors) in self.groups.items())
-        return groups, self.mask is None, self.spans is None, self.max_rank
+        return groups, self.mask is None, self.spans is None, _power_of_two(max(64, self.max_rank))
 
     def arrays(self) -> list[mx.array]:
         every = [array for group in self.groups.values() for array in group] + [self.mask, self.numbers, self.spans]

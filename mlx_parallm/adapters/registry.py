@@ -2,15 +2,15 @@
 
 A name has versions; the newest published is what the name means, until a rollback. A version that rows use is never
 given up under them: they hold it, and it goes when the last has ended. All known versions are kept packed in memory; a
-bounded number of them is on the device, the least recently used makes room. The model's own name may serve an adapter
-too, or several, each with its share of the requests. Changes happen on the engine thread; other threads may look names
-up.
+bounded number of them is on the device: the least recently used makes room, and one that a newer has replaced leaves.
+The model's own name may serve an adapter too, or several, each with its share of the requests. Changes happen on the
+engine thread; other threads may look names up.
 """
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +174,7 @@ class Registry:
         self._entries[name] = entry
         self._latest = name
         self._forget_old(entry)
+        self._take_off(self._unneeded(entry))
         return version
 
     def serve(self, routes: list[Route]) -> None:
@@ -211,10 +212,7 @@ class Registry:
                 f"{name!r} is what the model's own name serves: /model/switch-lora to another first", param="name"
             )
         entry = self._entries.pop(name)
-        for version in entry.versions.values():
-            if not version.rows:
-                self._residents.pop(version, None)
-        self._presents.clear()
+        self._take_off(version for version in entry.versions.values() if not version.rows)
 
     def hold(self, version: Version) -> None:
         version.rows += 1
@@ -225,8 +223,7 @@ class Registry:
         if not version.rows:
             entry = self._entries.get(version.name)
             if entry is None or entry.versions.get(version.number) is not version:
-                self._residents.pop(version, None)  # it was unloaded or replaced meanwhile
-                self._presents.clear()
+                self._take_off([version])  # it was unloaded or replaced meanwhile
             else:
                 self._forget_old(entry)
 
@@ -272,8 +269,7 @@ class Registry:
         if version not in self._residents:
             while len(self._residents) >= self.max_resident:
                 unneeded = next(other for other in self._residents if other not in needed)
-                del self._residents[unneeded]
-                self._presents.clear()
+                self._take_off([unneeded])
             self._residents[version] = self._layout.place(version.packed)
             self.swaps += 1
         self._residents.move_to_end(version)
@@ -281,13 +277,23 @@ class Registry:
 
     def _forget_old(self, entry: Entry) -> None:
         """Keeps the current version, those in use or pinned, and a few before."""
+        free = self._unneeded(entry)
+        gone = sorted(free, key=lambda v: v.number)[: max(0, len(free) - KEPT_VERSIONS)]
+        for version in gone:
+            del entry.versions[version.number]
+        self._take_off(gone)
+
+    def _unneeded(self, entry: Entry) -> list[Version]:
+        """Versions that nobody has, nor gets unless asking for them by number."""
         routed = {route.number for route in self.routes if route.name == entry.name}
-        free = [
+        return [
             v
             for v in entry.versions.values()
             if v.number != entry.current and not v.rows and not v.pinned and v.number not in routed
         ]
-        for version in sorted(free, key=lambda v: v.number)[: max(0, len(free) - KEPT_VERSIONS)]:
-            del entry.versions[version.number]
-            self._residents.pop(version, None)
-            self._presents.clear()
+
+    def _take_off(self, versions: Iterable[Version]) -> None:
+        """Frees the device of versions, and of what they are part of."""
+        gone = {self._residents.pop(version) for version in versions if version in self._residents}
+        for members in [members for members in self._presents if not gone.isdisjoint(members)]:
+            del self._presents[members]

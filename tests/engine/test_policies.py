@@ -301,6 +301,20 @@ def merged(adapter: Adapter) -> Bare:
     return Bare(model)
 
 
+def test_a_version_that_was_replaced_leaves_the_device() -> None:
+    layout = Layout(tiny().module)
+    adapters = [random_adapter(layout, ("q_proj", "v_proj"), seed, rank=4, size=0.2) for seed in range(6)]
+    with driver("llama", max_loras=8) as running:
+        registry, answers = running.engine.adapters, []
+        for adapter in adapters:
+            running.engine.policies.publish("p", adapter, "")
+            answers.append(running.submit(PROMPT, max_tokens=4, ignore_eos=True, adapter="p")[1].wait()[0].tokens)
+            running.settle()
+            assert registry.resident_bytes == registry.find("p").packed.nbytes
+        again = running.ask(PROMPT, max_tokens=4, ignore_eos=True, adapter="p", adapter_version=4).tokens
+        assert again == answers[3] == merged(adapters[3]).greedy(PROMPT, 4, ignore_eos=True)[0]
+
+
 def test_a_hundred_adapters_on_eight_places() -> None:
     layout = Layout(tiny().module)
     adapters = [random_adapter(layout, ("q_proj", "v_proj"), seed, rank=4, size=0.2) for seed in range(100)]

@@ -56,6 +56,7 @@ class Part:
     tokens: int = 0
     rates: list[float] = field(default_factory=list)  # tokens a second, each time
     gaps: list[float] = field(default_factory=list)
+    steps: dict[str, float] = field(default_factory=dict)  # of the engine, and the host's seconds for them
     answers: int = 0
     versions: set[int] = field(default_factory=set)
 
@@ -176,15 +177,23 @@ async def train(
 
 
 @contextlib.asynccontextmanager
-async def during(load: Load, number: int) -> AsyncIterator[float]:
+async def during(client: httpx.AsyncClient, load: Load, number: int) -> AsyncIterator[float]:
     """What happens now is one part's; gives when it began."""
-    now = load.parts[number]
+    now, before = load.parts[number], await steps(client)
     load.now, begun, tokens = number, time.perf_counter(), now.tokens
     yield begun
     taken = time.perf_counter() - begun
     now.seconds += taken
     now.rates.append((now.tokens - tokens) / taken)
     load.now = 0
+    for name, value in (await steps(client)).items():
+        now.steps[name] = now.steps.get(name, 0.0) + value - before[name]
+
+
+async def steps(client: httpx.AsyncClient) -> dict[str, float]:
+    found = (await client.get("/debug/metrics")).json()
+    numbers = {f"{kind} {name}": value for kind in ("decode", "prefill") for name, value in found[kind].items()}
+    return numbers | {"written": found["ssd"]["written_bytes"]}
 
 
 async def drive(
@@ -197,20 +206,20 @@ async def drive(
         load.current = load.newest = (await client.get("/v1/training/status")).json()["policy_version"]
         clients = [asyncio.create_task(ask(client, load, args, number)) for number in range(args.clients)]
         await asyncio.sleep(min(10.0, args.seconds))
-        async with during(load, 1):
+        async with during(client, load, 1):
             await asyncio.sleep(args.seconds)
         if args.learn_from == "rollouts":
-            async with during(load, 2) as begun:
+            async with during(client, load, 2) as begun:
                 await train(client, load, args, begun + args.seconds, learn=False)
         alone = (await client.get("/debug/metrics")).json()
         await train(client, load, args, time.perf_counter() + 8)  # kernels, and the pace of micro-batches
         before = (await client.get("/debug/metrics")).json()
         made: list[dict[str, Any]] = []
         for _ in range(args.rounds):
-            async with during(load, 3) as begun:
+            async with during(client, load, 3) as begun:
                 made += await train(client, load, args, begun + (args.training_seconds or args.seconds))
             after = (await client.get("/debug/metrics")).json()
-            async with during(load, 4):
+            async with during(client, load, 4):
                 await asyncio.sleep(args.seconds)
         load.over = True
         await asyncio.gather(*clients)
@@ -229,18 +238,29 @@ async def drive(
     return load, made, background, memory
 
 
+TITLE = "decode, prefill: steps a second, ms of the host's to start one and to wait for it"
+
+
+def per_step(part: Part, kind: str) -> str:
+    count = max(1.0, part.steps[f"{kind} count"])
+    start, wait = (1000 * part.steps[f"{kind} {name}_seconds"] / count for name in ("start", "wait"))
+    return f"{count / part.seconds:.1f}: {start:.1f} {wait:.1f}"
+
+
 def main() -> int:
     args = parse_args()
-    console = Console()
+    console = Console(width=max(120, Console().width))
     flags = ["--enable-rl-training", "--update-frequency", "0", "--max-loras", "16", "--learning-rate", "1e-5"]
     with servers.running(servers.ours(args.model, [*flags, *args.serve_flags.split()])) as server:
         load, made, background, memory = asyncio.run(drive(server.url, args))
-    table = Table("", "tok/s", "answers", "gap p50 ms", "p99 ms", "max ms", "versions")
+    table = Table("", "tok/s", "answers", "gap p50 ms", "p99", "max", "versions", "decode", "prefill", title=TITLE)
     for part in (part for part in load.parts[1:] if part.seconds):
         gaps = sorted(part.gaps)
         shown = [1000 * gaps[min(len(gaps) - 1, int(share * len(gaps)))] for share in (0.5, 0.99, 1.0)]
         row = [f"{part.tokens / part.seconds:,.1f}", str(part.answers), *(f"{gap:,.0f}" for gap in shown)]
-        table.add_row(part.name, *row, str(len(part.versions)))
+        table.add_row(
+            part.name, *row, str(len(part.versions)), *(per_step(part, kind) for kind in ("decode", "prefill"))
+        )
     console.print(table)
     alone, rollouts, training, again = (part.tokens / max(1e-9, part.seconds) for part in load.parts[1:])
     published = [report for report in made if report["published"]]
@@ -257,6 +277,7 @@ def main() -> int:
         f"{statistics.mean(report['metrics']['tokens'] for report in made):.0f} tokens each; "
         f"updates took {100 * background['contended_seconds'] / seconds:.1f}% of the time, their rollouts made "
         f"{sum(report['rolled_out'] for report in made) / seconds:,.0f} tok/s; "
+        f"{load.parts[3].steps['written'] / seconds / 1e6:.1f} MB/s went to the SSD; "
         f"serving had {100 * share:.1f}% of the time while both had work; longest stall "
         f"{background['longest_stall']:.3f} s"
     )

@@ -107,6 +107,15 @@ class BackgroundMetrics:
 
 
 @dataclass(slots=True)
+class StepMetrics:
+    """Steps of one kind, and how the host spends their time: handing them to the device, and waiting for it."""
+
+    count: int = 0
+    start_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class EngineMetrics:
     # gauges
     queue_depth: int = 0
@@ -117,6 +126,7 @@ class EngineMetrics:
     kv_bytes_limit: int = 0
     active_memory: int = 0  # bytes that MLX holds now
     peak_memory: int = 0
+    spare_memory: int = 0  # bytes that MLX keeps for what comes next
     # counters
     steps: int = 0
     batches_processed: int = 0  # decode steps
@@ -134,6 +144,8 @@ class EngineMetrics:
     prefix: PrefixMetrics = field(default_factory=PrefixMetrics)
     ssd: DiskMetrics = field(default_factory=DiskMetrics)
     background: BackgroundMetrics = field(default_factory=BackgroundMetrics)
+    decode: StepMetrics = field(default_factory=StepMetrics)
+    prefill: StepMetrics = field(default_factory=StepMetrics)
     prompt_rate: Rate = field(default_factory=Rate)
     decode_rate: Rate = field(default_factory=Rate)
     time_to_first_token: Histogram = field(default_factory=Histogram)

@@ -22,9 +22,13 @@ class Accounts:
         self._runner = runner
         self._prefix = prefix
 
-    def step(self, step: Step, seconds: float) -> None:
-        """One has been read."""
+    def step(self, step: Step, seconds: float, waited: float) -> None:
+        """One has been read, after so long a wait for it."""
         metrics = self._metrics
+        kind = metrics.decode if step.kind == "decode" else metrics.prefill
+        kind.count += 1
+        kind.start_seconds += step.started_at - step.launched_at
+        kind.wait_seconds += waited
         metrics.steps += 1
         metrics.step_seconds.observe(seconds)
         metrics.generated_tokens += len(step.rows)
@@ -51,7 +55,7 @@ class Accounts:
             metrics.cached_tokens = self._prefix.metrics.hit_tokens
             if self._prefix.disk is not None:
                 metrics.ssd = self._prefix.disk.metrics
-        metrics.active_memory = mx.get_active_memory()
+        metrics.active_memory, metrics.spare_memory = mx.get_active_memory(), mx.get_cache_memory()
         metrics.peak_memory = max(metrics.peak_memory, mx.get_peak_memory())
 
     def imbalance(self, book: Book, adapters: Registry, under_way: bool) -> AssertionError | None:

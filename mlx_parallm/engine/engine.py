@@ -552,9 +552,10 @@ class Engine:
             self._settle(self._under_way.popleft())
 
     def _settle(self, step: Step) -> None:
+        asked = time.perf_counter()
         tokens = self._runner.read(step)
         now = time.perf_counter()
-        self._accounts.step(step, now - max(step.launched_at, self._read_at))
+        self._accounts.step(step, now - max(step.launched_at, self._read_at), now - asked)
         if now - step.launched_at > SLOW_STEP_SECONDS:
             begun = step.started_at - step.launched_at
             log.debug(

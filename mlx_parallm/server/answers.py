@@ -260,7 +260,10 @@ class DebugMetrics(Answer):
     kv_bytes_limit: int
     active_memory: int
     peak_memory: int
+    spare_memory: int = Field(description="Bytes that MLX keeps for what comes next")
     steps: int
+    decode: dict[str, float] = Field(description="Its steps, seconds to start them, and seconds waited for them")
+    prefill: dict[str, float] = Field(description="The same for prompts")
     prompt_tokens: int
     generated_tokens: int
     cached_tokens: int

@@ -42,6 +42,7 @@ GAUGES = {
     "kv_bytes_limit": "Most bytes of live keys and values",
     "active_memory": "Bytes that MLX holds",
     "peak_memory": "Most bytes that MLX has held",
+    "spare_memory": "Bytes that MLX keeps for what comes next",
 }
 COUNTERS = {
     "steps": "Steps of the engine",
@@ -106,6 +107,7 @@ class EngineCollector(Collector):
         for name, text in SSD_CACHE.items():
             yield self._cache("ssd", name, text)
         yield self._finished()
+        yield from self._steps()
         yield from self._adapters()
         for name, text in HISTOGRAMS.items():
             yield self._histogram(f"{PREFIX}{name.removesuffix('_seconds')}_seconds", name, text)
@@ -132,6 +134,17 @@ class EngineCollector(Collector):
             for reason, count in dict(served.engine.metrics.requests_finished).items():
                 family.add_metric([served.name, reason], count)
         return family
+
+    def _steps(self) -> Iterator[Metric]:
+        labels = ["model", "kind"]
+        start = CounterMetricFamily(f"{PREFIX}step_start_seconds", "Of the host's, to start steps", labels=labels)
+        wait = CounterMetricFamily(f"{PREFIX}step_wait_seconds", "Of the host's, waiting for steps", labels=labels)
+        for served in self._table:
+            metrics = served.engine.metrics
+            for kind, steps in (("decode", metrics.decode), ("prefill", metrics.prefill)):
+                start.add_metric([served.name, kind], steps.start_seconds)
+                wait.add_metric([served.name, kind], steps.wait_seconds)
+        yield from (start, wait)
 
     def _adapters(self) -> Iterator[Metric]:
         """Of the versions that are there now: there would be no end to their number."""

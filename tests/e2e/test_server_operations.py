@@ -95,12 +95,16 @@ def test_health_and_metrics(client: httpx.Client) -> None:
     assert {"mlx_parallm_queue_depth", "mlx_parallm_generated_tokens_total"} <= names
     assert "mlx_parallm_time_to_first_token_seconds_bucket" in names
     assert 'mlx_parallm_requests_finished_total{model="tiny-llama",reason=' in text
+    assert 'mlx_parallm_step_start_seconds_total{kind="decode",model="tiny-llama"}' in text
     summary = client.get("/metrics", headers={"Accept": "application/json"}).json()
     assert answers.Summary.model_validate(summary).max_batch_size == 32
     debug = answers.DebugMetrics.model_validate(client.get("/debug/metrics").json())
     assert debug.batches_processed > 0
     assert len(debug.batch_fill_hist) == 10
     assert debug.decode_tps_avg > 0
+    for steps in (debug.decode, debug.prefill):
+        assert steps["count"] > 0
+        assert steps["start_seconds"] > 0
 
 
 def test_docs_describe_every_route_with_an_example(client: httpx.Client) -> None:

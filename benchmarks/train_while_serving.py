@@ -230,6 +230,7 @@ async def drive(
     } | {"longest_stall": after["background"]["longest_stall"]}
     memory = {
         "serving": alone["peak_memory"],
+        "meanwhile": after["serving_peak_memory"],
         "with training": after["peak_memory"],
         "trainer": internals["trainer_bytes"],
         "activations": internals["activation_bytes"],
@@ -286,13 +287,13 @@ def main() -> int:
         f"publishing, engine thread: p50 {1000 * adapters['p50']:.2f}, p99 {1000 * adapters['p99']:.2f}, "
         f"max {1000 * adapters['max']:.2f} ms"
     )
-    serving, peak, trainer, activations = (
-        memory[name] / 1e6 for name in ("serving", "with training", "trainer", "activations")
+    serving, meanwhile, peak, trainer, activations = (
+        memory[name] / 1e6 for name in ("serving", "meanwhile", "with training", "trainer", "activations")
     )
     console.print(
         f"memory: serving, rollouts too, peaked at {serving:,.1f} MB, LoRA and optimiser ({trainer:,.1f}) included; a "
         f"piece takes {activations:,.1f} at most: {serving + activations:,.1f} in sum; with training it peaked at "
-        f"{peak:,.1f}"
+        f"{peak:,.1f}, between pieces at {meanwhile:,.1f}"
     )
     for line in [*load.failed[:5], *load.wrong[:5]]:
         console.print(f"[red]{line}")

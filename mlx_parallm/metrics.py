@@ -126,6 +126,7 @@ class EngineMetrics:
     kv_bytes_limit: int = 0
     active_memory: int = 0  # bytes that MLX holds now
     peak_memory: int = 0
+    serving_peak_memory: int = 0  # the same without steps of other work
     spare_memory: int = 0  # bytes that MLX keeps for what comes next
     # counters
     steps: int = 0

@@ -44,7 +44,8 @@ class Accounts:
                     self._prefix.prompt_rate = self._scheduler.prompt_rate
         self.gauge()
 
-    def gauge(self) -> None:
+    def gauge(self, served: bool = True) -> None:
+        """`served`: what has run since the last time was for those who are served, not other work."""
         metrics = self._metrics
         metrics.queue_depth = self._scheduler.queued
         metrics.running = len(self._scheduler.running)
@@ -56,7 +57,11 @@ class Accounts:
             if self._prefix.disk is not None:
                 metrics.ssd = self._prefix.disk.metrics
         metrics.active_memory, metrics.spare_memory = mx.get_active_memory(), mx.get_cache_memory()
-        metrics.peak_memory = max(metrics.peak_memory, mx.get_peak_memory())
+        peak = mx.get_peak_memory()
+        mx.reset_peak_memory()
+        metrics.peak_memory = max(metrics.peak_memory, peak)
+        if served:
+            metrics.serving_peak_memory = max(metrics.serving_peak_memory, peak)
 
     def imbalance(self, book: Book, adapters: Registry, under_way: bool) -> AssertionError | None:
         """What does not add up, between two steps."""

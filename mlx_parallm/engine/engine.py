@@ -358,7 +358,7 @@ class Engine:
         if self._paused:
             self._settle_all()
             if self._background.due(serving=False):  # nobody is served, so nobody waits for it
-                self._background.step(serving=False)
+                self._work(serving=False)
             return
         begun, serving = time.perf_counter(), not self._scheduler.idle or bool(self._under_way)
         self.policies.follow()
@@ -388,10 +388,15 @@ class Engine:
         self._settle_all()  # rows get what is theirs before they wait
         if not serving and not self._idle.is_set():
             self._rest()
-        self._background.step(serving)
+        self._accounts.gauge()
+        self._work(serving)
         while serving and self._background.due(serving):  # steps that are shorter than what serving has earned them
-            self._background.step(serving)
+            self._work(serving)
         self._read_at = time.perf_counter()
+
+    def _work(self, serving: bool) -> None:
+        self._background.step(serving)
+        self._accounts.gauge(served=False)
 
     def _stand_still(self) -> None:
         self._paused = True

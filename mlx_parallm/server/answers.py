@@ -260,6 +260,7 @@ class DebugMetrics(Answer):
     kv_bytes_limit: int
     active_memory: int
     peak_memory: int
+    serving_peak_memory: int = Field(description="The same without the pieces of updates")
     spare_memory: int = Field(description="Bytes that MLX keeps for what comes next")
     steps: int
     decode: dict[str, float] = Field(description="Its steps, seconds to start them, and seconds waited for them")

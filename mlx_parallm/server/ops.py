@@ -42,6 +42,7 @@ GAUGES = {
     "kv_bytes_limit": "Most bytes of live keys and values",
     "active_memory": "Bytes that MLX holds",
     "peak_memory": "Most bytes that MLX has held",
+    "serving_peak_memory": "Most bytes that MLX has held between pieces of updates",
     "spare_memory": "Bytes that MLX keeps for what comes next",
 }
 COUNTERS = {

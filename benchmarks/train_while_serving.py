@@ -13,6 +13,7 @@ as served. Exit code 1 where a request failed, or named versions that can't be.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import statistics
@@ -70,6 +71,7 @@ class Load:
     wrong: list[str] = field(default_factory=list)
     current: int = 1  # the version that is surely served
     newest: int = 1  # the one that may be
+    course: list[tuple[int, float]] = field(default_factory=list)  # which part, tokens a second, every few seconds
     answered: "asyncio.Queue[str]" = field(default_factory=asyncio.Queue)  # ids of requests
 
 
@@ -187,13 +189,21 @@ async def during(client: httpx.AsyncClient, load: Load, number: int) -> AsyncIte
     now.rates.append((now.tokens - tokens) / taken)
     load.now = 0
     for name, value in (await steps(client)).items():
-        now.steps[name] = now.steps.get(name, 0.0) + value - before[name]
+        now.steps[name] = value if name == "spare" else now.steps.get(name, 0.0) + value - before[name]
+
+
+async def watch(load: Load, seconds: float = 5.0) -> None:
+    while True:
+        before, begun = sum(part.tokens for part in load.parts), time.perf_counter()
+        await asyncio.sleep(seconds)
+        made = sum(part.tokens for part in load.parts) - before
+        load.course.append((load.now, made / (time.perf_counter() - begun)))
 
 
 async def steps(client: httpx.AsyncClient) -> dict[str, float]:
     found = (await client.get("/debug/metrics")).json()
     numbers = {f"{kind} {name}": value for kind in ("decode", "prefill") for name, value in found[kind].items()}
-    return numbers | {"written": found["ssd"]["written_bytes"]}
+    return numbers | {"written": found["ssd"]["written_bytes"], "spare": found["spare_memory"]}
 
 
 async def drive(
@@ -205,6 +215,7 @@ async def drive(
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         load.current = load.newest = (await client.get("/v1/training/status")).json()["policy_version"]
         clients = [asyncio.create_task(ask(client, load, args, number)) for number in range(args.clients)]
+        watcher = asyncio.create_task(watch(load))
         await asyncio.sleep(min(10.0, args.seconds))
         async with during(client, load, 1):
             await asyncio.sleep(args.seconds)
@@ -223,6 +234,7 @@ async def drive(
                 await asyncio.sleep(args.seconds)
         load.over = True
         await asyncio.gather(*clients)
+        watcher.cancel()
         internals = (await client.get("/debug/training")).json()
     background = {
         name: after["background"][name] - before["background"][name]
@@ -239,7 +251,7 @@ async def drive(
     return load, made, background, memory
 
 
-TITLE = "decode, prefill: steps a second, ms of the host's to start one and to wait for it"
+TITLE = "decode, prefill: steps a second, ms of the host's to start one and to wait for it; spare: GB that MLX keeps"
 
 
 def per_step(part: Part, kind: str) -> str:
@@ -254,7 +266,9 @@ def main() -> int:
     flags = ["--enable-rl-training", "--update-frequency", "0", "--max-loras", "16", "--learning-rate", "1e-5"]
     with servers.running(servers.ours(args.model, [*flags, *args.serve_flags.split()])) as server:
         load, made, background, memory = asyncio.run(drive(server.url, args))
-    table = Table("", "tok/s", "answers", "gap p50 ms", "p99", "max", "versions", "decode", "prefill", title=TITLE)
+    table = Table(
+        "", "tok/s", "answers", "gap p50 ms", "p99", "max", "versions", "decode", "prefill", "spare", title=TITLE
+    )
     for part in (part for part in load.parts[1:] if part.seconds):
         gaps = sorted(part.gaps)
         shown = [1000 * gaps[min(len(gaps) - 1, int(share * len(gaps)))] for share in (0.5, 0.99, 1.0)]
@@ -282,6 +296,11 @@ def main() -> int:
         f"serving had {100 * share:.1f}% of the time while both had work; longest stall "
         f"{background['longest_stall']:.3f} s"
     )
+    course = [
+        f"{load.parts[number].name} {' '.join(f'{rate:,.0f}' for _, rate in some)}"
+        for number, some in itertools.groupby(load.course, key=lambda one: one[0])
+    ]
+    console.print(f"tok/s every five seconds: {'; '.join(course)}", style="dim")
     adapters = memory["adapters"]
     console.print(
         f"publishing, engine thread: p50 {1000 * adapters['p50']:.2f}, p99 {1000 * adapters['p99']:.2f}, "

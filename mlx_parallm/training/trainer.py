@@ -30,7 +30,7 @@ from mlx_parallm.training.objectives import (
     losses,
 )
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits, shared_tree
+from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits, on_host, shared_tree
 
 Parameters = dict[str, mx.array]
 MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
@@ -421,9 +421,9 @@ class Trainer:
     def state(self, snapshot: "Snapshot | None" = None) -> dict[str, Any]:
         """Arrays by name, on the host: waits for them. As it is now, or was."""
         kept = snapshot or self.snapshot()
-        arrays = {f"parameters.{name}": np.array(array) for name, array in kept.parameters.items()}
-        arrays["reference_kl"] = np.array([kept.reference_kl], np.float64)
-        return arrays | {f"optimizer.{name}": np.array(array) for name, array in tree_flatten(kept.optimizer)}
+        arrays = {f"parameters.{name}": array for name, array in kept.parameters.items()}
+        arrays |= {f"optimizer.{name}": array for name, array in tree_flatten(kept.optimizer)}
+        return on_host(arrays) | {"reference_kl": np.array([kept.reference_kl], np.float64)}
 
     def snapshot_of(self, arrays: dict[str, Any], updates: int) -> "Snapshot":
         """What `state` has written, to go back to."""

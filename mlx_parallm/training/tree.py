@@ -5,9 +5,9 @@ training mode or checkpointed. So the trainer builds the model's classes anew an
 the base is copied. Only the LoRA parameters are new, in float32. Engine thread only.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +23,8 @@ from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.batches import PaddedPrompts
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +207,41 @@ class LearningTree:
 
     def adapter(self) -> Adapter:
         """The parameters as they are now, to be published. Waits for them."""
+        learning = {
+            path: layer
+            for path, layer in self.module.named_modules()
+            if isinstance(layer, (LoRALinear, DoRALinear, LoRAEmbedding, DoRAEmbedding))
+        }
+        found = on_host(
+            {
+                (path, name): layer[name].astype(mx.float32)
+                for path, layer in learning.items()
+                for name in ("lora_a", "lora_b", "m")
+                if name in layer
+            }
+        )
         parts = {}
-        for path, layer in self.module.named_modules():
-            if not isinstance(layer, (LoRALinear, DoRALinear, LoRAEmbedding, DoRAEmbedding)):
-                continue
-            a, b = (np.array(layer[f"lora_{side}"].astype(mx.float32)) for side in "ab")
-            m = np.array(layer["m"].astype(mx.float32)) if "m" in layer else None
+        for path, layer in learning.items():
+            a, b, m = found[path, "lora_a"], found[path, "lora_b"], found.get((path, "m"))
             if isinstance(layer, (LoRAEmbedding, DoRAEmbedding)):
                 parts[path] = Part(np.ascontiguousarray(b), np.ascontiguousarray(self.lora.scale * a), m)
             else:
                 parts[path] = Part(np.ascontiguousarray(a.T), np.ascontiguousarray(self.lora.scale * b.T), m)
         return Adapter(parts)
+
+
+def on_host(arrays: Mapping[K, mx.array]) -> dict[K, Any]:
+    """Many arrays as NumPy's, those of one shape brought over together: each on its own would wait for the device."""
+    groups: dict[tuple[tuple[int, ...], mx.Dtype], list[K]] = {}
+    for name, array in arrays.items():
+        groups.setdefault((array.shape, array.dtype), []).append(name)
+    stacks = [mx.stack([arrays[name] for name in names]) for names in groups.values()]
+    mx.eval(stacks)
+    return {
+        name: np.asarray(one)
+        for names, stack in zip(groups.values(), stacks, strict=True)
+        for name, one in zip(names, np.array(stack), strict=True)
+    }
 
 
 def _dtype(module: nn.Module) -> mx.Dtype:

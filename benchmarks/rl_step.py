@@ -19,9 +19,6 @@ import time
 from functools import partial
 from typing import Any
 
-import mlx_parallm  # noqa: F401  (a fast BLAS, before MLX)
-
-import mlx.core as mx  # isort: skip
 import servers
 from rich.console import Console
 from rich.table import Table
@@ -167,7 +164,7 @@ def main() -> int:
     console.print(
         f"update: {update:.2f} s for {tokens:.0f} tokens of answers, {tokens / update:,.0f} tok/s; largest |Δ logprob| "
         f"between rollout and update {max(one['max_logprob_gap'] for one in ours.metrics):.1e}; "
-        f"peak memory {mx.get_peak_memory() / 1e6:,.0f} MB"
+        f"peak memory {ours.engine.metrics.peak_memory / 1e6:,.0f} MB"
     )
     ours.engine.stop()
     return 0

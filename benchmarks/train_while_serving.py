@@ -66,6 +66,7 @@ class Part:
 class Load:
     parts: list[Part]
     now: int = 0
+    trainings: int = 0
     over: bool = False
     failed: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -151,7 +152,8 @@ async def train(
     client: httpx.AsyncClient, load: Load, args: argparse.Namespace, until: float, learn: bool = True
 ) -> list[dict[str, Any]]:
     """Updates from fresh answers, until then; or the rollouts alone."""
-    choose = random.Random(f"{load.now} {load.current} {learn}")  # other prompts each time: none is found on the SSD
+    load.trainings += 1
+    choose = random.Random(load.trainings)  # other prompts each time: none is found in a cache
     made: list[dict[str, Any]] = []
     begun = time.perf_counter()
     while time.perf_counter() < until:
@@ -193,11 +195,15 @@ async def during(client: httpx.AsyncClient, load: Load, number: int) -> AsyncIte
 
 
 async def watch(load: Load, seconds: float = 5.0) -> None:
+    number, before, begun = 0, 0, time.perf_counter()
     while True:
-        before, begun = sum(part.tokens for part in load.parts), time.perf_counter()
-        await asyncio.sleep(seconds)
-        made = sum(part.tokens for part in load.parts) - before
-        load.course.append((load.now, made / (time.perf_counter() - begun)))
+        await asyncio.sleep(0.1)
+        tokens, taken = load.parts[number].tokens - before, time.perf_counter() - begun
+        if taken >= seconds and load.now == number:
+            load.course.append((number, tokens / taken))
+        elif load.now == number:
+            continue
+        number, before, begun = load.now, load.parts[load.now].tokens, time.perf_counter()
 
 
 async def steps(client: httpx.AsyncClient) -> dict[str, float]:
@@ -224,7 +230,7 @@ async def drive(
                 await train(client, load, args, begun + args.seconds, learn=False)
         alone = (await client.get("/debug/metrics")).json()
         await train(client, load, args, time.perf_counter() + 8)  # kernels, and the pace of micro-batches
-        before = (await client.get("/debug/metrics")).json()
+        before = after = (await client.get("/debug/metrics")).json()
         made: list[dict[str, Any]] = []
         for _ in range(args.rounds):
             async with during(client, load, 3) as begun:
@@ -241,7 +247,7 @@ async def drive(
         for name in ("serving_seconds", "contended_seconds", "steps")
     } | {"longest_stall": after["background"]["longest_stall"]}
     memory = {
-        "serving": alone["peak_memory"],
+        "serving": alone["serving_peak_memory"],
         "meanwhile": after["serving_peak_memory"],
         "with training": after["peak_memory"],
         "trainer": internals["trainer_bytes"],
@@ -273,9 +279,8 @@ def main() -> int:
         gaps = sorted(part.gaps)
         shown = [1000 * gaps[min(len(gaps) - 1, int(share * len(gaps)))] for share in (0.5, 0.99, 1.0)]
         row = [f"{part.tokens / part.seconds:,.1f}", str(part.answers), *(f"{gap:,.0f}" for gap in shown)]
-        table.add_row(
-            part.name, *row, str(len(part.versions)), *(per_step(part, kind) for kind in ("decode", "prefill"))
-        )
+        row += [str(len(part.versions)), per_step(part, "decode"), per_step(part, "prefill")]
+        table.add_row(part.name, *row, f"{part.steps['spare'] / 1e9:.2f}")
     console.print(table)
     alone, rollouts, training, again = (part.tokens / max(1e-9, part.seconds) for part in load.parts[1:])
     published = [report for report in made if report["published"]]
@@ -312,7 +317,7 @@ def main() -> int:
     console.print(
         f"memory: serving, rollouts too, peaked at {serving:,.1f} MB, LoRA and optimiser ({trainer:,.1f}) included; a "
         f"piece takes {activations:,.1f} at most: {serving + activations:,.1f} in sum; with training it peaked at "
-        f"{peak:,.1f}, between pieces at {meanwhile:,.1f}"
+        f"{peak:,.1f}, between pieces since the start at {meanwhile:,.1f}"
     )
     for line in [*load.failed[:5], *load.wrong[:5]]:
         console.print(f"[red]{line}")

@@ -2,9 +2,9 @@
 
 A name has versions; the newest published is what the name means, until a rollback. A version that rows use is never
 given up under them: they hold it, and it goes when the last has ended. All known versions are kept packed in memory; a
-bounded number of them is on the device: the least recently used makes room, and one that a newer has replaced leaves.
-The model's own name may serve an adapter too, or several, each with its share of the requests. Changes happen on the
-engine thread; other threads may look names up.
+bounded number of them is on the device: the least recently used makes room, and a publish takes those off that it or an
+earlier one has replaced, unless rows use them. The model's own name may serve an adapter too, or several, each with its
+share of the requests. Changes happen on the engine thread; other threads may look names up.
 """
 
 import threading

@@ -3,6 +3,9 @@
 Engine thread only; the server reads the counters.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import mlx.core as mx
 
 from mlx_parallm.adapters.registry import Registry
@@ -45,7 +48,7 @@ class Accounts:
         self.gauge()
 
     def gauge(self, served: bool = True) -> None:
-        """`served`: what has run since the last time was for those who are served, not other work."""
+        """`served`: what has run since the peak was forgotten was for those who are served, not other work."""
         metrics = self._metrics
         metrics.queue_depth = self._scheduler.queued
         metrics.running = len(self._scheduler.running)
@@ -58,10 +61,20 @@ class Accounts:
                 metrics.ssd = self._prefix.disk.metrics
         metrics.active_memory, metrics.spare_memory = mx.get_active_memory(), mx.get_cache_memory()
         peak = mx.get_peak_memory()
-        mx.reset_peak_memory()
         metrics.peak_memory = max(metrics.peak_memory, peak)
         if served:
             metrics.serving_peak_memory = max(metrics.serving_peak_memory, peak)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Other work: its memory is not serving's."""
+        self.gauge()
+        mx.reset_peak_memory()  # of the whole process: nowhere else than around such work
+        try:
+            yield
+        finally:
+            self.gauge(served=False)
+            mx.reset_peak_memory()
 
     def imbalance(self, book: Book, adapters: Registry, under_way: bool) -> AssertionError | None:
         """What does not add up, between two steps."""

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.adapters import kernel
 from mlx_parallm.adapters.blocks import fuse
-from mlx_parallm.adapters.layers import Layout
+from mlx_parallm.adapters.layers import RANK_STEP, Layout
 from mlx_parallm.adapters.mixtures import Present, SideBySide
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.rows import Job, Prefill, Row
@@ -114,6 +114,10 @@ def _try_adapters(forward: Forward, layout: Layout, cache: SlotCache) -> None:
         for position in positions:
             cache.leave(position)
         cache.compact(0)
+    if layout.selection.add is not None:  # prompts so long that MLX adds them
+        length = kernel.MOST_READ // RANK_STEP
+        choice = SideBySide.of(Present((one,)), (one, one))
+        mx.eval(forward.at(mx.zeros((2, length), mx.int32), cache.stage(2, length), mx.array([0, 0]), choice))
 
 
 def prefix_cache(

@@ -388,15 +388,14 @@ class Engine:
         self._settle_all()  # rows get what is theirs before they wait
         if not serving and not self._idle.is_set():
             self._rest()
-        self._accounts.gauge()
         self._work(serving)
         while serving and self._background.due(serving):  # steps that are shorter than what serving has earned them
             self._work(serving)
         self._read_at = time.perf_counter()
 
     def _work(self, serving: bool) -> None:
-        self._background.step(serving)
-        self._accounts.gauge(served=False)
+        with self._accounts.apart():
+            self._background.step(serving)
 
     def _stand_still(self) -> None:
         self._paused = True

@@ -191,7 +191,7 @@ class BlockPrefix:
             for hash_, block in zip(hashes, self._store.to_host(groups), strict=True):
                 self.disk.write(hash_, Payload(block))
             return
-        # Copied now and brought to the host at the next call, so that nobody waits for the device.
+        # Copied now and brought to the host at the next call, so that nobody waits for a device that runs behind.
         hashes = []
         while self._down and len(hashes) < self._batch:
             hash_, _ = self._down.popitem(last=False)

@@ -3,7 +3,9 @@
 import json
 import threading
 import time
+from collections.abc import Generator
 
+import mlx.core as mx
 import pytest
 
 from mlx_parallm.engine.grammar import json_grammar
@@ -224,3 +226,22 @@ def test_a_model_that_fails_to_load_is_an_error_of_start() -> None:
 
     with pytest.raises(ModelLoadError, match="no such file"):
         Engine(load, ServeConfig(), lambda news: None).start()  # type: ignore[arg-type]
+
+
+def test_memory_of_other_work_is_counted_apart() -> None:
+    def steps() -> Generator[None, None, None]:
+        mx.eval(mx.zeros((25_000_000,)))
+        yield
+        mx.reset_peak_memory()  # as the trainer does, to measure a piece
+        mx.eval(mx.zeros((1000,)))
+
+    with driver("llama") as running:
+        running.ask(PROMPT, max_tokens=3)
+        metrics = running.engine.metrics
+        before = metrics.peak_memory
+        assert metrics.serving_peak_memory == before
+        running.engine.work(steps()).result()
+        running.ask(PROMPT, max_tokens=3)
+        running.settle()
+        assert metrics.peak_memory >= metrics.active_memory + 100_000_000
+        assert before <= metrics.serving_peak_memory < before + 50_000_000

@@ -14,6 +14,7 @@ from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.registry import KEPT_VERSIONS, Route
 from mlx_parallm.adapters.weights import Adapter, AdapterError
 from mlx_parallm.engine.rows import Row
+from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.types import SamplingParams
 from tests.engine.harness import Answer, Bare, Driver, bare_with, driver, logprob
@@ -301,18 +302,29 @@ def merged(adapter: Adapter) -> Bare:
     return Bare(model)
 
 
-def test_a_version_that_was_replaced_leaves_the_device() -> None:
+@pytest.mark.parametrize("tuning", [None, GPU], ids=["cpu", "gpu"])
+def test_a_version_that_was_replaced_leaves_the_device(tuning: Tuning | None) -> None:
     layout = Layout(tiny().module)
-    adapters = [random_adapter(layout, ("q_proj", "v_proj"), seed, rank=4, size=0.2) for seed in range(6)]
-    with driver("llama", max_loras=8) as running:
+    adapters = [random_adapter(layout, ("q_proj", "v_proj"), seed, rank=4, size=0.2) for seed in range(8)]
+    with driver("llama", tuning=tuning, max_loras=8) as running:
         registry, answers = running.engine.adapters, []
-        for adapter in adapters:
+        for adapter in adapters[:6]:
             running.engine.policies.publish("p", adapter, "")
             answers.append(running.submit(PROMPT, max_tokens=4, ignore_eos=True, adapter="p")[1].wait()[0].tokens)
             running.settle()
             assert registry.resident_bytes == registry.find("p").packed.nbytes
         again = running.ask(PROMPT, max_tokens=4, ignore_eos=True, adapter="p", adapter_version=4).tokens
         assert again == answers[3] == merged(adapters[3]).greedy(PROMPT, 4, ignore_eos=True)[0]
+        held = running.submit(PROMPT, stream=True, max_tokens=24, ignore_eos=True, adapter="p")[1]
+        held.wait_for_tokens(2)
+        running.engine.policies.publish("p", adapters[6], "")
+        beside = running.ask(PROMPT, max_tokens=4, ignore_eos=True, adapter="p").tokens
+        assert registry.resident_bytes == 2 * registry.find("p").packed.nbytes
+        assert beside == merged(adapters[6]).greedy(PROMPT, 4, ignore_eos=True)[0]
+        assert held.wait()[0].tokens == merged(adapters[5]).greedy(PROMPT, 24, ignore_eos=True)[0]
+        running.settle()
+        running.engine.policies.publish("p", adapters[7], "")
+        assert registry.resident_bytes == 0
 
 
 def test_a_hundred_adapters_on_eight_places() -> None:

@@ -190,11 +190,11 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
 
     def close(x: mx.array, layer: Any, choice: SideBySide, residual: mx.array) -> mx.array | None:
         counts["close"] += 1
-        return residual + by_hand(x, [layer], choice)[0] if x.shape[1] == 1 else None
+        return residual + by_hand(x, [layer], choice)[0]
 
     def gate(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> mx.array | None:
         counts["gate"] += 1
-        return swiglu(*by_hand(x, layers, choice)) if x.shape[1] == 1 else None
+        return swiglu(*by_hand(x, layers, choice))
 
     def turn(
         x: mx.array, layers: Sequence[Any], choice: SideBySide, turn: Turn, offsets: mx.array
@@ -211,9 +211,6 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
 
     def by_hand(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array]:
         return [choice.added(g, n, x, y, None) if choice.has(g) else y for y, g, n in layers]
-
-    def add(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array] | None:
-        return by_hand(x, layers, choice) if x.shape[1] == 1 else None
 
     layout = Layout(module, traced=True)
     layout.attach()
@@ -243,7 +240,7 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
         return found
 
     expected = outputs()
-    layout.selection.add, layout.selection.fused = add, Fused(close, gate, turn)
+    layout.selection.add, layout.selection.fused = by_hand, Fused(close, gate, turn)
     fuse(module)
     for one, other in zip(outputs(), expected, strict=True):
         assert mx.allclose(one, other, atol=1e-4 if device_kind() == "cpu" else 0.1)  # CUDA's products are rounder
@@ -342,6 +339,22 @@ def test_the_kernel_adds_each_rows_own(count: int, dtype: mx.Dtype) -> None:
             given, thin, back, before, after = (np.array(side.astype(mx.float32)) for side in parts_of_row)
             bound = {mx.float32: 1e-4, mx.float16: 5e-3, mx.bfloat16: 4e-2}[dtype]
             assert np.abs(after - before - given @ thin.T @ back).max() < bound
+
+
+def test_long_prompts_are_left_to_mlx() -> None:
+    a, b = mx.zeros((2, 8, 64)), mx.zeros((2, 8, 32))
+    most = kernel.MOST_READ // 8 // 2
+    for tokens, max_rank, left in (
+        (most + 1, 8, True),
+        (most, 16, True),
+        (1, kernel.MAX_RANK + 1, True),
+        (1, 8, False),
+    ):
+        choice = SideBySide({0: (a, b, None)}, spans=mx.zeros((2, 2), mx.int32), max_rank=max_rank)
+        layers = [(mx.zeros((2, tokens, 32)), 0, 1)]
+        assert (kernel._parts(mx.zeros((2, tokens, 64)), layers, choice) is None) == left
+    one, other = (SideBySide({0: (a, b, None)}, max_rank=rank) for rank in (8, 64))
+    assert one.form == other.form, "a trace is for both"
 
 
 def read(folder: Path, layout: Layout) -> Adapter:

@@ -30,7 +30,7 @@ from mlx_parallm.training.objectives import (
     losses,
 )
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits, on_host, shared_tree
+from mlx_parallm.training.tree import LearningTree, LoRAConfig, Stacks, answer_logits, shared_tree
 
 Parameters = dict[str, mx.array]
 MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
@@ -156,6 +156,7 @@ class Snapshot:
     """A trainer as it was."""
 
     parameters: Parameters
+    stacks: Parameters  # the same
     optimizer: Any
     updates: int
     reference_kl: float
@@ -191,12 +192,13 @@ class Trainer:
         self.lora = lora
         mx.random.seed(config.seed)
         self.tree = LearningTree(model, lora, checkpointing=config.gradient_checkpointing)
-        self.parameters: Parameters = {name: array.astype(mx.float32) for name, array in self.tree.parameters().items()}
-        mx.eval(self.parameters)
-        self._restore(self.parameters)
+        learning = {name: array.astype(mx.float32) for name, array in self.tree.parameters().items()}
+        self._by_shape = Stacks(learning)
+        self.parameters: Parameters = {}
+        self._set(self._by_shape.join(learning))
         self._reference = shared_tree(model)
         self.optimizer = optim.AdamW(_schedule(config), betas=[0.9, 0.999], eps=1e-8, weight_decay=config.weight_decay)
-        self.optimizer.init(self.parameters)
+        self.optimizer.init(self._stacks)
         mx.eval(self.optimizer.state)
         self.updates = 0  # optimiser steps that stand
         self._reference_kl = 0.0
@@ -216,7 +218,7 @@ class Trainer:
     @property
     def nbytes(self) -> int:
         """Of parameters and the optimiser's memory of them."""
-        arrays = [*self.parameters.values(), *(array for _, array in tree_flatten(self.optimizer.state))]
+        arrays = [*self._stacks.values(), *(array for _, array in tree_flatten(self.optimizer.state))]
         return sum(array.nbytes for array in arrays)
 
     def adapter(self) -> Adapter:
@@ -247,7 +249,7 @@ class Trainer:
                     metrics |= sums.metrics() | {"grad_norm": norm}
                     sample = first
             assert sample is not None
-            metrics |= yield from self._checked(sample, before.parameters)
+            metrics |= yield from self._checked(sample, before.stacks)
         except BaseException as error:  # out of memory, or the engine stops: whatever it is, nothing of it stays
             self.go_back(before)
             if not isinstance(error, Refused):
@@ -293,7 +295,8 @@ class Trainer:
         for micro in batch.micros(budget, self.tree.mixes_prompts, self.rounded):
             begun, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
-            (_, values, scores), gradients = self._gradient(self.parameters, micro)
+            (_, values, scores), found = self._gradient(self.parameters, micro)
+            gradients = self._by_shape.join(found)
             total = {name: gradients[name] + total[name] for name in total} if total else gradients
             if first is None:
                 some = micro if self.rounded else micro.first(CHECKED)  # a shape that is known, or few
@@ -310,17 +313,17 @@ class Trainer:
         if not math.isfinite(sums.loss):
             raise Refused(f"the loss is {sums.loss}")
         clipped, norm = optim.clip_grad_norm(total, self.config.max_grad_norm)
-        found = _number(norm)
-        if not math.isfinite(found):
-            raise Refused(f"the gradient's norm is {found}")
-        if found == 0.0:
+        length = _number(norm)
+        if not math.isfinite(length):
+            raise Refused(f"the gradient's norm is {length}")
+        if length == 0.0:
             raise Refused("the gradient is zero")
-        self.parameters = self.optimizer.apply_gradients(clipped, self.parameters)
-        mx.eval(self.parameters, self.optimizer.state)
-        self._restore(self.parameters)
+        stacks = self.optimizer.apply_gradients(clipped, self._stacks)
+        mx.eval(stacks, self.optimizer.state)
+        self._set(stacks)
         yield
         assert first is not None
-        return sums, found, first
+        return sums, length, first
 
     def _room(self) -> int:
         """How many tokens a micro-batch may have, by the memory at hand and what they took so far."""
@@ -368,8 +371,8 @@ class Trainer:
 
     def _checked(self, sample: _Sample, before: Parameters) -> Generator[None, None, dict[str, float]]:
         """Whether the new parameters may be served: looks at them, and at what they make of some of the batch."""
-        norms = [mx.linalg.norm(array) for array in self.parameters.values()]
-        moved = [mx.max(mx.abs(array - before[name])) for name, array in self.parameters.items()]
+        norms = [mx.linalg.norm(array) for array in self._stacks.values()]
+        moved = [mx.max(mx.abs(array - before[name])) for name, array in self._stacks.items()]
         norm, step = (_number(one) for one in (mx.linalg.norm(mx.stack(norms)), mx.max(mx.stack(moved))))
         if not math.isfinite(norm):
             raise Refused("the parameters are not finite")
@@ -379,7 +382,9 @@ class Trainer:
             raise Refused(f"the parameters' norm is {norm:.3g}, over {self.config.max_parameter_norm:g}")
         prompts, temperature = sample.micro.prompts, _temperature(sample.micro)
         answers, mask = mx.array(sample.micro.answers), mx.array(sample.micro.mask)
-        self._compute_with(self.parameters)
+        self.tree.set_parameters(
+            self._by_shape.split({name: a.astype(self.tree.dtype) for name, a in self._stacks.items()})
+        )
         logits = answer_logits(self.tree.module, prompts, answers, self.tree.shares_prompts)
         after = chosen_logprobs(logits, answers, temperature)
         count = mx.maximum(mx.sum(mask), 1)
@@ -403,15 +408,20 @@ class Trainer:
     def _restore(self, parameters: Parameters) -> None:
         self.tree.set_parameters(parameters)
 
+    def _set(self, stacks: Parameters) -> None:
+        self._stacks, self.parameters = stacks, self._by_shape.split(stacks)
+        mx.eval(stacks, self.parameters)
+        self._restore(self.parameters)
+
     # To go back to.
 
     def snapshot(self) -> "Snapshot":
         """Copies nothing: arrays stay as they are."""
         optimizer = tree_map(lambda leaf: leaf, self.optimizer.state)
-        return Snapshot(self.parameters, optimizer, self.updates, self._reference_kl)
+        return Snapshot(self.parameters, self._stacks, optimizer, self.updates, self._reference_kl)
 
     def go_back(self, snapshot: "Snapshot") -> None:
-        self.parameters, self.updates = snapshot.parameters, snapshot.updates
+        self.parameters, self._stacks, self.updates = snapshot.parameters, snapshot.stacks, snapshot.updates
         self._reference_kl = snapshot.reference_kl
         self.optimizer.state = tree_map(lambda leaf: leaf, snapshot.optimizer)
         self._restore(self.parameters)
@@ -421,9 +431,11 @@ class Trainer:
     def state(self, snapshot: "Snapshot | None" = None) -> dict[str, Any]:
         """Arrays by name, on the host: waits for them. As it is now, or was."""
         kept = snapshot or self.snapshot()
-        arrays = {f"parameters.{name}": array for name, array in kept.parameters.items()}
-        arrays |= {f"optimizer.{name}": array for name, array in tree_flatten(kept.optimizer)}
-        return on_host(arrays) | {"reference_kl": np.array([kept.reference_kl], np.float64)}
+        split = self._by_shape.split({name: np.array(stack) for name, stack in kept.stacks.items()})
+        arrays = {f"parameters.{name}": array for name, array in split.items()}
+        for path, stack in tree_flatten(kept.optimizer):
+            arrays |= {f"optimizer.{name}": one for name, one in self._by_shape.apart(path, np.array(stack)).items()}
+        return arrays | {"reference_kl": np.array([kept.reference_kl], np.float64)}
 
     def snapshot_of(self, arrays: dict[str, Any], updates: int) -> "Snapshot":
         """What `state` has written, to go back to."""
@@ -436,17 +448,18 @@ class Trainer:
             name: array.shape for name, array in self.parameters.items()
         }:
             raise ConfigError("the checkpoint is of an adapter with other layers or another rank")
-        kept = {
-            name.removeprefix("optimizer."): mx.array(array)
-            for name, array in arrays.items()
-            if name.startswith("optimizer.")
-        }
-        optimizer = _nested(kept, self.optimizer.state)
+        kept = {name.removeprefix("optimizer."): one for name, one in arrays.items() if name.startswith("optimizer.")}
+        paths = [path for path, _ in tree_flatten(self.optimizer.state)]
+        if {name for path in paths for name in self._by_shape.paths(path)} != kept.keys():
+            raise ConfigError("the checkpoint's optimiser is another than this one")
+        leaves = iter([mx.array(self._by_shape.together(path, kept)) for path in paths])
+        optimizer = tree_map(lambda _: next(leaves), self.optimizer.state)
         if self.config.schedule == "constant" and not self.config.warmup_steps:
             optimizer["learning_rate"] = mx.array(self.config.learning_rate)  # what is asked for now, not then
-        mx.eval(parameters, optimizer)
+        stacks = self._by_shape.join(parameters)
+        mx.eval(stacks, optimizer)
         reference_kl = float(arrays["reference_kl"][0]) if "reference_kl" in arrays else 0.0
-        return Snapshot({name: parameters[name] for name in self.parameters}, optimizer, updates, reference_kl)
+        return Snapshot(self._by_shape.split(stacks), stacks, optimizer, updates, reference_kl)
 
     def load_state(self, arrays: dict[str, Any], updates: int) -> None:
         self.go_back(self.snapshot_of(arrays, updates))
@@ -460,15 +473,6 @@ def _temperature(micro: Micro) -> mx.array | float:
     """A number where it is one for all: dividing all logits by 1 costs."""
     temperature = micro.temperature
     return float(temperature[0, 0, 0]) if (temperature == temperature[0]).all() else mx.array(temperature)
-
-
-def _nested(flat: dict[str, mx.array], like: Any) -> Any:
-    """In the form of a state that has names with dots in it."""
-    names = [name for name, _ in tree_flatten(like)]
-    if set(names) != set(flat):
-        raise ConfigError("the checkpoint's optimiser is another than this one")
-    leaves = iter([flat[name] for name in names])
-    return tree_map(lambda _: next(leaves), like)
 
 
 def _schedule(config: RLConfig) -> Any:

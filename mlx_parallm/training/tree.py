@@ -5,9 +5,9 @@ training mode or checkpointed. So the trainer builds the model's classes anew an
 the base is copied. Only the LoRA parameters are new, in float32. Engine thread only.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,8 +23,6 @@ from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.batches import PaddedPrompts
-
-K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,17 +210,17 @@ class LearningTree:
             for path, layer in self.module.named_modules()
             if isinstance(layer, (LoRALinear, DoRALinear, LoRAEmbedding, DoRAEmbedding))
         }
-        found = on_host(
-            {
-                (path, name): layer[name].astype(mx.float32)
-                for path, layer in learning.items()
-                for name in ("lora_a", "lora_b", "m")
-                if name in layer
-            }
-        )
+        arrays = {
+            f"{path}.{name}": layer[name].astype(mx.float32)
+            for path, layer in learning.items()
+            for name in ("lora_a", "lora_b", "m")
+            if name in layer
+        }
+        stacks = Stacks(arrays)  # brought over together: each on its own would wait for the device
+        found = stacks.split({name: np.array(stack) for name, stack in stacks.join(arrays).items()})
         parts = {}
         for path, layer in learning.items():
-            a, b, m = found[path, "lora_a"], found[path, "lora_b"], found.get((path, "m"))
+            a, b, m = found[f"{path}.lora_a"], found[f"{path}.lora_b"], found.get(f"{path}.m")
             if isinstance(layer, (LoRAEmbedding, DoRAEmbedding)):
                 parts[path] = Part(np.ascontiguousarray(b), np.ascontiguousarray(self.lora.scale * a), m)
             else:
@@ -230,18 +228,36 @@ class LearningTree:
         return Adapter(parts)
 
 
-def on_host(arrays: Mapping[K, mx.array]) -> dict[K, Any]:
-    """Many arrays as NumPy's, those of one shape brought over together: each on its own would wait for the device."""
-    groups: dict[tuple[tuple[int, ...], mx.Dtype], list[K]] = {}
-    for name, array in arrays.items():
-        groups.setdefault((array.shape, array.dtype), []).append(name)
-    stacks = [mx.stack([arrays[name] for name in names]) for names in groups.values()]
-    mx.eval(stacks)
-    return {
-        name: np.asarray(one)
-        for names, stack in zip(groups.values(), stacks, strict=True)
-        for name, one in zip(names, np.array(stack), strict=True)
-    }
+class Stacks:
+    """Arrays of one shape as one: what an update does to every one of them takes a few operations, not a few each."""
+
+    def __init__(self, arrays: Mapping[str, mx.array]) -> None:
+        by_shape: dict[tuple[int, ...], list[str]] = {}
+        for name, array in arrays.items():
+            by_shape.setdefault(array.shape, []).append(name)
+        self.members = {f"stack{number}": names for number, names in enumerate(by_shape.values())}
+
+    def join(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        return {stack: mx.stack([arrays[name] for name in names]) for stack, names in self.members.items()}
+
+    def split(self, stacks: Mapping[str, Any]) -> dict[str, Any]:
+        """MLX's or NumPy's: nothing is copied."""
+        return {name: stacks[stack][i] for stack, names in self.members.items() for i, name in enumerate(names)}
+
+    def paths(self, path: str) -> list[str]:
+        """Of what somebody keeps for a stack (its name, a dot, a word), the same for each member; else the path."""
+        stack, _, word = path.partition(".")
+        return [f"{name}.{word}" for name in self.members.get(stack, ())] or [path]
+
+    def apart(self, path: str, array: Any) -> dict[str, Any]:
+        """Such a thing, by the paths of the members."""
+        paths = self.paths(path)
+        return {path: array} if paths == [path] else dict(zip(paths, array, strict=True))
+
+    def together(self, path: str, arrays: Mapping[str, Any]) -> Any:
+        """NumPy's, the other way."""
+        paths = self.paths(path)
+        return arrays[path] if paths == [path] else np.stack([arrays[one] for one in paths])
 
 
 def _dtype(module: nn.Module) -> mx.Dtype:

@@ -273,13 +273,19 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
     groups = {0: (thin[0], thin[1], None), 1: (thin[2], thin[3], None)}
     spans = ([(0, 0), (0, 8), (8, 64), (72, 56), (120, 8)] * rows)[:rows]
     choice = SideBySide(groups, spans=mx.array(spans, mx.int32), max_rank=64)
-    layers = [(first, 0, 2), (second, 1, 1)]
-    added = kernel.add_own(x, layers, choice)
-    gated, closed = kernel.add_and_gate(x, layers, choice), kernel.add_and_close(x, layers[0], choice, residual)
-    assert added is not None
-    assert gated is not None
-    assert closed is not None
-    assert mx.array_equal(closed, residual + added[0])
+    bound = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
+
+    def sums(x: mx.array, layers: Sequence[Any], choice: SideBySide, residual: mx.array) -> list[mx.array]:
+        added = kernel.add_own(x, layers, choice)
+        gated, closed = kernel.add_and_gate(x, layers, choice), kernel.add_and_close(x, layers[0], choice, residual)
+        assert added is not None
+        assert gated is not None
+        assert closed is not None
+        assert mx.array_equal(closed, residual + added[0])
+        assert mx.allclose(gated, swiglu(*added), rtol=bound, atol=bound)
+        return added
+
+    added = sums(x, [(first, 0, 2), (second, 1, 1)], choice, residual)
     base, offsets = 500000.0, mx.array([0, 1, 77, 4000, 90000, *range(43)], mx.int32)
     for turn, how in (
         (Turn(kernel.powers_of(base, 32), True), {"base": base}),
@@ -295,18 +301,10 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
             assert mx.allclose(
                 one, heads, rtol=1e-2 if dtype == mx.bfloat16 else 1e-3, atol=1e-5 if dtype == mx.float32 else 1e-2
             )
-    bound = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
-    assert mx.allclose(gated, swiglu(*added), rtol=bound, atol=bound)
     wide = SideBySide(groups, spans=mx.array(spans[: rows // 3], mx.int32), max_rank=64)  # three tokens a row
     x, first, second, residual = (one.reshape(rows // 3, 3, -1) for one in (x, first, second, residual))
     layers = [(first, 0, 2), (second, 1, 1)]
-    added = kernel.add_own(x, layers, wide)
-    gated, closed = kernel.add_and_gate(x, layers, wide), kernel.add_and_close(x, layers[0], wide, residual)
-    assert added is not None
-    assert gated is not None
-    assert closed is not None
-    assert mx.array_equal(closed, residual + added[0])
-    assert mx.allclose(gated, swiglu(*added), rtol=bound, atol=bound)
+    sums(x, layers, wide, residual)
     assert kernel.add_and_turn(x, [*layers, (second, 1, 0)], wide, turn, offsets[: rows // 3]) is None
 
 

@@ -35,7 +35,7 @@ from mlx_parallm.errors import ModelLoadError, ParallmError, QueueFullError, Req
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.metrics import EngineMetrics
-from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_at_hand
+from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_at_hand, spare
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.native.draws import drawer
@@ -48,8 +48,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 News = list[tuple[Request, Delta]]
 Recorder = Callable[[Request, int, Row], None]
 DEADLINE_CHECK_SECONDS = 0.1
-MAX_SPARE_BYTES = 4 << 30  # freed memory that MLX keeps for the next step; shapes change too often to keep all
-SPARE_SECONDS = 2.0  # for which an idle engine keeps it: fresh memory costs more than it seems
+SPARE_SECONDS = 2.0  # for which an idle engine keeps freed memory: fresh memory costs more than it seems
 FLUSH_SECONDS = 30.0
 SLOW_STEP_SECONDS = 1.0  # worth a line in the log
 
@@ -303,7 +302,7 @@ class Engine:
         self._ahead = tuning.ahead
         # Of the memory at hand two thirds are for rows that run, one third for cached blocks.
         limit = config.kv_cache_memory or memory_at_hand() * 2 // 3
-        mx.set_cache_limit(min(limit // 8, MAX_SPARE_BYTES))
+        spare.allow(limit // tuning.spare_part)
         layout = adapter_layout(self.model.module, tuning)
         self.adapters = Registry(layout, config.max_loras)
         forward = Forward(self.model.module, layout.selection)
@@ -354,6 +353,7 @@ class Engine:
         self._read_inbox()
         if self._stopping:
             return
+        spare.trim()
         self._expire()
         if self._paused:
             self._settle_all()

@@ -14,12 +14,21 @@ class Tuning:
     round_prompts: bool  # pad prompts to round shapes
     fused: bool = False  # decode with our own attention kernel
     min_match: int = 1  # a cached beginning of a prompt is used from so many tokens on
+    spare_part: int = 4  # of the memory for rows, one part in so many may be kept when it is freed
 
     @classmethod
     def of(cls, kind: DeviceKind) -> "Tuning":
         if kind == "cpu":
             # A step runs while it is being started: there is nothing to gain ahead. A pass costs some 24 tokens' time.
-            return cls(ahead=0, compiled=False, view_step=32, max_padding=0.15, round_prompts=False, min_match=8)
+            return cls(
+                ahead=0,
+                compiled=False,
+                view_step=32,
+                max_padding=0.15,
+                round_prompts=False,
+                min_match=8,
+                spare_part=8,
+            )
         if kind == "metal":
             return cls(ahead=1, compiled=True, view_step=128, max_padding=0.2, round_prompts=False, min_match=32)
         # CUDA plans attention anew for every shape, which takes longer than to compute some padding.

@@ -1,8 +1,9 @@
-"""What MLX runs on here, and how much memory there is for keys and values. Read by the engine at start."""
+"""What MLX runs on here, how much memory there is for keys and values, and what becomes of freed memory."""
 
 import ctypes
 import os
 import sys
+import threading
 from typing import Literal
 
 import mlx.core as mx
@@ -41,6 +42,37 @@ def give_memory_back() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+class Spare:
+    """Freed memory that MLX keeps for what comes next: the whole process's, so there is one of these.
+
+    MLX takes a freed buffer back while it keeps less than its limit, and lets nothing that it keeps go for it. At the
+    limit it is full of sizes that nobody asks for, and every step asks the system for its memory anew and frees it
+    again. So the limit is kept out of reach: near it, what has lain there longest goes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._limit = 0
+
+    def allow(self, size: int) -> None:
+        """So much may be kept; of several that ask, the one that needs most decides."""
+        with self._lock:
+            self._limit = max(self._limit, size)
+            mx.set_cache_limit(self._limit)
+
+    def trim(self) -> None:
+        """To be called often: it costs nothing where there is nothing to do."""
+        if mx.get_cache_memory() <= self._limit // 4 * 3:
+            return
+        with self._lock:
+            mx.set_cache_limit(self._limit // 2)
+            mx.array(0)  # some allocators look at the limit when they are asked for memory
+            mx.set_cache_limit(self._limit)
+
+
+spare = Spare()
 
 
 def _available_memory() -> int:

@@ -8,6 +8,7 @@ from collections.abc import Generator
 import mlx.core as mx
 import pytest
 
+from mlx_parallm.engine import engine as engine_module
 from mlx_parallm.engine.grammar import json_grammar
 from mlx_parallm.errors import (
     ContextLengthError,
@@ -17,6 +18,7 @@ from mlx_parallm.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
+from mlx_parallm.models.device import Spare
 from tests.engine.harness import Bare, driver
 from tests.tiny import tiny
 
@@ -245,3 +247,24 @@ def test_memory_of_other_work_is_counted_apart() -> None:
         running.settle()
         assert metrics.peak_memory >= metrics.active_memory + 100_000_000
         assert before <= metrics.serving_peak_memory < before + 50_000_000
+
+
+def test_freed_memory_that_nobody_uses_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    spare = Spare()
+    monkeypatch.setattr(engine_module, "spare", spare)
+    before = mx.set_cache_limit(0)
+    try:
+        with driver("llama", max_batch_size=2, kv_cache_memory=256 << 20) as running:
+            limit = mx.set_cache_limit(0)
+            assert limit == (256 << 20) // 8
+            mx.set_cache_limit(limit)
+            running.ask(PROMPT, max_tokens=2, ignore_eos=True)
+            mx.clear_cache()
+            stale = [mx.zeros((size << 18,)) for size in (8, 9, 10)]  # 27 of 32 MB, in sizes that no step has
+            mx.eval(stale)
+            del stale
+            assert mx.get_cache_memory() > limit // 4 * 3
+            running.ask(PROMPT, max_tokens=2, ignore_eos=True)
+            assert mx.get_cache_memory() <= limit // 4 * 3
+    finally:
+        mx.set_cache_limit(before)

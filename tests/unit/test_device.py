@@ -1,0 +1,69 @@
+"""Freed memory: what is in use stays at hand, what is not goes back."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.models.device import Spare
+
+MB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def limit() -> Iterator[None]:
+    before = mx.set_cache_limit(1 << 30)
+    mx.clear_cache()
+    yield
+    mx.clear_cache()
+    mx.set_cache_limit(before)
+
+
+def use(*sizes: int) -> int:
+    """Takes memory, frees it, and says how much of it had to be asked of the system."""
+    kept = mx.get_cache_memory()
+    arrays = [mx.zeros((size * MB // 4,)) for size in sizes]
+    mx.eval(arrays)
+    asked = sum(sizes) * MB - (kept - mx.get_cache_memory())
+    del arrays
+    return asked
+
+
+STEP = [5] * 6
+
+
+def test_at_its_limit_mlx_asks_for_every_steps_memory_anew() -> None:
+    """Why there is a `Spare`. Where this fails, MLX has changed, and it may go."""
+    mx.set_cache_limit(40 * MB)
+    use(10, 11, 12)
+    for _ in range(3):
+        assert use(*STEP) >= 25 * MB
+
+
+def test_what_is_in_use_stays_and_what_is_not_goes() -> None:
+    spare = Spare()
+    spare.allow(80 * MB)
+    use(10, 11, 12)
+    use(*STEP)
+    spare.trim()
+    assert mx.get_cache_memory() <= 40 * MB
+    for _ in range(3):
+        assert use(*STEP) < MB
+        spare.trim()
+    assert mx.set_cache_limit(0) == 80 * MB, "the limit is as it was"
+
+
+def test_nothing_goes_while_there_is_room() -> None:
+    spare = Spare()
+    spare.allow(80 * MB)
+    use(10, 11, 12)
+    kept = mx.get_cache_memory()
+    spare.trim()
+    assert mx.get_cache_memory() == kept
+
+
+def test_who_needs_most_decides() -> None:
+    spare = Spare()
+    spare.allow(80 * MB)
+    spare.allow(20 * MB)
+    assert mx.set_cache_limit(0) == 80 * MB

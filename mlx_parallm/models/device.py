@@ -47,9 +47,9 @@ def give_memory_back() -> None:
 class Spare:
     """Freed memory that MLX keeps for what comes next: the whole process's, so there is one of these.
 
-    MLX takes a freed buffer back while it keeps less than its limit, and lets nothing that it keeps go for it. At the
-    limit it is full of sizes that nobody asks for, and every step asks the system for its memory anew and frees it
-    again. So the limit is kept out of reach: near it, what has lain there longest goes.
+    MLX takes a freed buffer back while it keeps less than its limit, and lets hardly anything that it keeps go for it.
+    At the limit it is full of sizes that nobody asks for, and every step asks the system for its memory anew and frees
+    it again. So the limit is kept out of reach: near it, what has lain there longest goes.
     """
 
     def __init__(self) -> None:

@@ -5,9 +5,10 @@ what it did is in `log.jsonl` and `report.png` beside the checkpoints.
 """
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm import config
 from mlx_parallm.config import ServeConfig, _option, _parse_bool
@@ -44,6 +45,7 @@ class TrainConfig(ServeConfig):
     shuffle_rewards: bool = _option(
         False, "a placebo: rewards go to other answers of their group", section="training", parse=_parse_bool
     )
+    learning_rate: float = _option(1e-5, "of AdamW; rm: 2e-4 if not given", section="rl_training", parse=float)
     keep_serving: bool = _option(False, "serve on when the steps are done", section="training", parse=_parse_bool)
     peft_export: str | None = _option(None, "folder for the final adapter in PEFT's format", section="training")
     pairs: str | None = _option(None, "rm: JSON lines of prompt, chosen and rejected", section="training")
@@ -58,15 +60,28 @@ class TrainConfig(ServeConfig):
         return self.inference_share
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig(TrainConfig):
+    """With --mode rm: at the rate of a policy, a reward model would learn next to nothing."""
+
+    learning_rate: float = _option(2e-4, "of AdamW", section="rl_training", parse=float)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     config.add_flags(parser, TrainConfig)
 
 
-def run(args: argparse.Namespace) -> int:
-    flags = {name: value for name, value in vars(args).items() if name != "run"}
-    settings = config.load_config(flags, kind=TrainConfig)
-    if settings.mode == "rm" and settings.pairs is None:
+def settings_of(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> TrainConfig:
+    settings = config.load_config(flags, environment, TrainConfig)
+    if settings.mode != "rm":
+        return settings
+    if settings.pairs is None:
         raise ConfigError("--mode rm needs --pairs, a file of prompts with a better and a worse answer")
+    return config.load_config(flags, environment, RewardConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = settings_of({name: value for name, value in vars(args).items() if name != "run"})
     from mlx_parallm.server.run import serve
 
     def companion(training: "Training") -> int | None:

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_parallm.config import ServeConfig, add_flags, load_config, parse_bytes
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.train_cli import settings_of
 
 
 def parse(*arguments: str, environment: dict[str, str] | None = None) -> ServeConfig:
@@ -151,3 +152,12 @@ def test_modes_of_training() -> None:
     many = tuple(f"a{number}" for number in range(9))
     with pytest.raises(ConfigError, match="9 adapters"):
         ServeConfig(enable_rl_training=True, train_adapter=many)
+
+
+def test_a_reward_model_has_a_rate_of_its_own_unless_one_is_given() -> None:
+    reward = {"mode": "rm", "pairs": "pairs.jsonl"}
+    assert settings_of({}, {}).learning_rate == 1e-5
+    assert settings_of(reward, {}).learning_rate == 2e-4
+    assert settings_of(reward | {"learning_rate": 1e-3}, {}).learning_rate == 1e-3
+    assert settings_of(reward, {"PARALLM_LEARNING_RATE": "1e-5"}).learning_rate == 1e-5
+    assert settings_of(reward, {}).mode == "rm"

@@ -182,13 +182,25 @@ class Checkpoints:
 
     def of_version(self, version: int | None) -> Checkpoint:
         """The one that was written when this version was served."""
-        for name in reversed(self.names()):
-            try:
-                if json.loads((self.folder / name / STATE).read_text()).get("policy_version") == version:
-                    return self.load(name)
-            except (OSError, ValueError):
-                continue
+        for name, written_of in reversed(self._versions()):
+            if written_of == version:
+                return self.load(name)
         raise InvalidRequestError(f"there is no version {version}, and no checkpoint of it", param="version")
+
+    def number_for(self, kept: Checkpoint) -> int:
+        """What a version that goes on from a checkpoint is to be called: as before, unless others have come since."""
+        own, newest = kept.state.get("policy_version", 0), max((number for _, number in self._versions()), default=0)
+        return int(own) if own == newest > 0 else newest + 1
+
+    def _versions(self) -> list[tuple[str, int]]:
+        """Names with the versions they were written of, the oldest first."""
+        found = []
+        for name in self.names():
+            try:
+                found.append((name, int(json.loads((self.folder / name / STATE).read_text())["policy_version"])))
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+        return found
 
     def load(self, name: str) -> Checkpoint:
         path = self.folder / name

@@ -113,6 +113,7 @@ class Session:
         self.trainer = self._on_engine(lambda: Trainer(self.engine.model, self.lora, self.config))
         if device_kind() != "cpu":
             self._on_engine(self.trainer.rehearse)
+        number = 1
         if self.checkpoints is not None:
             self.checkpoints.tidy()
             kept = self.checkpoints.latest() if resume else None
@@ -124,8 +125,9 @@ class Session:
                 self._best_reward = -np.inf if best is None else float(best)
                 self._rewards.extend(kept.state.get("recent_rewards", ()))
                 self._deviations.extend(kept.state.get("recent_deviations", ()))
+                number = self.checkpoints.number_for(kept)
                 log.info("%s goes on from %s, %d updates", self.name, kept.path.name, self.trainer.updates)
-        self._publish(self._on_engine(self.trainer.adapter))
+        self._publish(self._on_engine(self.trainer.adapter), number)
         if serve:
             self.engine.policies.serve([Route(self.name, None, 1.0)])
 
@@ -278,9 +280,11 @@ class Session:
             pass
         return self._publish(self._on_engine(self.trainer.adapter))
 
-    def _publish(self, adapter: Adapter) -> int:
+    def _publish(self, adapter: Adapter, at_least: int = 0) -> int:
+        newest = max((version.number for version in self.engine.adapters.versions(self.name)), default=0)
+        number = at_least if at_least > newest else None
         config = {"fine_tune_type": "dora" if adapter.dora else "lora", "lora_parameters": {"scale": self.lora.scale}}
-        return self.engine.policies.publish(self.name, adapter, "training", config=config).number
+        return self.engine.policies.publish(self.name, adapter, "training", number, config).number
 
     def _keep(self, report: Report, name: str | None) -> None:
         """Checkpoints: those asked for, those that are due, and the best."""

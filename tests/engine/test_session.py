@@ -202,12 +202,15 @@ def test_a_restart_goes_on_where_the_last_checkpoint_was(tmp_path: Path) -> None
     with school() as one:
         session = one.session(folder=tmp_path)
         assert session.trainer.updates == 5
+        assert session.version == 6
         session = one.session("again", folder=tmp_path / "none")
         assert session.trainer.updates == 0
+        assert session.version == 1
     (tmp_path / "step-00000005" / "trainer.safetensors").unlink()
     with school() as one:
         session = one.session(folder=tmp_path)
         assert session.trainer.updates == 4
+        assert session.version == 7, "there has been another 6 already"
         assert session.extra == {"step": 3}
         assert all(np.array_equal(array, session.trainer.state()[name]) for name, array in state.items())
         again = one.driver.ask(PROMPTS[0], adapter="policy", **GREEDY)
@@ -310,6 +313,7 @@ def test_the_loop_goes_on_after_a_restart_as_if_nothing_had_happened(tmp_path: P
             session = one.session(folder=tmp_path / "cut")
             run_loop(one, session, steps=steps)
             cut = session.trainer.state()
+            assert session.version == 1 + steps
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
 
 

@@ -187,10 +187,11 @@ class Checkpoints:
                 return self.load(name)
         raise InvalidRequestError(f"there is no version {version}, and no checkpoint of it", param="version")
 
-    def number_for(self, kept: Checkpoint) -> int:
-        """What a version that goes on from a checkpoint is to be called: as before, unless others have come since."""
-        own, newest = kept.state.get("policy_version", 0), max((number for _, number in self._versions()), default=0)
-        return int(own) if own == newest > 0 else newest + 1
+    def number_for(self, kept: Checkpoint | None) -> int:
+        """What the first version is to be called: as in the checkpoint that it is of, unless others came later."""
+        newest = max((number for _, number in self._versions()), default=0)
+        own = None if kept is None else kept.state.get("policy_version")
+        return newest if own == newest > 0 else newest + 1
 
     def _versions(self) -> list[tuple[str, int]]:
         """Names with the versions they were written of, the oldest first."""

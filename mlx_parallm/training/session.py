@@ -117,6 +117,7 @@ class Session:
         if self.checkpoints is not None:
             self.checkpoints.tidy()
             kept = self.checkpoints.latest() if resume else None
+            number = self.checkpoints.number_for(kept)
             if kept is not None:
                 self._on_engine(lambda: self.trainer.load_state(kept.arrays, int(kept.state["updates"])))
                 self._good = self._on_engine(lambda: self._good_of(kept))
@@ -125,7 +126,6 @@ class Session:
                 self._best_reward = -np.inf if best is None else float(best)
                 self._rewards.extend(kept.state.get("recent_rewards", ()))
                 self._deviations.extend(kept.state.get("recent_deviations", ()))
-                number = self.checkpoints.number_for(kept)
                 log.info("%s goes on from %s, %d updates", self.name, kept.path.name, self.trainer.updates)
         self._publish(self._on_engine(self.trainer.adapter), number)
         if serve:

@@ -206,6 +206,9 @@ def test_a_restart_goes_on_where_the_last_checkpoint_was(tmp_path: Path) -> None
         session = one.session("again", folder=tmp_path / "none")
         assert session.trainer.updates == 0
         assert session.version == 1
+        session = one.session("anew", folder=tmp_path, resume=False)
+        assert session.trainer.updates == 0
+        assert session.version == 7, "2 to 6 are other policies, and rollbacks find them here"
     (tmp_path / "step-00000005" / "trainer.safetensors").unlink()
     with school() as one:
         session = one.session(folder=tmp_path)

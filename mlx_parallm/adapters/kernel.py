@@ -19,6 +19,7 @@ from mlx_lm.models.activations import swiglu
 
 from mlx_parallm.adapters.layers import Adder, Fused, Turn
 from mlx_parallm.adapters.mixtures import Groups, SideBySide
+from mlx_parallm.host import to_numpy
 
 log = logging.getLogger(__name__)
 
@@ -381,7 +382,7 @@ def _adds(
     assert found is not None
     added = []
     for y, (a, b, _) in zip(ys, groups.values(), strict=True):
-        given, thin, back, whole = (np.array(one.astype(mx.float32)) for one in (x, a[1, 8:], b[1, 8:], y))
+        given, thin, back, whole = (to_numpy(one.astype(mx.float32)) for one in (x, a[1, 8:], b[1, 8:], y))
         whole[1] += given[1] @ thin.T @ back
         added.append(mx.array(whole).astype(dtype))
     bound = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 0.1}[dtype]

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.host import numpy_view
+
 Arrays = tuple[mx.array, mx.array, mx.array | None]  # a, b, and DoRA's factors
 Groups = dict[int, Arrays]  # of the layout's groups of layers
 
@@ -288,7 +290,7 @@ class Apart:
 
 
 def _address(array: mx.array) -> int:
-    view = np.asarray(array)
+    view = numpy_view(array)
     assert view.flags.c_contiguous
     address: int = view.__array_interface__["data"][0]
     return address

@@ -19,6 +19,7 @@ from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
+from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.merged import state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
@@ -168,12 +169,12 @@ class Runner:
         if step.sampled is None or step.sampler is None:
             mx.eval(step.fence)
             return []
-        tokens: list[int] = np.array(step.sampled.tokens).tolist()
+        tokens: list[int] = to_numpy(step.sampled.tokens).tolist()
         asked = step.sampler.logprob_rows
         found: dict[int, TokenLogprob] = {}
         if step.sampled.scores is not None:
             found = dict(zip(asked, step.sampled.scores.on_host([tokens[i] for i in asked]), strict=True))
-        drawn = None if step.sampled.drawn is None else np.array(step.sampled.drawn).tolist()
+        drawn = None if step.sampled.drawn is None else to_numpy(step.sampled.drawn).tolist()
         return [
             Token(row, tokens[i], found.get(i), drawn[i] if drawn and row.recorded else None)
             for i, row, epoch in step.rows

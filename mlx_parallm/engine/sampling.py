@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.engine.rows import Row
+from mlx_parallm.host import to_numpy
 from mlx_parallm.models.native.draws import Drawer
 from mlx_parallm.types import SamplingParams, TokenLogprob
 
@@ -32,7 +33,7 @@ class Scores:
 
     def on_host(self, tokens: Sequence[int]) -> list[TokenLogprob]:
         """Reads them for the tokens they belong to, the likeliest sorted."""
-        chosen, ranks, top_tokens, top_logprobs = (np.array(array).tolist() for array in self.arrays())
+        chosen, ranks, top_tokens, top_logprobs = (to_numpy(array).tolist() for array in self.arrays())
         return [
             TokenLogprob(token, value, rank, tuple(sorted(zip(ids, values, strict=True), key=_by_value)))
             for token, value, rank, ids, values in zip(tokens, chosen, ranks, top_tokens, top_logprobs, strict=True)

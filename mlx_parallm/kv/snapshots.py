@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
+from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.blocks import Chain, Match, root_of
 from mlx_parallm.kv.disk import DiskTier, Payload
 from mlx_parallm.kv.merged import copied, state_arrays
@@ -217,7 +217,7 @@ def payload_of(caches: list[Any]) -> Payload:
         return state
 
     outlines = [[type(cache).__name__, outline(cache.state)] for cache in caches]
-    return Payload([np.array(array.view(integer_of(array))) for array in arrays], json.dumps(outlines))
+    return Payload([to_numpy(array.view(integer_of(array))) for array in arrays], json.dumps(outlines))
 
 
 def restored(payload: Payload, fresh: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.inplace import collector
 
 SEGMENT_BYTES = 64 << 20
@@ -147,7 +148,7 @@ class BlockStore:
 
     def to_host(self, groups: Sequence[Planes]) -> list[Host]:
         """For each block of `copies` its planes."""
-        host = [np.array(plane.view(integer_of(plane))) for planes in groups for plane in planes]
+        host = [to_numpy(plane.view(integer_of(plane))) for planes in groups for plane in planes]
         return [[plane[number] for plane in host] for number in range(len(host[0]))]
 
     def host_shapes(self) -> list[tuple[tuple[int, ...], str]]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_parallm.host import to_numpy
 
 
 @dataclass(slots=True)
@@ -36,5 +37,5 @@ def fingerprint(module: nn.Module) -> str:
         bits = array.reshape(-1, array.shape[-1] if array.ndim else 1)
         bits = bits.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size])
         for axis in (0, 1):
-            digest.update(np.array(mx.sum(bits.astype(mx.uint32), axis=axis)).tobytes())
+            digest.update(to_numpy(mx.sum(bits.astype(mx.uint32), axis=axis)).tobytes())
     return digest.hexdigest()[:32]

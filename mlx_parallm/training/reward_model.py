@@ -23,6 +23,7 @@ from mlx.utils import tree_map
 
 from mlx_parallm.engine.prompts import Conversation, Message, Prompts
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError, ParallmError
+from mlx_parallm.host import to_numpy
 from mlx_parallm.models.forward import BACKBONES, WRAPPERS
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.checkpoints import Checkpoints, adapter_files
@@ -88,7 +89,7 @@ class RewardModel:
         parameters, found, rows = self.parameters, [0.0] * len(texts), [list(text) for text in texts]
         for places in self.pieces([[row] for row in rows], self.microbatch_tokens):
             scores = self.forward(parameters, [rows[place] for place in places])
-            for place, score in zip(places, np.array(scores).tolist(), strict=True):
+            for place, score in zip(places, to_numpy(scores).tolist(), strict=True):
                 found[place] = score
             yield
         return found
@@ -168,7 +169,7 @@ class RewardModel:
 
     def state(self) -> dict[str, Any]:
         """Arrays by name, on the host: waits for them."""
-        return {name: np.array(array) for name, array in self.parameters.items()}
+        return {name: to_numpy(array) for name, array in self.parameters.items()}
 
     def load_state(self, arrays: Mapping[str, Any], updates: int) -> None:
         if {name: tuple(array.shape) for name, array in arrays.items()} != {
@@ -271,10 +272,10 @@ class RewardTrainer:
             (loss, scores), gradients = self._gradient(model.parameters, [batch[place] for place in places], len(batch))
             total = {name: gradients[name] + total[name] for name in total} if total else gradients
             mx.eval(total, loss, scores)
-            sums.add(float(np.array(loss)) * len(batch), *np.array(scores))
+            sums.add(float(to_numpy(loss)) * len(batch), *to_numpy(scores))
             yield
         clipped, norm = optim.clip_grad_norm(total, self._max_grad_norm)
-        found = float(np.array(norm))
+        found = float(to_numpy(norm))
         if not math.isfinite(found) or not math.isfinite(sums.loss):
             raise ParallmError("the reward model can't learn from these pairs: its loss or gradient is not finite")
         parameters = self.optimizer.apply_gradients(clipped, model.parameters)

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.host import to_numpy
 from mlx_parallm.models.device import device_kind, memory_at_hand
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.batches import Batch, Micro
@@ -302,7 +303,7 @@ class Trainer:
                 some = micro if self.rounded else micro.first(CHECKED)  # a shape that is known, or few
                 first = _Sample(some, scores[: len(some.answers)])
             mx.eval(total, values, first.scores)
-            sums.add(np.array(values).tolist())
+            sums.add(to_numpy(values).tolist())
             self._restore(self.parameters)
             taken = mx.get_peak_memory() - held
             self.activation_bytes = max(self.activation_bytes, taken)
@@ -431,10 +432,10 @@ class Trainer:
     def state(self, snapshot: "Snapshot | None" = None) -> dict[str, Any]:
         """Arrays by name, on the host: waits for them. As it is now, or was."""
         kept = snapshot or self.snapshot()
-        split = self._by_shape.split({name: np.array(stack) for name, stack in kept.stacks.items()})
+        split = self._by_shape.split({name: to_numpy(stack) for name, stack in kept.stacks.items()})
         arrays = {f"parameters.{name}": array for name, array in split.items()}
         for path, stack in tree_flatten(kept.optimizer):
-            arrays |= {f"optimizer.{name}": one for name, one in self._by_shape.apart(path, np.array(stack)).items()}
+            arrays |= {f"optimizer.{name}": one for name, one in self._by_shape.apart(path, to_numpy(stack)).items()}
         return arrays | {"reference_kl": np.array([kept.reference_kl], np.float64)}
 
     def snapshot_of(self, arrays: dict[str, Any], updates: int) -> "Snapshot":
@@ -466,7 +467,7 @@ class Trainer:
 
 
 def _number(value: mx.array) -> float:
-    return float(np.array(value))
+    return float(to_numpy(value))
 
 
 def _temperature(micro: Micro) -> mx.array | float:

@@ -21,6 +21,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.host import to_numpy
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.batches import PaddedPrompts
 
@@ -217,7 +218,7 @@ class LearningTree:
             if name in layer
         }
         stacks = Stacks(arrays)  # brought over together: each on its own would wait for the device
-        found = stacks.split({name: np.array(stack) for name, stack in stacks.join(arrays).items()})
+        found = stacks.split({name: to_numpy(stack) for name, stack in stacks.join(arrays).items()})
         parts = {}
         for path, layer in learning.items():
             a, b, m = found[f"{path}.lora_a"], found[f"{path}.lora_b"], found.get(f"{path}.m")

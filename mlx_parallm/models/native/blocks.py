@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import llama
 
+from mlx_parallm.host import numpy_view
 from mlx_parallm.models.native.layers import (
     MANY_ROWS,
     WIDE,
@@ -50,11 +51,11 @@ class Block(llama.TransformerBlock):
             return None
         keys, values, offset = places
         mx.eval(x, keys, values)
-        k, v = np.asarray(keys), np.asarray(values)
+        k, v = numpy_view(keys), numpy_view(values)
         slots_usable = all(slots.dtype == np.float32 and slots.flags.c_contiguous for slots in (k, v))
         if not slots_usable or k.shape != v.shape or k.shape[3] % WIDE or not (k.flags.writeable and v.flags.writeable):
             return None
-        h = np.asarray(x).reshape(x.shape[0], -1)
+        h = numpy_view(x).reshape(x.shape[0], -1)
         offsets, _ = offsets_of(offset, len(h))
         new_q, new_k, new_v = products_of(self.kernels, self._normed(self.input_layernorm, h), first)
         attended = self._attended(new_q, new_k, new_v, (k, v), offsets)
@@ -73,7 +74,7 @@ class Block(llama.TransformerBlock):
 
     def _normed(self, norm: nn.RMSNorm, h: Array) -> Array:
         out = np.empty(h.shape, np.float32)
-        self.kernels.rms_norm(_at(h), _at(np.asarray(norm.weight)), _at(out), *h.shape, norm.eps)
+        self.kernels.rms_norm(_at(h), _at(numpy_view(norm.weight)), _at(out), *h.shape, norm.eps)
         return out
 
     def _attended(self, q: Array, k: Array, v: Array, slots: tuple[Array, Array], offsets: Array) -> Array:

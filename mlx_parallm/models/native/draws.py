@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.host import numpy_view
 from mlx_parallm.models.native import kernels
 from mlx_parallm.models.native.layers import _at
 
@@ -29,7 +30,7 @@ def drawer() -> Drawer | None:
 def _draw(
     library: Any, logits: mx.array, temperatures: Array, keys: Array, scored: bool
 ) -> tuple[mx.array, mx.array | None]:
-    view = np.ascontiguousarray(np.asarray(logits))  # which evaluates them
+    view = np.ascontiguousarray(numpy_view(logits))  # which evaluates them
     tokens = np.empty(len(view), np.int32)
     scores = np.empty(len(view), np.float32) if scored else None
     library.draw(_at(view), _at(temperatures), _at(keys), _at(tokens), _at(scores), *view.shape)

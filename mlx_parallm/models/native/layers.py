@@ -19,6 +19,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.activations import swiglu as mlx_swiglu
 from mlx_lm.models.base import scaled_dot_product_attention as mlx_attention
 
+from mlx_parallm.host import numpy_view
 from mlx_parallm.models.layers import rebound, replace_layers
 from mlx_parallm.models.native import kernels
 
@@ -76,10 +77,10 @@ def _add_low_rank(
     """
     if x.ndim != 3 or x.shape[1] != 1 or x.dtype != mx.float32:
         return None
-    outputs = [np.asarray(y) for y, _, _ in layers]  # which evaluates them, and x
+    outputs = [numpy_view(y) for y, _, _ in layers]  # which evaluates them, and x
     if not all(view.dtype == np.float32 and view.flags.c_contiguous and view.flags.writeable for view in outputs):
         return None
-    inputs = np.ascontiguousarray(np.asarray(x))
+    inputs = np.ascontiguousarray(numpy_view(x))
     for view, (_, group, number) in zip(outputs, layers, strict=True):
         parties = choice.parties(group)
         sizes = len(parties), view.shape[2], inputs.shape[2], number
@@ -109,14 +110,14 @@ def _attend_slots(
     if width % WIDE or keys.shape != values.shape or any(array.dtype != mx.float32 for array in arrays):
         return None
     mx.eval(arrays)
-    q, k, v, new_k, new_v = (np.asarray(array) for array in arrays)
+    q, k, v, new_k, new_v = (numpy_view(array) for array in arrays)
     if not all(slots.flags.c_contiguous and slots.flags.writeable for slots in (k, v)):
         return None
     rows, heads = q.shape[:2]
     out = np.empty((rows, heads, 1, width), np.float32)
     sizes = Sizes(rows, heads, *k.shape[1:])
     strides = Sizes(*(stride for view in (q, new_k, new_v) for stride in _strides(view)[:2]))
-    lengths = np.asarray(offsets)
+    lengths = numpy_view(offsets)
     if library.attend_slots(*map(_at, (q, k, v, new_k, new_v, lengths, out)), sizes, strides, scale):
         raise MemoryError
     return mx.array(out)
@@ -151,7 +152,7 @@ class Rope(nn.RoPE):
             result: mx.array = super().__call__(x, offset)
             return result
         mx.eval(x)
-        view = np.asarray(x)  # (B, H, T, D)
+        view = numpy_view(x)  # (B, H, T, D)
         offsets, furthest = offsets_of(offset, view.shape[0])
         waves = self.waves_for(furthest + view.shape[2])
         out = np.empty(view.shape, np.float32)
@@ -179,10 +180,14 @@ _asked = threading.local()  # the last offsets: one array for all layers of a pa
 def offsets_of(offset: Any, rows: int) -> tuple[Array, int]:
     """(rows,) and the largest."""
     if getattr(_asked, "offset", None) is not offset or len(_asked.found[0]) != rows:
-        found = np.ascontiguousarray(np.broadcast_to(np.asarray(offset, np.int64), (rows,)))
+        found = np.ascontiguousarray(np.broadcast_to(_host_offsets(offset), (rows,)))
         _asked.offset, _asked.found = offset, (found, int(found.max()))
     known: tuple[Array, int] = _asked.found
     return known
+
+
+def _host_offsets(offset: Any) -> Array:
+    return numpy_view(offset).astype(np.int64) if isinstance(offset, mx.array) else np.asarray(offset, np.int64)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -194,10 +199,10 @@ class RMSNorm(nn.RMSNorm):
             result: mx.array = super().__call__(x)
             return result
         mx.eval(x)
-        view = np.ascontiguousarray(np.asarray(x))
+        view = np.ascontiguousarray(numpy_view(x))
         out = np.empty(view.shape, np.float32)
         dims = view.shape[-1]
-        self.kernels.rms_norm(_at(view), _at(np.asarray(weight)), _at(out), view.size // dims, dims, self.eps)
+        self.kernels.rms_norm(_at(view), _at(numpy_view(weight)), _at(out), view.size // dims, dims, self.eps)
         return mx.array(out)
 
 
@@ -240,7 +245,7 @@ class _Weights:
         self.lines, self.size = weight.shape
         arrays = [weight] if bias is None else [weight, bias]
         self.usable = self.size % 4 == 0 and all(array.dtype == mx.float32 for array in arrays)
-        self.views = [np.asarray(array) for array in arrays] if self.usable else []
+        self.views = [numpy_view(array) for array in arrays] if self.usable else []
         self.usable = self.usable and all(view.flags.c_contiguous for view in self.views)
         self.lie, self.added = [*map(_address, self.views), 0, 0][:2]
 
@@ -268,7 +273,7 @@ def _products(library: Any, x: mx.array, layers: Sequence[Own | None]) -> list[m
     if not 1 < rows <= MANY_ROWS or x.dtype != mx.float32 or len(own) < len(layers):
         return None
     mx.eval(x)
-    outputs = products_of(library, np.asarray(x).reshape(rows, -1), own)
+    outputs = products_of(library, numpy_view(x).reshape(rows, -1), own)
     return [mx.array(out.reshape(*shape[:-1], -1)) for out in outputs]
 
 
@@ -292,7 +297,7 @@ def _swiglu(library: Any, gate: mx.array, up: mx.array) -> mx.array:
         result: mx.array = mlx_swiglu(gate, up)
         return result
     mx.eval(gate, up)
-    first, second = np.ascontiguousarray(np.asarray(gate)), np.ascontiguousarray(np.asarray(up))
+    first, second = np.ascontiguousarray(numpy_view(gate)), np.ascontiguousarray(numpy_view(up))
     out = np.empty(first.shape, np.float32)
     library.swiglu(_at(first), _at(second), _at(out), first.size)
     return mx.array(out)
@@ -331,7 +336,7 @@ def _plain_mask(mask: Any, queries: mx.array, keys: mx.array) -> bool:
 def _few(library: Any, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
     seen, lines = _mask_lines(mask, queries)
     mx.eval(queries, keys, values)
-    q, k, v = np.asarray(queries), np.asarray(keys), np.asarray(values)
+    q, k, v = numpy_view(queries), numpy_view(keys), numpy_view(values)
     (b, h, t, d), (_, groups, n, width) = q.shape, v.shape
     out = np.empty((b, t, h, width), np.float32)
     strides = Sizes(*_strides(q)[:3], *_strides(k)[:3], *_strides(v)[:3], *lines)
@@ -348,7 +353,7 @@ def _many(library: Any, queries: mx.array, keys: mx.array, values: mx.array, sca
     grouped = queries.reshape(b, groups, -1, d)
     scores = grouped @ keys.swapaxes(-1, -2)  # (B, K, H / K * T, N)
     mx.eval(scores)
-    library.softmax(_at(np.asarray(scores)), _at(seen), Sizes(b, h, t, n), Sizes(*lines), scale)
+    library.softmax(_at(numpy_view(scores)), _at(seen), Sizes(b, h, t, n), Sizes(*lines), scale)
     return (scores @ values).reshape(b, h, t, -1)
 
 
@@ -357,7 +362,7 @@ def _mask_lines(mask: Any, queries: mx.array) -> tuple[Array | None, tuple[int, 
     if mask is None or isinstance(mask, str):
         return None, (0, 0)
     rows, width = queries.shape[0], mask.shape[-1]
-    seen = np.ascontiguousarray(np.asarray(mask)).reshape(-1, mask.shape[-2], width)
+    seen = np.ascontiguousarray(numpy_view(mask)).reshape(-1, mask.shape[-2], width)
     by_row = seen.shape[1] * width if seen.shape[0] == rows and rows > 1 else 0
     return seen, (by_row, width if seen.shape[1] > 1 else 0)
 

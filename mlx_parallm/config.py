@@ -120,7 +120,12 @@ class ServeConfig:
         (), "origin that browsers may call from; repeatable, * for all", parse=_parse_list
     )
     max_body_size: int = _option(32 << 20, "largest request body, in bytes or as 32MiB", parse=parse_bytes)
-    exit_on_engine_failure: bool = _option(False, "end the process, non-zero, when the engine dies", parse=_parse_bool)
+    exit_on_engine_failure: bool = _option(
+        True,
+        "end the process with a non-zero status when the engine fails for good; --no-exit-on-engine-failure keeps it "
+        "running with /health at 503 (default: on)",
+        parse=_parse_bool,
+    )
     drain_timeout_seconds: float = _option(30.0, "how long SIGTERM waits for running requests", parse=float)
     log_level: str = _option("INFO", "DEBUG, INFO, WARNING or ERROR", parse=str.upper)
     log_json: bool = _option(False, "one JSON object per log line", parse=_parse_bool)

@@ -4,6 +4,7 @@ ParallmError                     500 server_error
 ├── InvalidRequestError          400 invalid_request_error
 │   ├── ContextLengthError       400 code context_length_exceeded
 │   ├── UnprocessableError       422
+│   │   └── GrammarError         422 code grammar_failed: a grammar that went over its limits while it was followed
 │   └── PayloadTooLargeError     413
 ├── AuthenticationError          401 authentication_error
 ├── PermissionDeniedError        403 permission_error
@@ -45,6 +46,10 @@ class ContextLengthError(InvalidRequestError):
 
 class UnprocessableError(InvalidRequestError):
     status = 422
+
+
+class GrammarError(UnprocessableError):
+    default_code = "grammar_failed"
 
 
 class PayloadTooLargeError(InvalidRequestError):

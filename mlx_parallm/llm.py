@@ -4,7 +4,6 @@
 to its call's queue, and the calling thread turns tokens into text: several threads may call at once.
 """
 
-import math
 import sys
 import time
 import uuid
@@ -18,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.admission import check_sampling
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.text import TextStream, Vocabulary
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnavailableError
@@ -177,7 +177,9 @@ class LLM:
                 f"prompt {number} has {len(tokens)} tokens, and the context of {limit} must hold one more",
                 param="prompt",
             )
-        _check_sampling(sampling, self.config.max_batch_size)
+        check_sampling(sampling, self.model.vocab_size)
+        if sampling.n > self.config.max_batch_size:
+            raise InvalidRequestError(f"n is {sampling.n}, over max_batch_size {self.config.max_batch_size}", param="n")
         streams = [
             TextStream(self._vocabulary, sampling.stop, min_tokens=sampling.min_tokens, trim=chat, prompt_tail=tokens)
             for _ in range(sampling.n)
@@ -323,26 +325,6 @@ def _spread(sampling: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(sampling) != count:
         raise InvalidRequestError(f"{len(sampling)} SamplingParams for {count} prompts: give one, or one for each")
     return sampling
-
-
-def _check_sampling(sampling: SamplingParams, max_rows: int) -> None:
-    """The server's schema does this for requests over HTTP."""
-    for name, low, high in (
-        ("temperature", 0, math.inf),
-        ("top_p", 1e-9, 1),
-        ("top_k", 0, math.inf),
-        ("min_p", 0, 1),
-        ("max_tokens", 1, math.inf),
-        ("min_tokens", 0, math.inf),
-        ("n", 1, max_rows),
-        ("logprobs", 0, math.inf),
-        ("prompt_logprobs", 0, math.inf),
-    ):
-        value = getattr(sampling, name)
-        if value is not None and not low <= value <= high:
-            raise InvalidRequestError(f"{name} must be between {low:g} and {high:g}, not {value}", param=name)
-    if not sampling.repetition_penalty > 0:
-        raise InvalidRequestError("repetition_penalty must be positive", param="repetition_penalty")
 
 
 @contextmanager

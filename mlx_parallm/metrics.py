@@ -139,6 +139,7 @@ class EngineMetrics:
     requests_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
     requests_rejected: int = 0
     preemptions: int = 0
+    faults: int = 0  # after which rows were computed again
     deduplicated: int = 0
     batch_fill_hist: list[int] = field(default_factory=lambda: [0] * 10)
     batch_fill_sum: float = 0.0

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from mlx_parallm.errors import ParallmError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 20  # likeliest tokens beside each
+MAX_STOPS = 16
+INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,13 @@ class SamplingParams:
     processed_logprobs: bool = False  # of generated tokens: as they were drawn, after temperature, penalties and cuts
     prompt_logprobs: int | None = None  # the same, for every prompt token but the first
     grammar: str | None = None  # an llguidance grammar that the output must follow
+
+    def __post_init__(self) -> None:
+        """A single stop string, and lists where tuples are kept, are what users write."""
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                object.__setattr__(self, name, (value,) if isinstance(value, kind) else tuple(value))
 
     @property
     def greedy(self) -> bool:

@@ -259,6 +259,11 @@ class Registry:
         self._presents.move_to_end(members)
         return SideBySide.of(self._presents[members], rows, steady)
 
+    def reset_device(self) -> None:
+        """Takes every adapter off the device; the next pass that needs one uploads it again."""
+        self._residents.clear()
+        self._presents.clear()
+
     def check_integrity(self) -> None:
         assert len(self._residents) <= self.max_resident, "more adapters on the device than there is room for"
         for entry in self._entries.values():

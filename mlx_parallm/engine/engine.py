@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Literal, TypeVar, cast
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Literal, TypeVar
 
 import mlx.core as mx
 
@@ -27,11 +28,19 @@ from mlx_parallm.engine.errands import Errands
 from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.engine.prompts import Prompts
+from mlx_parallm.engine.recovery import FAULT_WINDOW_SECONDS, MAX_FAULTS, FaultCounter, discard_device_state, requeue
 from mlx_parallm.engine.rows import Job, Reader, Row
 from mlx_parallm.engine.runner import Runner, Step
 from mlx_parallm.engine.scheduler import Limits, Scheduler, wants_prompt_logprobs
 from mlx_parallm.engine.tuning import Tuning
-from mlx_parallm.errors import ModelLoadError, ParallmError, QueueFullError, RequestTimeoutError, UnavailableError
+from mlx_parallm.errors import (
+    GrammarError,
+    ModelLoadError,
+    ParallmError,
+    QueueFullError,
+    RequestTimeoutError,
+    UnavailableError,
+)
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.metrics import EngineMetrics
@@ -82,6 +91,7 @@ class Engine:
         self._admissions = 0
         self._under_way: deque[Step] = deque()  # started and not read, the oldest first
         self._read_at = 0.0
+        self._faults = FaultCounter()
         self._tuning = tuning
         self.metrics = EngineMetrics()
         self._background = Background(config.serving_share, self.metrics.background)
@@ -215,29 +225,25 @@ class Engine:
         if error is not None:
             raise error
 
-    def _try(self, change: Callable[[], T]) -> T:
-        """Has the engine thread do something between two steps that may be refused."""
+    def _ask(self, change: Callable[[], T]) -> T:
+        """Has the engine thread do something between two steps, and returns or raises what comes of it."""
+        future: Future[T] = Future()
 
-        def attempt() -> tuple[T | None, ParallmError | None]:
+        def answer() -> None:
             try:
-                return change(), None
-            except ParallmError as error:
-                return None, error
+                future.set_result(change())
+            except ParallmError as error:  # a refusal, which is the caller's alone
+                future.set_exception(error)
+            except Exception as error:
+                future.set_exception(error)
+                raise
 
-        result, error = self._ask(attempt)
-        if error is not None:
-            raise error
-        return cast(T, result)
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        """Has the engine thread answer between two steps."""
-        answer: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self._inbox.put(lambda: answer.put(question()))
+        self._inbox.put(answer)
         while True:
             try:
-                return answer.get(timeout=0.5)
-            except queue.Empty:
-                if not self._thread.is_alive():
+                return future.result(timeout=0.5)
+            except FutureTimeout:
+                if not self._thread.is_alive() and not future.done():
                     raise UnavailableError(self._closed or "the engine has stopped") from None
 
     def describe(self) -> list[tuple[str, str]]:
@@ -276,7 +282,10 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                try:
+                    self._turn()
+                except Exception as error:
+                    self._recover(error)
             self._take_what_is_left()
             self._end_all(UnavailableError("the server is shutting down"))
             if self._errands is not None:
@@ -293,6 +302,22 @@ class Engine:
             self._background.close()
             self._idle.set()
             self._quiet.set()
+
+    def _recover(self, error: Exception) -> None:
+        """After a fault rows go back to the queue and the step is tried again, unless there were too many."""
+        self.metrics.faults += 1
+        if self._faults.add():
+            log.critical("%d faults within %g seconds: the engine gives up", MAX_FAULTS, FAULT_WINDOW_SECONDS)
+            raise error
+        log.error("a step has failed; its rows are computed again: %s", error, exc_info=error)
+        self._under_way.clear()
+        discard_device_state(self._runner, self.adapters, self._prefix)
+        for row in self._book.rows():
+            if row.finish_reason is not None:  # its end was read, and not told yet
+                self._tell(row)
+        count = requeue(self._scheduler, self._book, self._put_back)
+        log.warning("%d rows go on from the tokens that they have", count)
+        self._hand_over()
 
     def _set_up(self) -> None:
         config = self._config
@@ -338,7 +363,7 @@ class Engine:
             self._scheduler,
             self._runner,
             identify=self._identify,
-            between_steps=self._try,
+            between_steps=self._ask,
             max_rank=config.max_lora_rank,
             on_adapters=self.metrics.adapter_seconds.observe,
         )
@@ -530,16 +555,20 @@ class Engine:
             row = self._scheduler.victim()
             running.remove(row)
             self._runner.leave(row)
-            row.rewind()
-            if not row.tokens:
-                row.prompt_logprobs = None  # they are computed again
-            job = Job([row], row.prompt + row.tokens, row.priority, row.readers[0].arrival)
-            if row.chain is not None:
-                job.chain = Chain(row.chain.root, row.chain.size, list(row.chain.hashes)).extend(job.tokens)
-            else:  # it had moved to another adapter: all of it is computed anew, with that one alone
-                self._identify(job)
-            self._scheduler.put_back(job, row)
+            self._put_back(row)
             self.metrics.preemptions += 1
+
+    def _put_back(self, row: Row) -> None:
+        """A row without a place waits for one; what it has generated becomes part of its prompt."""
+        row.rewind()
+        if not row.tokens:
+            row.prompt_logprobs = None  # they are computed again
+        job = Job([row], row.prompt + row.tokens, row.priority, row.readers[0].arrival)
+        if row.chain is not None:
+            job.chain = Chain(row.chain.root, row.chain.size, list(row.chain.hashes)).extend(job.tokens)
+        else:  # it had moved to another adapter: all of it is computed anew, with that one alone
+            self._identify(job)
+        self._scheduler.put_back(job, row)
 
     def _advance(self, step: Step) -> None:
         """Takes note of a step just started, and reads those that are far enough behind it."""
@@ -572,10 +601,18 @@ class Engine:
                 continue
             if not row.tokens:
                 self.metrics.time_to_first_token.observe(time.monotonic() - row.readers[0].arrival)
+            if row.matcher is not None and (problem := row.follow_grammar(item.token)):
+                self._fail(row, GrammarError(f"the grammar can't be followed any further: {problem}"))
+                continue
             row.accept(item.token, item.logprob, item.drawn)
-            if row.matcher is not None and row.finish_reason is None:
-                row.matcher.consume_token(item.token)
             self._tell(row)
+
+    def _fail(self, row: Row, error: ParallmError) -> None:
+        for reader in list(row.readers):
+            delta = row.news(reader)
+            delta.finish_reason, delta.error = "error", error
+            self._news.append((reader.request, delta))
+            self._end(row, reader, "error")
 
     def _tell(self, row: Row) -> None:
         for reader in list(row.readers):

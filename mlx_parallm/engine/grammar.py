@@ -120,7 +120,9 @@ class GrammarCompiler:
     def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, eos_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_ids = sorted(eos_ids)
+        # llguidance needs a token for the end of a text: a model without one lends it the last of its vocabulary,
+        # which rows never draw.
+        self.end_ids = frozenset(eos_ids) or frozenset({vocab_size - 1})
         self._tokens: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -155,7 +157,7 @@ class GrammarCompiler:
                     f"it is a {type(tokenizer).__name__} with no tokenizer.json",
                     param=param,
                 )
-            self._tokens = llguidance.hf.from_tokenizer(tokenizer, self._vocab_size, self._eos_ids)
+            self._tokens = llguidance.hf.from_tokenizer(tokenizer, self._vocab_size, sorted(self.end_ids))
         return self._tokens
 
 

@@ -50,6 +50,8 @@ class Row:
     epoch: int = 0  # counts the places it has left: results asked for in an earlier one are void
     order: int = 0  # of admission: the newest loses its place first
     matcher: Any = None  # llguidance's, when a grammar binds this row
+    end_ids: frozenset[int] = frozenset()  # tokens that the grammar allows at the end of its text
+    complete: bool = False  # the grammar's text is, and no end-of-sequence token can follow
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
@@ -73,6 +75,22 @@ class Row:
     def wants_more(self) -> bool:
         return self.finish_reason is None and self.launched < self.max_tokens
 
+    def may_end_after(self, count: int) -> bool:
+        """Whether an end-of-sequence token may come after so many tokens."""
+        return not self.end_ids.isdisjoint(self.stop_ids) and count >= self.sampling.min_tokens
+
+    def follow_grammar(self, token: int) -> str:
+        """Moves the grammar on by a token just read; returns what is wrong, or an empty string.
+
+        A text that is complete, and can't be ended by an end-of-sequence token, ends here.
+        """
+        if not self.matcher.is_error() and token in self.stop_ids and len(self.tokens) >= self.sampling.min_tokens:
+            return ""  # the row ends with it
+        if not self.matcher.consume_token(token) or self.matcher.is_error():
+            return str(self.matcher.get_error()).split("\n")[0] or "a token does not fit it"
+        self.complete = self.matcher.is_stopped() and not self.may_end_after(len(self.tokens) + 1)
+        return ""
+
     def accept(self, token: int, logprob: TokenLogprob | None, drawn: float | None = None) -> None:
         """Takes one token that was read from the device, and decides whether it is the last."""
         if drawn is not None:
@@ -85,7 +103,9 @@ class Row:
             self.tokens.append(token)
             if (own := self._own(logprob)) is not None:
                 self.logprobs.append(own)
-            if len(self.tokens) >= self.max_tokens:
+            if self.complete:
+                self.finish_reason = "stop"
+            elif len(self.tokens) >= self.max_tokens:
                 self.finish_reason = "length"
 
     def _own(self, logprob: TokenLogprob | None) -> TokenLogprob | None:

@@ -210,6 +210,15 @@ class Runner:
         self._history = self._choice = None
         self._forward.forget()
 
+    def reset(self) -> None:
+        """Forgets all rows without keeping anything of theirs: what they computed may be damaged."""
+        self.cache.reset()
+        self._rows, self._history_rows = [], []
+        self._texts.clear()
+        self._last = mx.zeros((0,), mx.int32)
+        self._sampler = self._history = self._choice = None
+        self._forward.forget()
+
     def check_integrity(self) -> None:
         assert len(self._rows) == self.cache.positions == self._last.shape[0], "positions have drifted apart"
         for position, row in enumerate(self._rows):
@@ -370,6 +379,10 @@ class Runner:
         if not sampler.grammar_rows:
             return None
         masks = np.full((len(sampler.rows), -(-self._vocab // 32)), -1, np.int32)
+        words = masks.view(np.uint32)
         for i, row in sampler.grammar_rows:
             fill_next_token_bitmask(row.matcher, masks, i)
-        return mx.array(masks.view(np.uint32))
+            if not row.may_end_after(row.launched):
+                for token in row.end_ids:
+                    words[i, token // 32] &= ~np.uint32(1 << token % 32)
+        return mx.array(words)

@@ -201,10 +201,15 @@ def log_sum_exp(logits: mx.array) -> mx.array:
 
 def scores_of(logits: mx.array, tokens: mx.array, top: int) -> Scores:
     """The tokens' log-probabilities and ranks, and the `top` likeliest beside them: (P, V), (P,)."""
+    top = min(top, logits.shape[-1])
     total = log_sum_exp(logits)[:, None]
     chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)  # (P, 1)
     ranks = mx.sum(logits > chosen, axis=-1) + 1
-    likeliest = mx.argpartition(-logits, top, axis=-1)[:, :top] if top else mx.zeros((logits.shape[0], 0), mx.uint32)
+    likeliest = (
+        mx.argpartition(-logits, min(top, logits.shape[-1] - 1), axis=-1)[:, :top]
+        if top
+        else mx.zeros((logits.shape[0], 0), mx.uint32)
+    )
     best = mx.take_along_axis(logits, likeliest, axis=-1) - total if top else mx.zeros((logits.shape[0], 0))
     return Scores((chosen - total)[:, 0], ranks, likeliest, best)
 

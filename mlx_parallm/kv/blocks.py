@@ -171,6 +171,14 @@ class BlockPool:
             if hash_ in self._by_hash and self._by_hash[hash_] in self._unused:
                 self._unused.move_to_end(self._by_hash[hash_])
 
+    def clear(self) -> None:
+        """Forgets all blocks; nobody may use one any more."""
+        self._free = list(range(self.total - 1, -1, -1))
+        self._blocks.clear()
+        self._unused.clear()
+        self._by_hash.clear()
+        self._children.clear()
+
     def flush(self) -> None:
         """Forgets all blocks that nobody uses."""
         for id_ in list(self._unused):

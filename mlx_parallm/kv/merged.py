@@ -55,6 +55,9 @@ class _RowCaches:
         assert self._used[position], f"position {position} is free already"
         self._used[position] = False
 
+    def reset(self) -> None:
+        self._used = []
+
     def _entered(self, staged: list[Any], length: int) -> int:
         """Takes note of a row that was added, and returns its position."""
         size = sum(cache.nbytes for cache in staged)
@@ -104,6 +107,10 @@ class MergedCache(_RowCaches):
     ) -> mx.array:
         return forward(tokens[:, None], self.layers, choice)[:, 0]
 
+    def reset(self) -> None:
+        super().reset()
+        self.layers = []
+
     def check_integrity(self) -> None:
         assert bool(self.layers) == bool(self._used), "caches without rows, or rows without caches"
 
@@ -136,6 +143,10 @@ class SerialCache(_RowCaches):
         return mx.concatenate(
             [forward(tokens[i : i + 1, None], row, choices[i])[:, 0] for i, row in enumerate(self._rows)]
         )
+
+    def reset(self) -> None:
+        super().reset()
+        self._rows = []
 
     def check_integrity(self) -> None:
         assert len(self._rows) == len(self._used)

@@ -70,6 +70,10 @@ class Prefix(Protocol):
 
     def flush(self) -> None: ...
 
+    def reset(self) -> None:
+        """Throws away all that is in memory, because it may be damaged; what is on disk has its checksums."""
+        ...
+
     def gauge(self) -> None: ...
 
     def check_integrity(self) -> None: ...
@@ -198,6 +202,13 @@ class BlockPrefix:
             if hash_ in self._pool and hash_ not in self.disk:
                 hashes.append(hash_)
         self._copy([self._pool.by_hash(hash_) for hash_ in hashes])
+
+    def reset(self) -> None:
+        self._pool.clear()
+        self._down.clear()
+        self._rescued.clear()
+        self._store.clear()
+        self.gauge()
 
     def flush(self) -> None:
         self._pool.flush()

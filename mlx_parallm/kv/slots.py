@@ -103,6 +103,10 @@ class BatchCache(Protocol):
         """
         ...
 
+    def reset(self) -> None:
+        """Forgets all rows and frees their memory."""
+        ...
+
     def check_integrity(self) -> None: ...
 
 
@@ -399,6 +403,10 @@ class SlotCache:
             placer(len(members), side.heads, side.width, side.dtype) if self._in_place else None
             for side, members in groups.items()
         ]
+
+    def reset(self) -> None:
+        self._clear()
+        self._idle_steps = 0
 
     def _clear(self) -> list[int]:
         """Nothing runs: give the memory back."""

@@ -148,10 +148,14 @@ class SnapshotPrefix:
         if hash_ not in self.disk and self._disk_pays(snapshot):
             self.disk.write(hash_, payload_of(snapshot.caches))
 
-    def flush(self) -> None:
+    def reset(self) -> None:
         self._snapshots.clear()
         self._seen.clear()
         self._down.clear()
+        self.gauge()
+
+    def flush(self) -> None:
+        self.reset()
         if self.disk is not None:
             self.disk.flush()
         self.gauge()

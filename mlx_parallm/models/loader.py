@@ -58,7 +58,7 @@ def load(
         config=config,
         context_length=_context_length(config, tokenizer, max_model_len),
         vocab_size=logits.shape[-1],
-        eos_token_ids=frozenset(tokenizer.eos_token_ids),
+        eos_token_ids=frozenset(token for token in tokenizer.eos_token_ids if token is not None),
         weight_bytes=weight_bytes,
         precision=precision,
         source=str(source or path),

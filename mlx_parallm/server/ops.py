@@ -55,6 +55,7 @@ COUNTERS = {
     "cached_tokens": "Prompt tokens found in the cache",
     "requests_rejected": "Requests turned away by a full queue",
     "preemptions": "Rows that lost their place for lack of memory",
+    "faults": "Device faults after which all running rows were computed again",
     "deduplicated": "Requests that shared another's computation",
 }
 PREFIX_CACHE = {

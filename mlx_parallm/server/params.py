@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from mlx_parallm.engine.admission import check_sampling
 from mlx_parallm.engine.grammar import after_thinking, choice_grammar, either, json_grammar, regex_grammar, tool_grammar
 from mlx_parallm.engine.prompts import Conversation, Message
 from mlx_parallm.engine.tools import Tool
@@ -35,14 +36,10 @@ def sampling_params(
     body: GenerationBody, served: ServedModel, *, max_tokens: int | None, logprobs: int | None, grammar: str | None
 ) -> SamplingParams:
     vocab_size = served.model.vocab_size
-    for name, tokens in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
-        _check_ids(tokens, vocab_size, name)
-    if max_tokens is not None and body.min_tokens > max_tokens:
-        raise InvalidRequestError(f"min_tokens is over the limit of {max_tokens} tokens", param="min_tokens")
     prompt_logprobs = body.prompt_logprobs
     if isinstance(body, CompletionBody) and body.echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    return SamplingParams(
+    sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         temperature=body.temperature,
@@ -63,12 +60,8 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
     )
-
-
-def _check_ids(tokens: Any, vocab_size: int, param: str) -> None:
-    if wrong := [token for token in tokens if token >= vocab_size]:
-        message = f"{param}: token {wrong[0]} is not in the vocabulary, which has {vocab_size}"
-        raise InvalidRequestError(message, param=param)
+    check_sampling(sampling, vocab_size)
+    return sampling
 
 
 def check_prompt_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -227,7 +227,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _on_failure(self, reason: str) -> None:
-        log.critical("an engine has died: %s", reason)
-        if self._settings.exit_on_engine_failure:
+        if not self._settings.exit_on_engine_failure:
+            log.critical("the engine has failed for good; /health answers 503 from now on: %s", reason)
+        else:
+            log.critical("the engine has failed for good, and the server ends with status 1: %s", reason)
             self._exit_code = 1
             self.should_exit = True

@@ -20,12 +20,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-MAX_LOGPROBS = 20
-MAX_STOPS = 16
+from mlx_parallm.types import INT64, MAX_LOGPROBS, MAX_STOPS
+
 MAX_TOOLS = 128
 MAX_PROMPTS = 1024
 MAX_METADATA = 65_536  # bytes
-INT64 = 2**63 - 1
 
 
 class Body(BaseModel):

@@ -16,8 +16,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.server.schemas import (
-    INT64,
-    MAX_LOGPROBS,
     Body,
     CompletionBody,
     LogitBias,
@@ -25,6 +23,7 @@ from mlx_parallm.server.schemas import (
     TokenId,
     read_prompt,
 )
+from mlx_parallm.types import INT64, MAX_LOGPROBS
 
 
 def _read_yes_or_no(value: Any) -> int | None:

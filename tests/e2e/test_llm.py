@@ -128,6 +128,19 @@ def test_a_stream_that_is_closed_frees_its_row(llm: LLM) -> None:
         (["fine"], SamplingParams(n=100), InvalidRequestError),
         (["fine"], SamplingParams(max_tokens=0), InvalidRequestError),
         (["fine"], SamplingParams(top_p=0), InvalidRequestError),
+        (["fine"], SamplingParams(top_p=float("nan")), InvalidRequestError),
+        (["fine"], SamplingParams(temperature="warm"), InvalidRequestError),  # type: ignore[arg-type]
+        (["fine"], SamplingParams(logprobs=284), InvalidRequestError),
+        (["fine"], SamplingParams(prompt_logprobs=284), InvalidRequestError),
+        (["fine"], SamplingParams(logit_bias={284: 1.0}), InvalidRequestError),
+        (["fine"], SamplingParams(logit_bias={-1: 1.0}), InvalidRequestError),
+        (["fine"], SamplingParams(logit_bias={3: float("nan")}), InvalidRequestError),
+        (["fine"], SamplingParams(stop_token_ids=(-5,)), InvalidRequestError),
+        (["fine"], SamplingParams(stop=("",)), InvalidRequestError),
+        (["fine"], SamplingParams(max_tokens=3, min_tokens=4), InvalidRequestError),
+        (["fine"], SamplingParams(repetition_penalty=0), InvalidRequestError),
+        (["fine"], SamplingParams(presence_penalty=float("inf")), InvalidRequestError),
+        (["fine"], SamplingParams(seed=2**70), InvalidRequestError),
     ],
 )
 def test_a_mistake_raises_before_any_work(llm: LLM, prompts: list[object], sampling: object, error: type) -> None:
@@ -135,6 +148,21 @@ def test_a_mistake_raises_before_any_work(llm: LLM, prompts: list[object], sampl
     with pytest.raises(error):
         llm.generate(prompts, sampling)  # type: ignore[arg-type]
     assert llm._engine.metrics.prompt_tokens == before
+
+
+def test_a_stop_string_may_stand_alone(llm: LLM) -> None:
+    assert SamplingParams(stop="###").stop == ("###",)
+    assert SamplingParams(stop=["a", "b"], stop_token_ids=[1, 2]).stop_token_ids == (1, 2)  # type: ignore[arg-type]
+    free = llm.generate("the", SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))[0].text
+    stop = free[3:6]
+    stopped = llm.generate("the", SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, stop=stop))[0]
+    assert stopped.text == free[: free.index(stop)]
+    assert stopped.outputs[0].stop_reason == stop
+
+
+def test_more_logprobs_than_the_vocabulary_has_are_all_of_it(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=20, prompt_logprobs=20)
+    assert len(llm.generate("the and", sampling)[0].outputs[0].logprobs[0].top) == 20  # type: ignore[index]
 
 
 def test_threads_share_the_batch(llm: LLM) -> None:

@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import httpx
-import pytest
 
 from benchmarks.servers import ServerProcess, free_port, running
 
-# A real server whose decode step raises as soon as a certain file is there.
+# A real server whose decode step raises as soon as a certain file is there: as often as the file says, or always.
 SABOTAGE = """
 import pathlib, sys
 from mlx_parallm.cli import main
@@ -19,6 +18,9 @@ decode, trigger = Runner.decode, pathlib.Path(sys.argv.pop(1))
 
 def broken(self, rows):
     if trigger.exists():
+        left = trigger.read_text()
+        if left == "1":
+            trigger.unlink()
         raise RuntimeError("sabotage")
     return decode(self, rows)
 
@@ -37,7 +39,11 @@ def sabotaged(folder: Path, trigger: Path, *flags: str) -> ServerProcess:
 
 def test_a_dead_engine_says_so(tiny_folder: Path, tmp_path: Path) -> None:
     trigger = tmp_path / "now"
-    with running(sabotaged(tiny_folder, trigger)) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    flags = ["--no-exit-on-engine-failure"]
+    with (
+        running(sabotaged(tiny_folder, trigger, *flags)) as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+    ):
         assert client.post("/v1/completions", json=BODY).status_code == 200
         trigger.touch()
         with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
@@ -55,11 +61,14 @@ def test_a_dead_engine_says_so(tiny_folder: Path, tmp_path: Path) -> None:
         assert server.process.poll() is None
 
 
-@pytest.mark.slow
-def test_the_process_ends_when_asked_to(tiny_folder: Path, tmp_path: Path) -> None:
+def test_one_fault_costs_nobody_anything_and_three_end_the_process(tiny_folder: Path, tmp_path: Path) -> None:
     trigger = tmp_path / "now"
-    with running(sabotaged(tiny_folder, trigger, "--exit-on-engine-failure")) as server:
-        trigger.touch()
-        with httpx.Client(base_url=server.url, timeout=30) as client:
-            assert client.post("/v1/completions", json=BODY).status_code == 503
+    with running(sabotaged(tiny_folder, trigger)) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        expected = client.post("/v1/completions", json=BODY | {"temperature": 0}).json()["choices"]
+        trigger.write_text("1")
+        assert client.post("/v1/completions", json=BODY | {"temperature": 0}).json()["choices"] == expected
+        assert client.get("/debug/metrics").json()["faults"] == 1
+        assert client.get("/health").status_code == 200
+        trigger.write_text("")
+        assert client.post("/v1/completions", json=BODY).status_code == 503
         assert server.process.wait(20) == 1

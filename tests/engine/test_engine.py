@@ -10,6 +10,7 @@ import pytest
 
 from mlx_parallm.engine import engine as engine_module
 from mlx_parallm.engine.grammar import json_grammar
+from mlx_parallm.engine.recovery import MAX_FAULTS
 from mlx_parallm.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -207,7 +208,8 @@ def test_a_dead_engine_tells_everyone_at_once() -> None:
         def break_down() -> None:
             raise RuntimeError("the device is gone")
 
-        running.engine._inbox.put(break_down)
+        for _ in range(MAX_FAULTS):
+            running.engine._inbox.put(break_down)
         for pending in (runs, waits):
             error = pending.wait()[0].last.error
             assert isinstance(error, UnavailableError)

@@ -8,7 +8,8 @@ A flag beats PARALLM_<FLAG> in the environment, which beats the file; an unknown
 import argparse
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -115,7 +116,17 @@ class ServeConfig:
     prefill_step_size: int = _option(2048, "most prompt tokens computed between two decode steps", parse=int)
     dedupe: bool = _option(False, "identical deterministic requests in flight share one computation", parse=_parse_bool)
     api_key: str | None = _option(None, "bearer token that every route but /health and /metrics asks for")
-    admin_key: str | None = _option(None, "bearer token for admin routes")
+    admin_key: str | None = _option(
+        None, "bearer token for routes that change the server: adapters, training, pauses, caches (default: none)"
+    )
+    keys_file: str | None = _option(
+        None, "YAML file of named keys, as 'alice: {key: SECRET, role: user}'; roles are user and admin (default: none)"
+    )
+    insecure: bool = _option(False, "listen beyond this machine without any key (default: off)", parse=_parse_bool)
+    allowed_host: tuple[str, ...] = _option(
+        (), "name that requests may address the server by; repeatable, * for any (default: those of this machine while "
+        "--host is loopback, any name otherwise)", parse=_parse_list,
+    )  # fmt: skip
     cors_allow_origin: tuple[str, ...] = _option(
         (), "origin that browsers may call from; repeatable, * for all", parse=_parse_list
     )
@@ -278,6 +289,9 @@ class ServeConfig:
             raise ConfigError(f"lora_rank is {self.lora_rank}, and max_lora_rank allows {self.max_lora_rank}")
         if self.trains and len(self.train_adapter) > self.max_loras:
             raise ConfigError(f"{len(self.train_adapter)} adapters to train, and max_loras is {self.max_loras}")
+        for name in ("api_key", "admin_key", "keys_file"):
+            if (value := getattr(self, name)) is not None and not value.strip():
+                raise ConfigError(f"{name} is empty: give it a value, or leave it out (unset PARALLM_{name.upper()})")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
         if self.max_concurrent_streams < 0:
@@ -297,6 +311,10 @@ class ServeConfig:
             raise ConfigError(f"kv_group_size must be 32, 64 or 128, not {self.kv_group_size}")
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise ConfigError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level}")
+
+    @property
+    def has_keys(self) -> bool:
+        return not (self.api_key is None and self.admin_key is None and self.keys_file is None)
 
     @property
     def trains(self) -> bool:
@@ -390,6 +408,7 @@ def load_config(
 ) -> C:
     """Flags over PARALLM_* over the YAML file named by either."""
     environment = os.environ if environment is None else environment
+    _check_variables(environment)
     flags = dict(flags)
     config_file = flags.pop("config", None) or environment.get("PARALLM_CONFIG")
     values = _read_file(Path(config_file), kind) if config_file else {}
@@ -400,6 +419,19 @@ def load_config(
     for name, value in flags.items():
         values[name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
+
+
+# Variables that are no options; Kubernetes sets the last kinds for a service called parallm.
+_OTHER_VARIABLE = re.compile(r"PARALLM_(CONFIG|BLAS|NATIVE|SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
+
+
+def _check_variables(environment: Mapping[str, str]) -> None:
+    """A misspelt variable is an error: a server must not come up without the key that somebody meant to set."""
+    kinds: tuple[type[ServeConfig], ...] = (ServeConfig, *ServeConfig.__subclasses__())
+    known = {f"PARALLM_{item.name.upper()}" for kind in kinds for item in fields(kind)}
+    for name in sorted(environment):
+        if name.startswith("PARALLM_") and name not in known and not _OTHER_VARIABLE.fullmatch(name):
+            raise ConfigError(f"the environment variable {name} is not an option{nearest(name, known)}")
 
 
 def _read_file(path: Path, kind: type[ServeConfig]) -> dict[str, Any]:
@@ -415,19 +447,20 @@ def _read_file(path: Path, kind: type[ServeConfig]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for section, options in document.items():
         if section not in sections:
-            raise ConfigError(f"config file {path}: unknown section {section!r}{_nearest(section, sections)}")
+            raise ConfigError(f"config file {path}: unknown section {section!r}{nearest(section, sections)}")
         if not isinstance(options, dict):
             raise ConfigError(f"config file {path}: section {section!r} must hold keys and values")
         for key, value in options.items():
             if key not in sections[section]:
-                raise ConfigError(f"config file {path}: unknown key {section}.{key}{_nearest(key, sections[section])}")
+                raise ConfigError(f"config file {path}: unknown key {section}.{key}{nearest(key, sections[section])}")
             item = sections[section][key]
             if value is not None:
                 values[item.name] = _convert(item.metadata, value, f"{section}.{key}")
     return values
 
 
-def _nearest(name: object, valid: Mapping[str, Any]) -> str:
+def nearest(name: object, valid: Iterable[str]) -> str:
+    """How to go on after a name that is none."""
     close = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=0)
     return f"; did you mean {close[0]!r}?" if close else ""
 

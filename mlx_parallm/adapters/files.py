@@ -5,6 +5,7 @@ lora_b (r, N) and for DoRA m. PEFT: adapter_config.json (peft_type, r, lora_alph
 with lora_A.weight (r, K), lora_B.weight (N, r) and lora_magnitude_vector. Embeddings are the other way round in both.
 """
 
+import functools
 import io
 import json
 import math
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import re2
 from safetensors import SafetensorError, deserialize
 
 from mlx_parallm.adapters.weights import Adapter, AdapterError, Array, Part
@@ -23,6 +25,7 @@ from mlx_parallm.adapters.weights import Adapter, AdapterError, Array, Part
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapters.safetensors", "adapter_model.safetensors", "adapters.npz")
 MAX_CONFIG_BYTES = 1 << 20
+MAX_PATTERN_BYTES = 1 << 20  # of a compiled pattern
 TYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 PEFT_KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<path>.+)\."
@@ -83,7 +86,7 @@ def usual_config(data: bytes, max_bytes: int) -> dict[str, Any]:
         return {"fine_tune_type": "lora", "lora_parameters": {"scale": 1.0}}
     if len(ranks) != 1:
         raise AdapterError("weights of several ranks need a config that says their scale", param="config")
-    return {"peft_type": "LORA", "lora_alpha": ranks.pop()}
+    return {"peft_type": "LORA", "lora_alpha": ranks.copy().pop(), "r": ranks.pop()}
 
 
 def parse_tensors(data: bytes, max_bytes: int) -> Tensors:
@@ -139,32 +142,54 @@ def from_peft(config: Mapping[str, Any], tensors: Tensors) -> Adapter:
             raise AdapterError(f"{path}: {names[0]} and {names[1]} are no pair of matrices of one rank")
         if embedding and m is not None:
             raise AdapterError(f"{path}: PEFT's DoRA of an embedding can't be served")
+        _check_rank(config, path, a.shape[0])
         scale = _peft_scale(config, path, a.shape[0])
         parts[path] = Part(_plain(b.T), _plain(scale * a.T)) if embedding else Part(_plain(a), _plain(scale * b), m)
     return Adapter(parts)
 
 
-def _peft_scale(config: Mapping[str, Any], path: str, rank: int) -> float:
-    alpha = config.get("lora_alpha", 8)
-    patterns = config.get("alpha_pattern") or {}
+def _check_rank(config: Mapping[str, Any], path: str, rank: int) -> None:
+    """PEFT divides by the config's rank: tensors of another one would be scaled wrongly."""
+    stated = _of_pattern(config, "rank_pattern", path, config.get("r"))
+    if stated is not None and stated != rank:
+        raise AdapterError(f"the adapter's config says r = {stated!r}, and {path} has rank {rank}", param="config")
+
+
+def _of_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> Any:
+    """What the first of a config's patterns that fits a layer says, as PEFT decides it."""
+    patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
-        raise AdapterError("the adapter's alpha_pattern is not a JSON object")
-    for pattern, other in patterns.items():
-        if path == pattern or path.endswith(f".{pattern}") or _matches(pattern, path):
-            alpha = other
-            break
+        raise AdapterError(f"the adapter's {name} is not a JSON object", param="config")
+    for pattern, value in patterns.items():
+        if path == pattern or path.endswith(f".{pattern}") or _matches(pattern, path, name):
+            return value
+    return default
+
+
+def _peft_scale(config: Mapping[str, Any], path: str, rank: int) -> float:
+    alpha = _of_pattern(config, "alpha_pattern", path, config.get("lora_alpha", 8))
     if not _is_number(alpha):
         raise AdapterError("the adapter's lora_alpha is not a number")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _matches(pattern: str, path: str) -> bool:
-    if len(pattern) > 200:
-        return False
+@functools.lru_cache(maxsize=256)
+def _compiled(pattern: str) -> Any:
+    """By RE2, whose time is linear in the text: the pattern comes from whoever uploads an adapter."""
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = MAX_PATTERN_BYTES
+    return re2.compile(rf"(.*\.)?({pattern})", options)
+
+
+def _matches(pattern: str, path: str, name: str) -> bool:
     try:
-        return re.match(rf"(.*\.)?({pattern})$", path) is not None
-    except re.error as error:
-        raise AdapterError(f"{pattern!r} in the adapter's alpha_pattern is no pattern: {error}") from error
+        return _compiled(pattern).fullmatch(path) is not None
+    except re2.error as error:
+        reason = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else error
+        raise AdapterError(
+            f"{pattern[:100]!r} in the adapter's {name} can't be used: {reason}", param="config"
+        ) from None
 
 
 def _leaves(tensors: Tensors, key: re.Pattern[str]) -> Leaves:

@@ -158,7 +158,8 @@ class Adapters:
         """Weights as a safetensors file in base64, without any file on disk: a new version of `name`. Without a
         `config`, that of the version before holds, or a scale of 1. Faster: the file itself as the body, with
         `Content-Type: application/octet-stream` and the other fields in the query."""
-        if request.headers.get("content-type", "").partition(";")[0].strip() in RAW_TYPES:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind in RAW_TYPES:
             fields: Any = {key: value for key, value in request.query_params.items() if key in RAW_FIELDS}
             for key, read in (("version", int), ("config", orjson.loads)):
                 if key in fields:

@@ -12,10 +12,11 @@ from starlette.middleware.cors import CORSMiddleware
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.server import errors
+from mlx_parallm.server.access import Authentication, OriginGuard, is_loopback, keys_of
 from mlx_parallm.server.adapters import Adapters
 from mlx_parallm.server.control import Control
 from mlx_parallm.server.generate import Generate
-from mlx_parallm.server.middleware import Authentication, BodyLimit, RequestLog
+from mlx_parallm.server.middleware import BodyLimit, RequestLog
 from mlx_parallm.server.models import ModelTable, ServedModel
 from mlx_parallm.server.openai import OpenAI, Workers
 from mlx_parallm.server.ops import Operations
@@ -67,6 +68,13 @@ def create_app(
     return app
 
 
+def _hosts(config: ServeConfig) -> list[str] | None:
+    """The names that the server answers to beside loopback's; None: any."""
+    if not config.allowed_host and not is_loopback(config.host):
+        return None
+    return [config.host, *config.allowed_host]
+
+
 def _middleware(config: ServeConfig) -> list[Middleware]:
     """From the outside in."""
     cors = Middleware(
@@ -79,7 +87,8 @@ def _middleware(config: ServeConfig) -> list[Middleware]:
     return [
         Middleware(RequestLog),
         *([cors] if config.cors_allow_origin else []),
-        Middleware(Authentication, api_key=config.api_key, admin_key=config.admin_key),
+        Middleware(OriginGuard, hosts=_hosts(config), origins=config.cors_allow_origin),
+        Middleware(Authentication, keys=keys_of(config)),
         # In base64 an adapter grows by a third.
         Middleware(BodyLimit, limit=config.max_body_size, upload_limit=config.max_lora_bytes * 4 // 3 + (1 << 20)),
     ]

@@ -10,14 +10,16 @@ from starlette.responses import Response
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import PauseMode
-from mlx_parallm.errors import RequestTimeoutError
+from mlx_parallm.errors import InvalidRequestError, RequestTimeoutError
 from mlx_parallm.server import answers
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schemas import PauseBody
+from mlx_parallm.server.schemas import PauseBody, PauseModeName
 
-SGLANG_MODES: dict[str, PauseMode] = {
+ModeQuery = Annotated[PauseModeName | None, Query(description="What becomes of running requests; default abort")]
+ClearQuery = Annotated[bool | None, Query(description="Forget cached prompts, once nothing runs")]
+MODES: dict[PauseModeName, PauseMode] = {
     "abort": "abort",
     "in_place": "keep",
     "retract": "keep",
@@ -47,17 +49,18 @@ class Control:
         return router
 
     async def pause(
-        self,
-        mode: Annotated[PauseMode, Query(description="What becomes of running requests")] = "abort",
-        clear_cache: Annotated[bool, Query(description="Forget cached prompts, once nothing runs")] = True,
+        self, body: PauseBody | None = None, mode: ModeQuery = None, clear_cache: ClearQuery = None
     ) -> Response:
-        """`abort` ends running requests with what they have, `wait` lets them end, `keep` lets them go on after
-        `/resume`. Requests that come meanwhile wait. Cached prompts are kept in mode `keep`."""
-        return await self._pause(mode, clear_cache and mode != "keep")
+        """`abort` ends running requests with what they have, `wait` lets them end, `keep` (SGLang's `in_place` and
+        `retract`) lets them go on after `/resume`. Requests that come meanwhile wait. The mode stands in the query or
+        in the body. Cached prompts are forgotten, unless `clear_cache` is false or the mode is `keep`."""
+        return await self._pause(body or PauseBody.model_validate({}), mode, clear_cache, clears=True)
 
-    async def pause_generation(self, body: PauseBody) -> Response:
-        """Modes `abort`, `in_place` and `retract`; the last two are `keep`."""
-        return await self._pause(SGLANG_MODES[body.mode], False)
+    async def pause_generation(
+        self, body: PauseBody | None = None, mode: ModeQuery = None, clear_cache: ClearQuery = None
+    ) -> Response:
+        """The same as `/pause`, except that cached prompts are kept unless `clear_cache` is true."""
+        return await self._pause(body or PauseBody.model_validate({}), mode, clear_cache, clears=False)
 
     async def resume(self, request: Request) -> Response:
         """What waits or was stopped goes on."""
@@ -105,7 +108,16 @@ class Control:
             }
         )
 
-    async def _pause(self, mode: PauseMode, clear_cache: bool) -> Response:
+    async def _pause(
+        self, body: PauseBody, asked: PauseModeName | None, clear_cache: bool | None, *, clears: bool
+    ) -> Response:
+        if asked is not None and body.mode is not None and asked != body.mode:
+            raise InvalidRequestError(f"mode is {asked!r} in the query and {body.mode!r} in the body", param="mode")
+        mode = MODES[asked or body.mode or "abort"]
+        wanted = next((value for value in (clear_cache, body.clear_cache) if value is not None), clears)
+        return await self._pause_all(mode, wanted and mode != "keep")
+
+    async def _pause_all(self, mode: PauseMode, clear_cache: bool) -> Response:
         patience = self._config.request_timeout_seconds or 600.0
         for served in self._table:
             if not await asyncio.to_thread(served.engine.pause, mode, patience):

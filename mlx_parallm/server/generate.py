@@ -115,6 +115,11 @@ class OwnForm(Form):
         version = asked if asked is not None and not len(registry) else choice.policy_version
         return {"request_id": self.name, "policy_version": version, "step_id": self.body.step_id}
 
+    def _current(self) -> int:
+        """What the name of the request's own adapter means now; 0 for the model alone."""
+        version = self.generation.version
+        return 0 if version is None else self.served.engine.adapters.newest(version).number
+
     def _part(self, choice: Choice, news: News) -> dict[str, Any]:
         ended = news.finish_reason is not None
         return {
@@ -148,7 +153,7 @@ class OwnForm(Form):
             **(self.body.metadata or {}),
             "batch_size": max(1, engine.metrics.running),
             "latency_ms": round(1000 * self.seconds, 3),
-            "current_policy_version": engine.adapters.policy_version,
+            "current_policy_version": self._current(),
         }
 
 

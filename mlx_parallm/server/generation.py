@@ -181,6 +181,7 @@ class Generation:
         follow: bool = False,
         label: str = "",
     ) -> None:
+        self.version = version  # of the adapter that answers; None: the model alone
         self.on_done: Callable[[], None] | None = None  # is called once, when all choices have ended well
         self.prompts = prompts
         self.n = sampling[0].n

@@ -1,9 +1,9 @@
 """What every request passes on its way to a route. Pure ASGI: a disconnect reaches the route as it happens.
 
-From the outside in: `RequestLog` (id, access log, last resort), CORS when configured, `Authentication`, `BodyLimit`.
+From the outside in: `RequestLog` (id, access log, last resort), CORS when configured, `access.OriginGuard`,
+`access.Authentication`, `BodyLimit`.
 """
 
-import hmac
 import logging
 import re
 import time
@@ -13,31 +13,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_parallm.errors import AuthenticationError, ParallmError, PayloadTooLargeError, PermissionDeniedError
+from mlx_parallm.errors import ParallmError, PayloadTooLargeError
+from mlx_parallm.server.access import OPEN_PATHS, UPLOAD_PATHS
 from mlx_parallm.server.errors import CLIENT_LEFT, error_response
 from mlx_parallm.server.logs import request_id
 
 log = logging.getLogger("mlx_parallm.access")
 
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
-OPEN_PATHS = frozenset({"/health", "/metrics"})  # for probes and scrapers, as vLLM leaves them
-UPLOAD_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter", "/update_adapter_weights"})
-ADMIN_PREFIXES = (
-    "/debug/",
-    "/v1/adapters/",
-    "/load_adapter",
-    "/unload_adapter",
-    "/upload_adapter",
-    "/update_adapter_weights",
-    "/model/",
-    "/pause",
-    "/resume",
-    "/continue_generation",
-    "/v1/load_lora",
-    "/v1/unload_lora",
-    "/v1/training/update",
-    "/training/",
-)
 
 
 class RequestLog:
@@ -87,41 +70,6 @@ class RequestLog:
 
 def _request_id(given: str | None) -> str:
     return given if given and _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-class Authentication:
-    """Bearer tokens: the API key for all but probes, the admin key for admin routes as soon as there is any key."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None, admin_key: str | None) -> None:
-        self.app = app
-        self._api_key = api_key
-        self._admin_key = admin_key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        app = self.app if error is None else error_response(error)
-        await app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> ParallmError | None:
-        path = scope["path"]
-        admin = path.startswith(ADMIN_PREFIXES)
-        if path in OPEN_PATHS or not (self._api_key or (admin and self._admin_key)):
-            return None
-        token = Headers(scope=scope).get("authorization", "")
-        kind, _, token = token.partition(" ")
-        if kind.lower() != "bearer" or not token:
-            return AuthenticationError("this server needs a key: send it as 'Authorization: Bearer KEY'")
-        if _same(token, self._admin_key):
-            return None
-        if not _same(token, self._api_key):
-            return AuthenticationError("the key is wrong")
-        if admin:
-            return PermissionDeniedError("this route needs the admin key, which --admin-key sets")
-        return None
-
-
-def _same(given: str, key: str | None) -> bool:
-    return key is not None and hmac.compare_digest(given.encode(), key.encode())
 
 
 class BodyLimit:

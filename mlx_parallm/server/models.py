@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mlx_parallm import __version__
-from mlx_parallm.adapters.registry import Version
+from mlx_parallm.adapters.registry import Registry, Version
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.prompts import Prompts
@@ -106,17 +106,17 @@ class ModelTable:
     ) -> tuple[ServedModel, Version | None]:
         """The model that a request asks for, and the adapter: by `model`, or by `lora_adapter` as name[@version].
 
-        With a `policy_version`, that version of it, or of what was published last; a model without any adapter has no
-        versions to choose from.
+        With a `policy_version`, that version of it. A request that names no adapter, where the model's own name serves
+        none, means the only one there is; a model without any adapter has no versions to choose from.
         """
         served = self.find(model)
         version = self._version(served, model, lora_adapter)
         if policy_version is None:
             return served, version
         registry = served.engine.adapters
-        name = version.name if version is not None else registry.policy_name if lora_adapter is None else None
-        if policy_version == 0 or name is None:
+        if policy_version == 0 or not len(registry) or (version is None and lora_adapter is not None):
             return served, None
+        name = version.name if version is not None else _only_name(registry)
         return served, registry.find(name, policy_version)
 
     def _version(self, served: ServedModel, model: str, lora_adapter: str | None) -> Version | None:
@@ -129,6 +129,16 @@ class ModelTable:
         if name not in registry:
             raise ModelNotFoundError(f"{served.name} has no adapter {name!r}", param="lora_adapter")
         return registry.find(name, number)
+
+
+def _only_name(registry: Registry) -> str:
+    names = [entry.name for entry in registry]
+    if len(names) > 1:
+        raise InvalidRequestError(
+            f"policy_version: there are several adapters: say with lora_adapter which one is meant: {', '.join(names)}",
+            param="policy_version",
+        )
+    return names[0]
 
 
 def parse_label(label: str, param: str) -> tuple[str, int | None]:

@@ -24,6 +24,7 @@ from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
 from mlx_parallm.server import logs
+from mlx_parallm.server.access import check_exposure, keys_of
 from mlx_parallm.server.adapters import load_folder
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.models import ServedModel
@@ -45,6 +46,8 @@ def serve(config: ServeConfig, companion: Companion | None = None) -> int:
     `companion` works beside it, on a thread, once it serves; the server stops when that returns a code.
     """
     logs.set_up(config.log_level, config.log_json)
+    check_exposure(config)
+    keys_of(config)  # what is wrong with a file of keys is known before a model is loaded
     sys.setswitchinterval(SWITCH_INTERVAL)
     listener = listen(config.host, config.port)
     dispatcher = Dispatcher()

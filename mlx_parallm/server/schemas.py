@@ -488,6 +488,10 @@ class PinBody(UnloadAdapterBody):
     version: int | None = Field(None, ge=1, le=INT64, description="Default: what the name means")
 
 
+PauseModeName = Literal["abort", "wait", "keep", "in_place", "retract"]
+
+
 class PauseBody(Body):
-    model_config = ConfigDict(json_schema_extra={"example": {"mode": "in_place"}})
-    mode: Literal["abort", "in_place", "retract", "keep", "wait"] = "abort"
+    model_config = ConfigDict(json_schema_extra={"example": {"mode": "keep"}})
+    mode: PauseModeName | None = Field(None, description="What becomes of running requests; default abort")
+    clear_cache: bool | None = Field(None, description="Forget cached prompts, once nothing runs")

@@ -90,6 +90,16 @@ class VllmBody(CompletionBody):
     ]
     return_token_ids: bool = True
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ids_beside(cls, data: Any) -> Any:
+        """vLLM takes `prompt_token_ids` in place of the prompt, too."""
+        if not isinstance(data, dict) or data.get("prompt_token_ids") is None:
+            return data
+        if data.get("prompt") is not None:
+            raise PydanticCustomError("prompt", "Give either prompt or prompt_token_ids")
+        return data | {"prompt": {"prompt_token_ids": data["prompt_token_ids"]}}
+
 
 class SglangSampling(Body):
     max_new_tokens: int = Field(128, ge=0, le=INT64)
@@ -200,11 +210,12 @@ class SglangBody(Body):
 
 SGLANG_FIELDS = ("text", "input_ids", "sampling_params", "input_embeds")
 OUR_FIELDS = ("policy_version", "step_id", "request_id")
-VLLM_FIELDS = ("n", "best_of", "use_beam_search", "prompt_logprobs", "stream", "detokenize")
+# Fields that only vLLM's own server has; `stream` and `logprobs` are everybody's.
+VLLM_FIELDS = ("n", "best_of", "use_beam_search", "prompt_logprobs", "prompt_token_ids", "detokenize")
 
 
 def shape_of(body: Any) -> str:
-    """Whose body /generate was sent."""
+    """Whose body /generate was sent, by the fields that only one of the three dialects has."""
     given = {key for key, value in body.items() if value is not None} if isinstance(body, dict) else set()
     if given.intersection(SGLANG_FIELDS):
         return "sglang"
@@ -212,8 +223,7 @@ def shape_of(body: Any) -> str:
         return "vllm"
     if given.intersection(OUR_FIELDS):
         return "own"
-    counted = type(body["logprobs"]) is int if "logprobs" in given else False
-    return "vllm" if counted or given.intersection(VLLM_FIELDS) else "own"
+    return "vllm" if given.intersection(VLLM_FIELDS) else "own"
 
 
 GenerateInput = Annotated[

@@ -134,7 +134,9 @@ def test_vllms_shape(client: httpx.Client, bare: dict[str | None, Bare]) -> None
     assert known == pytest.approx(expected, abs=1e-4)
     text = client.post("/generate", json={"prompt": "the and", "n": 1, "max_tokens": 3}).json()["text"]
     assert text[0].startswith("the and")
-    with client.stream("POST", "/generate", json={"prompt": "the and", "stream": True, "max_tokens": 3}) as response:
+    with client.stream(
+        "POST", "/generate", json={"prompt": "the and", "n": 1, "stream": True, "max_tokens": 3}
+    ) as response:
         lines = [json.loads(line) for line in response.iter_lines() if line]
     assert [line["text"][0][: len("the and")] for line in lines] == ["the and"] * len(lines)
     assert len(lines[-1]["token_ids"][0]) <= 3
@@ -228,7 +230,7 @@ def test_versions_are_named_asked_for_and_followed(
     older = generate(client, ignore_eos=True, lora_adapter=policy, policy_version=1)
     assert (older["completion_ids"], older["policy_version"]) == (few, 1)
     assert generate(client, lora_adapter=policy, policy_version=0)["policy_version"] == 0
-    unnamed = generate(client, ignore_eos=True, policy_version=1)  # of what was published last
+    unnamed = generate(client, ignore_eos=True, policy_version=1)  # of the only adapter there is
     assert (unnamed["completion_ids"], unnamed["policy_version"]) == (few, 1)
     plain = generate(client, lora_adapter="base", policy_version=1)
     assert (plain["policy_version"], plain["policy_spans"][0][2]) == (0, 0)
@@ -250,6 +252,59 @@ def test_versions_are_named_asked_for_and_followed(
     assert (first[0], first[1], first[2]) == (0, second[0], 2)
     assert (second[1], second[2]) == (700, 3)
     assert [choice["policy_version"] for choice in choices[:1] + choices[-1:]] == [2, 3]
+
+
+def test_versions_are_the_requests_own(client: httpx.Client, policy: str, folders: dict[str, Path]) -> None:
+    """Whatever was published last, a request hears of its own adapter, and of none when it has none."""
+    assert client.post("/load_adapter", json={"name": "q", "path": str(folders["few"])}).status_code == 200
+    try:
+        for body, own, newest in (
+            ({"lora_adapter": policy}, 2, 2),
+            ({"lora_adapter": f"{policy}@1"}, 1, 2),
+            ({"model": "q"}, 1, 1),
+            ({}, 0, 0),
+            ({"lora_adapter": "base"}, 0, 0),
+        ):
+            found = generate(client, **body)
+            assert (found["policy_version"], found["metadata"]["current_policy_version"]) == (own, newest), body
+        unclear = client.post("/generate", json={"prompt": PROMPT, "policy_version": 1})
+        assert (unclear.status_code, unclear.json()["error"]["param"]) == (400, "policy_version")
+        assert "lora_adapter" in unclear.json()["error"]["message"]
+        assert generate(client, policy_version=0)["policy_version"] == 0
+    finally:
+        assert client.post("/v1/adapters/unload", json={"name": "q"}).status_code == 200
+
+
+def test_what_every_dialect_has_tells_none(client: httpx.Client) -> None:
+    with client.stream("POST", "/generate", json={"prompt": PROMPT, "stream": True, "max_tokens": 3}) as response:
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert all("completion_ids" in chunk for chunk in chunks)
+    found = generate(client, logprobs=3)
+    assert len(found["logprobs"]) == len(found["completion_ids"])
+    for beside in ({"prompt_token_ids": PROMPT}, {"prompt_token_ids": PROMPT, "stream": False}):
+        answer = client.post("/generate", json={**beside, "max_tokens": 3, "temperature": 0})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["prompt_token_ids"] == PROMPT
+    both = client.post("/generate", json={"prompt": "a", "prompt_token_ids": PROMPT})
+    assert both.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/pause", "/pause_generation"])
+@pytest.mark.parametrize("sent", [{"params": {"mode": "keep"}}, {"json": {"mode": "keep"}}])
+def test_a_pause_takes_its_mode_from_query_or_body(client: httpx.Client, path: str, sent: dict[str, Any]) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert client.post(path, **sent).json() == {"status": "paused"}
+        assert client.get("/is_paused").json() == {"is_paused": True}
+        assert client.post("/resume").status_code == 200
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    both = client.post(path, params={"mode": "keep"}, json={"mode": "abort"})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "mode")
+    assert client.post(path, json={"mode": "nap"}).status_code == 400
+    assert client.post(path, params={"mode": "nap"}).status_code == 400
 
 
 def test_openais_routes_tell_versions_to_trainers(client: httpx.Client, policy: str) -> None:

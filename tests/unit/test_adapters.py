@@ -17,7 +17,7 @@ from safetensors.numpy import save
 
 from mlx_parallm.adapters import kernel
 from mlx_parallm.adapters.blocks import fuse
-from mlx_parallm.adapters.files import parse, parse_config, read_folder
+from mlx_parallm.adapters.files import from_peft, parse, parse_config, read_folder
 from mlx_parallm.adapters.layers import Fused, Layout, Turn
 from mlx_parallm.adapters.mixtures import BASE, Apart, Choice, Present, Resident, SideBySide
 from mlx_parallm.adapters.weights import Adapter, AdapterError, Part, check_fit, check_name
@@ -485,7 +485,12 @@ def bad_files() -> list[tuple[str, dict[str, Any], bytes, str]]:
         ("full", {"fine_tune_type": "full"}, sound, "only lora and dora"),
         ("no scale", {"lora_parameters": {"rank": 3}}, sound, "lora_parameters.scale"),
         ("alpha", {**config, "lora_alpha": "much"}, sound, "lora_alpha is not a number"),
-        ("pattern", {**config, "alpha_pattern": {"(": 3}}, sound, "is no pattern"),
+        ("pattern", {**config, "alpha_pattern": {"(": 3}}, sound, "alpha_pattern can't be used"),
+        ("look-ahead", {**config, "alpha_pattern": {"(?=q)": 3}}, sound, "alpha_pattern can't be used"),
+        ("large pattern", {**config, "alpha_pattern": {"((a{99}){99}){99}": 3}}, sound, "alpha_pattern can't be used"),
+        ("rank", {**config, "r": 8}, sound, "config says r = 8, and .* has rank 4"),
+        ("rank of a layer", {**config, "rank_pattern": {"q_proj": 2}}, sound, "says r = 2, and .* has rank 4"),
+        ("no rank", {**config, "r": "many"}, sound, "says r = 'many'"),
     ]
 
 
@@ -542,3 +547,14 @@ def test_folders_without_an_adapter(tmp_path: Path) -> None:
         read_folder(tmp_path, LIMIT)[0]
     with pytest.raises(AdapterError, match="holds no adapter_config"):
         read_folder(tmp_path / "nowhere", LIMIT)
+
+
+def test_no_pattern_takes_long() -> None:
+    """With a backtracking engine this one takes hours."""
+    hostile = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {"(a|a?)+b": 3, "(([a-z_.0-9])+.)+A": 3}}
+    name = "model.layers.0.self_attn." + "a" * 60 + "!"
+    tensors = {
+        f"{name}.lora_A.weight": np.ones((4, 8), np.float32),
+        f"{name}.lora_B.weight": np.ones((8, 4), np.float32),
+    }
+    assert from_peft(hostile, tensors).parts[name].b.max() == 2.0

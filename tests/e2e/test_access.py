@@ -1,0 +1,222 @@
+"""Who may call what: every route with every kind of key, and what a page in a browser may do without one."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.servers import ServerProcess, free_port, ours, running
+
+# Every route of the OpenAPI document, with who may call it once there are keys. A new route must be entered here.
+OPEN = {"/health", "/health/", "/metrics"}
+USER = {
+    "/v1/models", "/models", "/v1/models/{model_id}", "/v1/completions", "/v1/chat/completions", "/generate",
+    "/generate/", "/chat/", "/get_world_size/", "/tokenize", "/detokenize", "/v1/adapters", "/is_paused",
+    "/get_weight_version", "/server_info", "/get_server_info", "/v1/training/status", "/v1/training/feedback",
+    "/v1/rl/rollout", "/v1/rewards/score", "/v1/score", "/pooling",
+}  # fmt: skip
+ADMIN = {
+    "/v1/adapters/load", "/load_adapter", "/v1/adapters/unload", "/unload_adapter", "/v1/adapters/rollback",
+    "/v1/adapters/pin", "/v1/adapters/unpin", "/v1/adapters/upload", "/upload_adapter", "/update_adapter_weights",
+    "/model/switch-lora", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/pause_generation", "/resume",
+    "/continue_generation", "/flush_cache", "/reset_prefix_cache", "/reset_prefix_cache/", "/debug/metrics",
+    "/debug/training", "/v1/training/update", "/training/checkpoint", "/init_communicator/", "/update_named_param/",
+    "/batch_update_named_params/", "/close_communicator/",
+}  # fmt: skip
+KEYS = {"none": None, "user": "open", "admin": "sesame", "wrong": "guess"}
+SETS = {
+    "both keys": ["--api-key", "open", "--admin-key", "sesame"],
+    "a user's key": ["--api-key", "open"],
+    "an admin's key": ["--admin-key", "sesame"],
+    "no key": [],
+}
+
+
+@contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[httpx.Client]:
+    with running(ours(str(folder), flags)) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        client.server = server  # type: ignore[attr-defined]
+        yield client
+
+
+def expected(rights: str, keys: str, key: str) -> int | None:
+    """The refusal that a call must meet; None: it is let in."""
+    if rights == "open" or keys == "no key" or (keys == "an admin's key" and rights == "user"):
+        return None
+    known = {"both keys": ("user", "admin"), "a user's key": ("user",), "an admin's key": ("admin",)}[keys]
+    if key not in known:
+        return 401
+    return 403 if rights == "admin" and key != "admin" else None
+
+
+@pytest.mark.parametrize("keys", SETS)
+def test_every_route_with_every_key(tiny_folder: Path, keys: str) -> None:
+    wrong: list[str] = []
+    with serving(tiny_folder, *SETS[keys]) as client:
+        headers = {"Authorization": "Bearer open"} if "user" in keys or "both" in keys else {}
+        paths = client.get("/openapi.json", headers=headers).json()["paths"]
+        assert set(paths) <= OPEN | USER | ADMIN, "a route has no entry in the table above"
+        for path, methods in paths.items():
+            rights = "open" if path in OPEN else "user" if path in USER else "admin"
+            for method in methods:
+                for key, secret in KEYS.items():
+                    sent = {"Authorization": f"Bearer {secret}"} if secret else {}
+                    body = {"json": []} if method == "post" else {}  # no route does anything with a list
+                    status = client.request(method, path, headers=sent, **body).status_code  # type: ignore[arg-type]
+                    refused = status if status in (401, 403) else None
+                    if refused != expected(rights, keys, key):
+                        wrong.append(f"{method} {path} with {key} key: {status}")
+    assert wrong == []
+
+
+FOREIGN = "https://evil.example"
+
+
+@pytest.fixture(scope="module")
+def client(tiny_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=tiny_server.url, timeout=30) as found:
+        yield found
+
+
+@pytest.mark.parametrize("path", ["/resume", "/pause", "/v1/chat/completions", "/v1/adapters/upload", "/flush_cache"])
+@pytest.mark.parametrize("origin", [FOREIGN, "null", "http://localhost:3000", "http://127.0.0.1:1"])
+def test_a_foreign_page_can_change_nothing(client: httpx.Client, path: str, origin: str) -> None:
+    answer = client.post(path, headers={"Origin": origin, "Content-Type": "text/plain"}, content=b"{}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+    form = client.post(path, headers={"Origin": origin}, files={"weights": b"x"}, data={"name": "evil"})
+    assert form.status_code == 403
+    assert client.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_the_servers_own_pages_and_programs_may(client: httpx.Client) -> None:
+    own = str(client.base_url).rstrip("/")
+    assert client.post("/resume", headers={"Origin": own}).status_code == 200
+    assert client.post("/resume").status_code == 200
+    assert client.post("/resume", json={}).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize("path", ["/resume", "/v1/completions", "/v1/training/update"])
+def test_only_json_changes_anything(client: httpx.Client, path: str, kind: str) -> None:
+    answer = client.post(path, headers={"Content-Type": kind}, content=b'{"prompt": "hello"}')
+    assert answer.status_code == 400
+    assert "application/json" in answer.json()["error"]["message"]
+
+
+def test_a_body_without_a_type_is_no_json(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", content=b'{"prompt": "hello"}')
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_media_type")
+
+
+def test_weights_that_curl_sent_as_a_form(client: httpx.Client) -> None:
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = client.post("/update_adapter_weights?name=a", headers=kind, content=b"\x00" * 64)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "application/octet-stream" in message
+    assert "curl" in message
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "10.0.0.7", "localhost.evil.example"])
+def test_a_foreign_name_is_not_answered(client: httpx.Client, host: str) -> None:
+    for method, path in (("GET", "/v1/models"), ("POST", "/resume"), ("GET", "/health")):
+        answer = client.request(method, path, headers={"Host": host})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
+        assert "--allowed-host" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:99", "[::1]:8000", "127.9.9.9"])
+def test_loopback_has_many_names(client: httpx.Client, host: str) -> None:
+    assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_flags_widen_both(tiny_folder: Path) -> None:
+    flags = ["--allowed-host", "llm.example", "--cors-allow-origin", "https://app.example"]
+    with serving(tiny_folder, *flags) as client:
+        named = {"Host": "llm.example"}
+        assert client.get("/v1/models", headers=named).status_code == 200
+        assert client.get("/v1/models", headers={"Host": "other.example"}).status_code == 403
+        allowed = client.post("/resume", headers={"Origin": "https://app.example"})
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        assert client.post("/resume", headers={"Origin": FOREIGN}).status_code == 403
+        ask = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+        assert client.options("/v1/completions", headers=ask).status_code == 200
+
+
+def start(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(free_port()), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**_environment(), **environment})
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {key: value for key, value in os.environ.items() if not key.startswith("PARALLM_")}
+
+
+@pytest.mark.parametrize("name", ["PARALLM_API_KEY", "PARALLM_ADMIN_KEY", "PARALLM_KEYS_FILE"])
+def test_an_empty_key_is_an_error(name: str) -> None:
+    for value in ("", "  "):
+        ended = start(**{name: value})
+        assert ended.returncode == 2
+        assert name in ended.stderr
+        assert "empty" in ended.stderr
+
+
+def test_a_misspelt_variable_is_named() -> None:
+    ended = start(PARALLM_API_KYE="secret")
+    assert ended.returncode == 2
+    assert "PARALLM_API_KYE" in ended.stderr
+    assert "'PARALLM_API_KEY'" in ended.stderr
+    assert "secret" not in ended.stderr
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_listening_beyond_this_machine_needs_keys_or_leave(host: str) -> None:
+    ended = start("--host", host)
+    assert ended.returncode == 2
+    assert "--api-key" in ended.stderr
+    assert "--insecure" in ended.stderr
+
+
+def test_it_listens_with_keys_or_leave(tiny_folder: Path) -> None:
+    for flags in (["--api-key", "open"], ["--insecure"]):
+        with serving(tiny_folder, "--host", "0.0.0.0", *flags) as client:
+            headers = {"Host": "my-mac.local", "Authorization": "Bearer open"}
+            assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_keys_from_a_file(tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("alice: {key: a-secret}\nroot: {key: r-secret, role: admin}\n")
+    with serving(tiny_folder, "--keys-file", str(file)) as client:
+        for key, statuses in (("a-secret", (200, 403)), ("r-secret", (200, 200)), ("guess", (401, 401))):
+            headers = {"Authorization": f"Bearer {key}"}
+            found = client.get("/v1/models", headers=headers), client.get("/debug/metrics", headers=headers)
+            assert (found[0].status_code, found[1].status_code) == statuses
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("alice: {key: ''}", "empty"),
+        ("alice: {key: 12}", "quote"),
+        ("alice: {key: x, role: king}", "user or admin"),
+        ("alice: {key: x, rolle: user}", "'role'"),
+        ("alice: [", "line"),
+        ("", "write names"),
+        ("alice", "write names"),
+    ],
+)
+def test_a_wrong_file_of_keys_is_explained(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    ended = start("--keys-file", str(file))
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr

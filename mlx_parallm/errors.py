@@ -43,6 +43,25 @@ class InvalidRequestError(ParallmError):
 class ContextLengthError(InvalidRequestError):
     default_code = "context_length_exceeded"
 
+    @classmethod
+    def of(
+        cls, context: int, prompt: int, asked: int | None = None, *, at_least: bool = False, param: str = "prompt"
+    ) -> "ContextLengthError":
+        """In OpenAI's words, by which clients recognise it. `at_least`: the rest of the prompt was not counted."""
+        words = "messages" if param == "messages" else "prompt"
+        if asked is None:
+            count = f"more than {prompt}" if at_least else str(prompt)
+            found = f"your {words} resulted in {count} tokens, and the answer needs at least one more"
+            remedy = f"the {words}"
+        else:
+            found = f"you requested {prompt + asked} tokens ({prompt} in the {words}, {asked} in the completion)"
+            remedy = f"the {words} or completion"
+        return cls(
+            f"This model's maximum context length is {context} tokens. However, {found}. "
+            f"Please reduce the length of {remedy}.",
+            param=param,
+        )
+
 
 class UnprocessableError(InvalidRequestError):
     status = 422

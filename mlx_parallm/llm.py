@@ -172,11 +172,7 @@ class LLM:
         if not tokens:
             raise InvalidRequestError(f"prompt {number} is empty", param="prompt")
         if len(tokens) >= self.model.context_length:
-            limit = self.model.context_length
-            raise ContextLengthError(
-                f"prompt {number} has {len(tokens)} tokens, and the context of {limit} must hold one more",
-                param="prompt",
-            )
+            raise ContextLengthError.of(self.model.context_length, len(tokens), param=f"prompt.{number}")
         check_sampling(sampling, self.model.vocab_size)
         if sampling.n > self.config.max_batch_size:
             raise InvalidRequestError(f"n is {sampling.n}, over max_batch_size {self.config.max_batch_size}", param="n")

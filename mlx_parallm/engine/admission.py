@@ -1,7 +1,7 @@
 """The last look at a request before it enters the engine; what is wrong with it is said on the caller's thread."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.rows import Row, row_seed
@@ -60,6 +60,14 @@ def _check_stops(sampling: SamplingParams, vocab_size: int) -> None:
         _check_token(token, vocab_size, "stop_token_ids")
 
 
+def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises when a text has an id that is not the model's; `param` is the field that it came in."""
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        at = next(place for place, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        message = f"{param}.{at}: token {tokens[at]} is not in the vocabulary, whose ids go from 0 to {vocab_size - 1}"
+        raise InvalidRequestError(message, param=f"{param}.{at}")
+
+
 def _check_token(token: object, vocab_size: int, param: str) -> None:
     if type(token) is not int or not 0 <= token < vocab_size:
         message = f"{param}: token {token!r} is not in the vocabulary, whose ids go from 0 to {vocab_size - 1}"
@@ -109,14 +117,9 @@ class Admission:
         length, model = len(request.prompt), self._model
         if not length:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if min(request.prompt) < 0 or max(request.prompt) >= model.vocab_size:
-            raise InvalidRequestError(f"token ids must be between 0 and {model.vocab_size - 1}", param="prompt")
         if length >= model.context_length:
-            raise ContextLengthError(
-                f"the prompt has {length} tokens and the model's context is {model.context_length},"
-                " which must hold the answer too",
-                param="prompt",
-            )
+            raise ContextLengthError.of(model.context_length, length)
+        check_ids(request.prompt, model.vocab_size, "prompt")
         fitting = self._max_length(request.sampling.n)
         if length >= fitting:
             raise ContextLengthError(

@@ -15,10 +15,11 @@ import orjson
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.engine.tools import Thinking, Tool, ToolFormat
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 
 Message = dict[str, Any]  # role, content (a string), and for some: name, tool_calls, tool_call_id, reasoning_content
 
+CHECKED_CHARACTERS = 16  # for each token of the context: a text of fewer characters is simply tokenised
 TOOL_PROMPT = """You may call functions to help with the user's request. These are their signatures:
 <tools>
 {tools}
@@ -66,19 +67,23 @@ class Prompts:
         self._lock = threading.Lock()
         self._cache = _Cache()
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
+        """With a `limit`, a text of that many tokens or more is refused, a long one by its beginning alone."""
         key = b"1" if add_special_tokens else b"0"
         prompt = self._cache.get(key + text.encode("utf-8", "surrogatepass"))
         if prompt is None:
+            self._check_length(text, limit, "prompt")
             prompt = Prompt(self._tokenise(text, add_special_tokens))
             self._cache.put(key + text.encode("utf-8", "surrogatepass"), prompt)
         return list(prompt.tokens)
 
-    def chat(self, conversation: Conversation, *, add_special_tokens: bool = False) -> Prompt:
+    def chat(self, conversation: Conversation, *, add_special_tokens: bool = False, limit: int | None = None) -> Prompt:
+        """`limit` as for `encode`."""
         key = (b"C" if add_special_tokens else b"c") + conversation.key()
         prompt = self._cache.get(key)
         if prompt is None:
             text = self.render(conversation)
+            self._check_length(text, limit, "messages")
             prompt = Prompt(self._tokenise(text, add_special_tokens), self._ends_inside_thinking(text))
             self._cache.put(key, prompt)
         return Prompt(list(prompt.tokens), prompt.inside_thinking)
@@ -118,6 +123,16 @@ class Prompts:
                 f"the model's chat template can't render these messages: {reason}", param="messages"
             ) from error
         return str(rendered)
+
+    def _check_length(self, text: str, limit: int | None, param: str) -> None:
+        """Refuses a text that is far too long without tokenising all of it, which takes seconds for megabytes."""
+        if limit is None or len(text) <= limit * CHECKED_CHARACTERS:
+            return
+        count = len(self._tokenise(text[: limit * CHECKED_CHARACTERS], False))
+        if (
+            count > limit + limit // 16 + 64
+        ):  # cut off, a text may have a few tokens more than at this place in the whole
+            raise ContextLengthError.of(limit, count, at_least=True, param=param)
 
     def _ends_inside_thinking(self, text: str) -> bool:
         return self._thinking is not None and text.rstrip().endswith(self._thinking.start)

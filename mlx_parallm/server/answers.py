@@ -379,6 +379,31 @@ class Generated(Answer):
     metadata: dict[str, Any]
 
 
+class TrlGenerated(Answer):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "prompt_ids": [[504, 3575, 282, 4649, 314]],
+                "completion_ids": [[7042, 30]],
+                "logprobs": [[-0.1, -0.4]],
+            }
+        }
+    )
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]] = Field(description="All completions of the first prompt, then of the next")
+    logprobs: list[list[float | None]] | list[list[list[float | None]]] = Field(
+        description="Of each token; where `logprobs` was sent, of the likeliest at each place"
+    )
+    logprob_token_ids: list[list[list[int]]] | None = Field(
+        None, description="Whose they are, where `logprobs` was sent"
+    )
+
+
+class WorldSize(Answer):
+    model_config = ConfigDict(json_schema_extra={"example": {"world_size": 1}})
+    world_size: int
+
+
 class Updated(Answer):
     policy_version: int
     published: bool

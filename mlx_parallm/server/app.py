@@ -23,6 +23,7 @@ from mlx_parallm.server.ops import Operations
 from mlx_parallm.server.state import Dispatcher, ServerState
 from mlx_parallm.server.tokens import Catalogue
 from mlx_parallm.server.training import TrainingRoutes
+from mlx_parallm.server.trl import Trl
 from mlx_parallm.training.training import Training
 
 DESCRIPTION = """An LLM server for Apple Silicon with continuous batching, behind OpenAI's API.
@@ -64,7 +65,9 @@ def create_app(
     app.include_router(Control(table, config).router())
     if training is not None:
         app.include_router(TrainingRoutes(training, table.default, workers).router())
-    app.include_router(Operations(table, config, state or ServerState(), training).router())
+    operations = Operations(table, config, state or ServerState(), training)
+    app.include_router(operations.router())
+    app.include_router(Trl(openai, table, operations).router())
     return app
 
 

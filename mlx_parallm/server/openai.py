@@ -20,7 +20,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.prompts import Conversation, Prompt
 from mlx_parallm.engine.text import TextStream
 from mlx_parallm.engine.tools import ChatParser
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.formats import ChatFormat, CompletionFormat, Wishes
@@ -47,15 +47,19 @@ class Workers:
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
-    async def encode(self, served: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
+    async def encode(
+        self, served: ServedModel, text: str, add_special_tokens: bool, limit: int | None = None
+    ) -> list[int]:
         def work() -> list[int]:
-            return served.prompts.encode(text, add_special_tokens=add_special_tokens)
+            return served.prompts.encode(text, add_special_tokens=add_special_tokens, limit=limit)
 
         return work() if len(text) < LONG_TEXT else await self.run(work)
 
-    async def render(self, served: ServedModel, conversation: Conversation, add_special_tokens: bool) -> Prompt:
+    async def render(
+        self, served: ServedModel, conversation: Conversation, add_special_tokens: bool, limit: int | None = None
+    ) -> Prompt:
         def work() -> Prompt:
-            return served.prompts.chat(conversation, add_special_tokens=add_special_tokens)
+            return served.prompts.chat(conversation, add_special_tokens=add_special_tokens, limit=limit)
 
         return work() if conversation.size() < LONG_TEXT else await self.run(work)
 
@@ -74,7 +78,7 @@ class OpenAI:
     ) -> None:
         self._table = table
         self._config = config
-        self._workers = workers
+        self.workers = workers
         self._training = training  # of the first model
 
     def router(self) -> APIRouter:
@@ -128,7 +132,8 @@ class OpenAI:
         """Answers the conversation, `n` times. With `stream`, chunks arrive as server-sent events."""
         served, version = self._table.version_of(body.model, body.lora_adapter, body.policy_version)
         conversation = params.chat_conversation(body)
-        prompt = await self._workers.render(served, conversation, body.add_special_tokens)
+        limit = _token_limit(body, served)
+        prompt = await self.workers.render(served, conversation, body.add_special_tokens, limit)
         tokens = params.truncated(prompt.tokens, body.truncate_prompt_tokens)
         grammar = await self._grammar(body, served, inside_thinking=prompt.inside_thinking)
         field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
@@ -157,19 +162,24 @@ class OpenAI:
         prompts: list[list[int]] = []
         for prompt in body.prompt:
             if isinstance(prompt, str):
-                tokens = await self._workers.encode(served, prompt, body.add_special_tokens)
+                limit = _token_limit(body, served)
+                tokens = await self.workers.encode(served, prompt, body.add_special_tokens, limit)
                 prompts.append(tokens or _beginning(served))
             else:
                 prompts.append(prompt)
+        prompts = [params.truncated(prompt, body.truncate_prompt_tokens) for prompt in prompts]
+        for prompt_ids in prompts:
+            if len(prompt_ids) >= served.context_length:
+                raise ContextLengthError.of(served.context_length, len(prompt_ids))
         params.check_prompt_ids(prompts, served.model.vocab_size)
-        return [params.truncated(prompt, body.truncate_prompt_tokens) for prompt in prompts]
+        return prompts
 
     async def _grammar(self, body: GenerationBody, served: ServedModel, *, inside_thinking: bool = False) -> str | None:
         found = params.grammar_of(body, served, inside_thinking=inside_thinking)
         if found is None:
             return None
         grammar, param = found
-        await self._workers.run(lambda: served.grammars.check(grammar, param))
+        await self.workers.run(lambda: served.grammars.check(grammar, param))
         return grammar
 
     def _text_stream(self, body: GenerationBody, served: ServedModel, prompt: list[int], *, chat: bool) -> TextStream:
@@ -234,6 +244,11 @@ class OpenAI:
         if body.stream:
             return EventStream(generation, form)
         return JSONResponse(form.answer(await Collector(generation).collect(request.receive)))
+
+
+def _token_limit(body: GenerationBody, served: ServedModel) -> int | None:
+    """A prompt of which only the end is kept may be of any length."""
+    return served.context_length if body.truncate_prompt_tokens is None else None
 
 
 def _parser(body: ChatBody, served: ServedModel, inside_thinking: bool) -> ChatParser | None:

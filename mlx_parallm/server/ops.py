@@ -251,6 +251,8 @@ class Operations:
             ("/debug/metrics", self.debug_metrics, answers.DebugMetrics, "The engine's counters"),
         ):
             responses = answers.responses(answer)
+            if path == "/health":
+                router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None)
             if path == "/metrics":
                 responses[200]["content"] = {"text/plain": {"example": "mlx_parallm_queue_depth 0.0"}}
             router.add_api_route(

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from mlx_parallm.engine.admission import check_sampling
+from mlx_parallm.engine.admission import check_ids, check_sampling
 from mlx_parallm.engine.grammar import after_thinking, choice_grammar, either, json_grammar, regex_grammar, tool_grammar
 from mlx_parallm.engine.prompts import Conversation, Message
 from mlx_parallm.engine.tools import Tool
@@ -66,11 +66,7 @@ def sampling_params(
 
 def check_prompt_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     for index, prompt in enumerate(prompts):
-        if max(prompt) >= vocab_size:
-            at = next(place for place, token in enumerate(prompt) if token >= vocab_size)
-            param = f"prompt.{at}" if len(prompts) == 1 else f"prompt.{index}.{at}"
-            message = f"{param}: token {prompt[at]} is not in the vocabulary, which has {vocab_size}"
-            raise InvalidRequestError(message, param=param)
+        check_ids(prompt, vocab_size, "prompt" if len(prompts) == 1 else f"prompt.{index}")
 
 
 def completion_length(
@@ -80,15 +76,11 @@ def completion_length(
     context = served.context_length
     room = context - prompt_tokens
     if room < 1:
-        raise ContextLengthError(
-            f"the prompt has {prompt_tokens} tokens, and the context of {context} must hold one more", param=prompt
-        )
+        raise ContextLengthError.of(context, prompt_tokens, param=prompt)
     if asked is not None and asked > room:
-        raise ContextLengthError(
-            f"the context holds {context} tokens: with {prompt_tokens} in the prompt there is room for {room}, "
-            f"not for {asked}",
-            param=param,
-        )
+        error = ContextLengthError.of(context, prompt_tokens, asked, param=prompt)
+        error.param = param
+        raise error
     return asked if asked is not None else (min(default, room) if default is not None else None)
 
 

@@ -14,7 +14,11 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server import answers
+
+MAX_DEPTH = 128  # of a body
+MAX_VALUES = 1 << 23
 
 Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 
@@ -36,10 +40,30 @@ def add_routes(
 
 class StrictRequest(Request):
     async def json(self) -> Any:
+        body = await self.body()
+        if body.count(b",") > MAX_VALUES:  # parsing it would hold up everybody else for seconds
+            raise InvalidRequestError(f"the body holds more than {MAX_VALUES} values", code="invalid_value")
         try:
-            return orjson.loads(await self.body())
+            parsed = orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise json.JSONDecodeError(error.msg, "", error.pos) from None  # the kind that FastAPI looks for
+        if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
+            _check_depth(parsed)
+        return parsed
+
+
+def _check_depth(parsed: Any) -> None:
+    """Refuses what is nested so deeply that a template, a grammar or an answer could not be made of it.
+
+    orjson writes 254 levels and no more, and finds out faster than Python could.
+    """
+    for _ in range(254 - MAX_DEPTH):
+        parsed = [parsed]
+    try:
+        orjson.dumps(parsed)
+    except TypeError:
+        message = f"the body is nested more than {MAX_DEPTH} levels deep"
+        raise InvalidRequestError(message, code="invalid_value") from None
 
 
 class JSONRoute(APIRoute):

@@ -24,6 +24,7 @@ from mlx_parallm.types import INT64, MAX_LOGPROBS, MAX_STOPS
 
 MAX_TOOLS = 128
 MAX_PROMPTS = 1024
+MAX_TOKENS = 1 << 22  # of a prompt: more than any context
 MAX_METADATA = 65_536  # bytes
 
 
@@ -44,18 +45,21 @@ def read_prompt(value: Any) -> list[str] | list[list[int]]:
         return [value]
     if not isinstance(value, list) or not value:
         raise PydanticCustomError("prompt", "Expected a string, token ids, or a non-empty list of either")
-    if all(_is_token(item) for item in value):
+    if _are_tokens(value):
         return [value]
     if len(value) > MAX_PROMPTS:
         raise PydanticCustomError("prompt", f"At most {MAX_PROMPTS} prompts fit in one request")
     texts = all(isinstance(item, str) for item in value)
-    if texts or all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
+    if texts or all(isinstance(item, list) and item and _are_tokens(item) for item in value):
         return value
     raise PydanticCustomError("prompt", "Expected only strings, only token ids, or only non-empty lists of token ids")
 
 
-def _is_token(item: Any) -> bool:
-    return type(item) is int and item >= 0
+def _are_tokens(items: list[Any]) -> bool:
+    """Without Python's work for each: there may be millions."""
+    if len(items) > MAX_TOKENS:
+        raise PydanticCustomError("prompt", f"At most {MAX_TOKENS} token ids fit in one prompt")
+    return set(map(type, items)) == {int} and min(items) >= 0
 
 
 def _read_stop(value: Any) -> tuple[str, ...]:
@@ -305,7 +309,9 @@ class ChatMessage(Body):
     content: str | list[ContentPart] | None = Field(None, validate_default=True, description="Text, or parts of text")
     name: str | None = None
     tool_calls: list[MessageToolCall] = Field(default_factory=list, max_length=MAX_TOOLS, description="An assistant's")
-    tool_call_id: str | None = Field(None, description="Of the call that a tool message answers")
+    tool_call_id: str | None = Field(
+        None, validate_default=True, description="Of the call that a tool message answers; needed there"
+    )
     reasoning_content: str | None = None
 
     @field_validator("content")
@@ -313,6 +319,13 @@ class ChatMessage(Body):
     def _needed(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None and info.data.get("role") not in ("assistant", None):
             raise PydanticCustomError("content", f"A {info.data['role']} message needs content")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _names_its_call(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("role") == "tool" and not value:
+            raise PydanticCustomError("tool_call_id", "A tool message needs the id of the call that it answers")
         return value
 
 
@@ -384,12 +397,27 @@ class ChatBody(GenerationBody, TemplateBody):
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs to be true")
         return value
 
+    functions: Any = Field(None, description="Not supported: OpenAI has replaced it by `tools`")
+    function_call: Any = Field(None, description="Not supported: OpenAI has replaced it by `tool_choice`")
+
+    @field_validator("functions", "function_call")
+    @classmethod
+    def _is_replaced(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            name = "tools" if info.field_name == "functions" else "tool_choice"
+            raise PydanticCustomError(
+                str(info.field_name), f"OpenAI has replaced {info.field_name}: send {name} instead"
+            )
+        return value
+
     @field_validator("tool_choice")
     @classmethod
     def _names_a_tool(cls, value: Any, info: ValidationInfo) -> Any:
         names = [tool.function.name for tool in info.data.get("tools", [])]
         if isinstance(value, NamedToolChoice) and value.function.name not in names:
-            raise PydanticCustomError("tool_choice", "It names a function that is not among the tools")
+            known = f"the tools are {', '.join(names[:20])}" if names else "there are no tools"
+            message = f"There is no function {value.function.name[:100]!r} to choose: {known}"
+            raise PydanticCustomError("tool_choice", message.replace("{", "{{").replace("}", "}}"))
         if value == "required" and not names:
             raise PydanticCustomError("tool_choice", "required needs at least one tool")
         return value

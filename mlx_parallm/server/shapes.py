@@ -134,6 +134,12 @@ def _read_sampling(value: Any) -> Any:
     return value
 
 
+def _read_input_ids(value: Any) -> Any:
+    if isinstance(value, str) or isinstance(read_prompt(value)[0], str):
+        raise PydanticCustomError("input_ids", "Expected token ids, or a list of such lists")
+    return value
+
+
 class SglangBody(Body):
     """What SGLang's own server takes at /generate."""
 
@@ -143,7 +149,10 @@ class SglangBody(Body):
         }
     )
     text: str | list[str] | None = None
-    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    input_ids: Annotated[
+        list[int] | list[list[int]] | None,
+        PlainValidator(_read_input_ids, json_schema_input_type=list[TokenId] | list[list[TokenId]] | None),
+    ] = None
     sampling_params: Annotated[SglangSampling, BeforeValidator(_read_sampling)] = Field(
         default_factory=lambda: SglangSampling.model_validate({})
     )

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.adapters.registry import Entry
+from mlx_parallm.engine.admission import check_ids
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
@@ -99,11 +100,7 @@ class Catalogue:
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """Joins tokens into text, special ones included."""
         served = self._table.find(body.model)
-        vocab_size = served.model.vocab_size
-        for place, token in enumerate(body.tokens):
-            if token >= vocab_size:
-                message = f"tokens.{place}: token {token} is not in the vocabulary, which has {vocab_size}"
-                raise InvalidRequestError(message, param=f"tokens.{place}")
+        check_ids(body.tokens, served.model.vocab_size, "tokens")
         return JSONResponse({"prompt": await self._workers.run(lambda: served.vocabulary.decode(body.tokens))})
 
 

@@ -17,13 +17,14 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
+from mlx_parallm.engine.admission import check_ids
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.openai import Workers
 from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schemas import Body, ChatMessage
+from mlx_parallm.server.schemas import MAX_TOKENS, Body, ChatMessage
 from mlx_parallm.training.session import Report
 from mlx_parallm.training.training import Training
 from mlx_parallm.training.trajectories import Record, Trajectory
@@ -41,8 +42,8 @@ class TrajectoryBody(Body):
     out."""
 
     group_id: str | int | None = Field(None, description="Those of one group are compared; default: by their prompt")
-    prompt_ids: list[int] | None = Field(None, min_length=1)
-    completion_ids: list[int] | None = Field(None, min_length=1)
+    prompt_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_TOKENS)
+    completion_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_TOKENS)
     logprobs: list[float] | None = Field(None, description="As they were drawn; without, it counts as off-policy")
     reward: float
     policy_version: int | None = Field(None, ge=0)
@@ -184,7 +185,9 @@ class TrainingRoutes:
         def work() -> Report:
             trajectories = None
             if body.trajectories is not None:
-                trajectories = [self._trajectory(one, session.name) for one in body.trajectories]
+                trajectories = [
+                    self._trajectory(one, session.name, number) for number, one in enumerate(body.trajectories)
+                ]
                 session.buffer.counts.collected += len(trajectories)
             return session.update(trajectories, publish=body.update_inference, checkpoint_name=body.checkpoint_name)
 
@@ -208,7 +211,7 @@ class TrainingRoutes:
         """On threads of its own: others, that resume or stop the server, must never wait for one."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _trajectory(self, body: TrajectoryBody, adapter: str) -> Trajectory:
+    def _trajectory(self, body: TrajectoryBody, adapter: str, number: int) -> Trajectory:
         ledger = self._training.ledger
         group = "" if body.group_id is None else str(body.group_id)
         if body.prompt_ids is None or body.completion_ids is None:
@@ -219,7 +222,8 @@ class TrainingRoutes:
             found.mask, found.advantage = body.mask, body.advantage
             found.__post_init__()
             return found
-        params.check_prompt_ids([body.prompt_ids, body.completion_ids], self._served.model.vocab_size)
+        for name, ids in (("prompt_ids", body.prompt_ids), ("completion_ids", body.completion_ids)):
+            check_ids(ids, self._served.model.vocab_size, f"trajectories.{number}.{name}")
         if len(body.prompt_ids) + len(body.completion_ids) > self._served.context_length:
             raise ContextLengthError(
                 f"a trajectory is longer than the context of {self._served.context_length}", param="trajectories"

@@ -21,6 +21,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map
 
+from mlx_parallm.engine.admission import check_ids
 from mlx_parallm.engine.prompts import Conversation, Message, Prompts
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError, ParallmError
 from mlx_parallm.host import to_numpy
@@ -135,8 +136,7 @@ class RewardModel:
                 raise InvalidRequestError("a text without tokens has no score")
             if len(text) > context_length:
                 raise ContextLengthError(f"a text has {len(text)} tokens, and the model takes {context_length}")
-            if min(text) < 0 or max(text) >= vocab_size:
-                raise InvalidRequestError(f"a text has tokens outside of the model's {vocab_size}")
+            check_ids(text, vocab_size, "input")
 
     def _put(self, parameters: Parameters) -> None:
         self.tree.set_parameters({name: array for name, array in parameters.items() if name not in (WEIGHT, BIAS)})

@@ -1,5 +1,7 @@
 """Malformed requests, each with the status and the place that the answer must name; then a good one still answers."""
 
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +48,28 @@ MISSING = "missing_required_parameter"
 TOO_LONG = "context_length_exceeded"
 NO_JSON = "invalid_json"
 
+
+def nested(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels):
+        value = {"properties": value}
+    return value
+
+
+DEEP = {"type": "function", "function": {"name": "f", "parameters": nested(300)}}
+
 TABLE = [
+    # nested so deeply that nothing can be made of it
+    chat(None, chat_template_kwargs={"x": nested(300)}),  # type: ignore[arg-type]
+    chat(None, tools=[DEEP]),  # type: ignore[arg-type]
+    chat(None, metadata=nested(300)),  # type: ignore[arg-type]
+    text(None, guided_json=nested(300)),  # type: ignore[arg-type]
+    Bad("/tokenize", {"messages": HELLO, "chat_template_kwargs": nested(300)}, None),
+    # what OpenAI has replaced, and what a tool's answer needs
+    chat("functions", functions=[{"name": "f"}]),
+    chat("function_call", function_call="auto"),
+    Bad(CHAT, {"messages": [*HELLO, {"role": "tool", "content": "4"}]}, "messages.1.tool_call_id"),
+    Bad(CHAT, {"messages": [*HELLO, {"role": "tool", "content": "4", "tool_call_id": ""}]}, "messages.1.tool_call_id"),
     # not JSON, or no object
     Bad(CHAT, b"", None, code=NO_JSON),
     Bad(CHAT, b"{", None, code=NO_JSON),
@@ -57,7 +80,7 @@ TABLE = [
     Bad(CHAT, b"\xff\xfe\x00", None, code=NO_JSON),
     Bad(TEXT, b'{"prompt": "x", "temperature": NaN}', None, code=NO_JSON),
     Bad(TEXT, b'{"prompt": "x", "temperature": Infinity}', None, code=NO_JSON),
-    Bad(TEXT, b'{"prompt": "x"}', None, code=NO_JSON, headers={"Content-Type": "text/plain"}),
+    Bad(TEXT, b'{"prompt": "x"}', None, code="unsupported_media_type", headers={"Content-Type": "text/plain"}),
     Bad(TEXT, b'{"prompt": "\xed\xa0\x80"}', None, code=NO_JSON),
     # required fields
     Bad(CHAT, {}, "messages", code=MISSING),
@@ -283,3 +306,62 @@ def test_a_good_request_still_answers_after_all_of_it(client: httpx.Client) -> N
 
 def test_the_table_is_long_enough() -> None:
     assert len(TABLE) >= 60
+
+
+WORDS = ("This model's maximum context length is 2048 tokens. However, ", "Please reduce the length of the")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"prompt": "hello " * 3000}, "prompt"),
+        (TEXT, {"prompt": [5] * 2048}, "prompt"),
+        (TEXT, {"prompt": "hello", "max_tokens": 2048}, "max_tokens"),
+        (TEXT, {"prompt": "x" * 10_000_000}, "prompt"),
+        (TEXT, {"prompt": "hello there " * 800_000}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "hello " * 3000}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "hello there " * 800_000}]}, "messages"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 5000}, "max_completion_tokens"),
+        ("/generate", {"prompt": [5] * 2048}, "prompt"),
+        ("/generate/", {"prompts": [[5] * 2048]}, "prompt"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_openais_words(
+    tiny_server: ServerProcess, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = httpx.post(tiny_server.url + path, json=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, TOO_LONG, param)
+    assert all(words in error["message"] for words in WORDS), error["message"]
+
+
+def test_a_long_text_of_which_only_the_end_is_kept_is_fine(tiny_server: ServerProcess) -> None:
+    body = {"prompt": "hello there " * 30_000, "truncate_prompt_tokens": 100, "max_tokens": 2}
+    answer = httpx.post(tiny_server.url + TEXT, json=body, timeout=60)
+    assert answer.json()["usage"]["prompt_tokens"] == 100
+
+
+@pytest.mark.parametrize("count", [15_900_000, 8_000_000, 4_000_000])
+def test_millions_of_ids_do_not_hold_others_up(tiny_server: ServerProcess, count: int) -> None:
+    """32 MB of ids are refused by their number; a probe beside them is answered meanwhile."""
+    body = b'{"prompt": [' + b"5," * count + b"5]}"
+    waits: list[float] = []
+    done = threading.Event()
+
+    def probe() -> None:
+        while not done.is_set():
+            begun = time.perf_counter()
+            httpx.get(tiny_server.url + "/health", timeout=30)
+            waits.append(time.perf_counter() - begun)
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(tiny_server.url + TEXT, content=body, headers=headers, timeout=60)
+    done.set()
+    thread.join()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (
+        400,
+        "invalid_value" if count > 1 << 22 else TOO_LONG,
+    )
+    assert max(waits) < 2.0, "a probe waited for seconds"

@@ -1,0 +1,192 @@
+"""TRL's own server protocol, as `trl vllm-serve` speaks it: `/generate/`, `/chat/`, `/get_world_size/`, `/health/`.
+
+Several prompts come in one call, and tokens with their log-probabilities go back. TRL's clients push weights over NCCL,
+which this server does not speak: those routes say what to use instead.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
+from pydantic import ConfigDict, Field, PlainValidator, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server import answers, params
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.formats import finite
+from mlx_parallm.server.generation import Collected, Collector
+from mlx_parallm.server.models import ModelTable
+from mlx_parallm.server.openai import OpenAI
+from mlx_parallm.server.ops import Operations
+from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.schemas import (
+    MAX_PROMPTS,
+    MAX_TOOLS,
+    Body,
+    ChatMessage,
+    CompletionBody,
+    ToolDefinition,
+    read_prompt,
+)
+from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
+
+TRL_TOKENS = 16  # unless a body says how many
+NO_PUSH = (
+    "this server takes no weights over NCCL. Push an adapter's weights with POST /update_adapter_weights, or train "
+    "inside the server: mlx_parallm_serve --enable-rl-training"
+)
+
+
+class TrlBody(Body):
+    """What TRL's two routes have in common."""
+
+    n: int = Field(1, ge=1, description="Completions of each prompt")
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, le=INT64)
+    min_p: float = Field(0.0, ge=0, le=1)
+    max_tokens: int = Field(TRL_TOKENS, ge=1, le=INT64)
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="So many of the likeliest tokens at each place"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=INT64, description="Keep so many from the end; -1: what fits"
+    )
+    structured_outputs_regex: str | None = Field(None, min_length=1, max_length=10_000)
+    guided_decoding_regex: str | None = Field(None, min_length=1, max_length=10_000)
+    generation_kwargs: dict[str, Any] = Field(default_factory=dict, description="Other sampling parameters, as vLLM's")
+
+    def completion(self, prompts: list[Any], context: int, **fields: Any) -> CompletionBody:
+        """The same as a completion of all the prompts. Log-probabilities are those that tokens were drawn from."""
+        for name in self.generation_kwargs:
+            if name not in CompletionBody.model_fields or name in ("prompt", "stream", "echo"):
+                message = f"generation_kwargs: {name!r} is no sampling parameter here"
+                raise InvalidRequestError(message, param="generation_kwargs")
+        keep = context - 1 if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        same = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
+        try:
+            return CompletionBody.model_validate(
+                {
+                    **{name: getattr(self, name) for name in same},
+                    "prompt": prompts,
+                    "truncate_prompt_tokens": keep,
+                    "guided_regex": self.structured_outputs_regex or self.guided_decoding_regex,
+                    "logprobs": self.logprobs or 0,
+                    "logprobs_mode": "processed",
+                    "return_token_ids": True,
+                    **fields,
+                    **self.generation_kwargs,
+                }
+            )
+        except ValidationError as error:
+            raise RequestValidationError(error.errors(), body=self.model_dump()) from error
+
+
+def _read_prompts(value: Any) -> list[Any]:
+    prompts: list[Any] = read_prompt(value if isinstance(value, list) else [])
+    if value and isinstance(value[0], int):
+        raise ValueError("Expected a list of prompts, each text or token ids")
+    return prompts
+
+
+class TrlGenerateBody(TrlBody):
+    model_config = ConfigDict(json_schema_extra={"example": {"prompts": ["The capital of France is"], "max_tokens": 8}})
+    prompts: Annotated[list[Any], PlainValidator(_read_prompts, json_schema_input_type=list[str] | list[list[int]])] = (
+        Field(description="Texts, or lists of token ids")
+    )
+    images: list[Any] | None = Field(None, description="Not supported: this model reads text only")
+
+
+class TrlChatBody(TrlBody):
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"messages": [[{"role": "user", "content": "Hello"}]], "max_tokens": 8}}
+    )
+    messages: list[list[ChatMessage]] = Field(min_length=1, max_length=MAX_PROMPTS, description="Conversations")
+    tools: list[ToolDefinition] = Field(default_factory=list, max_length=MAX_TOOLS)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class Trl:
+    def __init__(self, openai: OpenAI, table: ModelTable, operations: Operations) -> None:
+        self._openai = openai
+        self._table = table
+        self._operations = operations
+
+    def router(self) -> APIRouter:
+        router = APIRouter(route_class=JSONRoute, tags=["TRL"])
+        drawn, status = answers.TrlGenerated, answers.Status
+        add_routes(
+            router,
+            ("/generate/", "POST", self.generate, drawn, "Complete prompts, as TRL's server"),
+            ("/chat/", "POST", self.chat, drawn, "Answer conversations, as TRL's server"),
+            ("/get_world_size/", "GET", self.world_size, answers.WorldSize, "How many processes hold the model"),
+            ("/health/", "GET", self._operations.health, answers.Health, "Whether the engine is alive"),
+            ("/reset_prefix_cache/", "POST", self._operations.flush_cache, answers.Flushed, "Forget cached prompts"),
+            ("/init_communicator/", "POST", self.no_push, status, "Not supported: weights over NCCL"),
+            ("/update_named_param/", "POST", self.no_push, status, "Not supported: weights over NCCL"),
+            ("/batch_update_named_params/", "POST", self.no_push, status, "Not supported: weights over NCCL"),
+            ("/close_communicator/", "POST", self.no_push, status, "Not supported: weights over NCCL"),
+        )
+        return router
+
+    async def generate(self, body: TrlGenerateBody, request: Request) -> Response:
+        """`prompts` are texts or lists of token ids, `n` completions of each."""
+        if body.images and any(image is not None for image in body.images):
+            raise InvalidRequestError("images: this model reads text only", param="images")
+        return await self._respond(body, body.completion(body.prompts, self._context), request)
+
+    async def chat(self, body: TrlChatBody, request: Request) -> Response:
+        """`messages` is a list of conversations, `n` answers to each."""
+        prompts = []
+        for messages in body.messages:
+            conversation = params.conversation(
+                messages,
+                body.tools,
+                add_generation_prompt=messages[-1:] == [] or messages[-1].role != "assistant",
+                continue_final_message=messages[-1:] != [] and messages[-1].role == "assistant",
+                template_kwargs=body.chat_template_kwargs,
+            )
+            prompts.append((await self._openai.workers.render(self._table.default, conversation, False)).tokens)
+        return await self._respond(body, body.completion(prompts, self._context, add_special_tokens=False), request)
+
+    @property
+    def _context(self) -> int:
+        return self._table.default.context_length
+
+    async def _respond(self, body: TrlBody, completion: CompletionBody, request: Request) -> Response:
+        _, generation = await self._openai.begin(completion, request, "trl", TRL_TOKENS)
+        results = await Collector(generation).collect(request.receive)
+        answer: dict[str, Any] = {
+            "prompt_ids": generation.prompts,
+            "completion_ids": [result.tokens for result in results],
+        }
+        return JSONResponse(answer | _logprobs(body, results))
+
+    async def world_size(self) -> Response:
+        """One: a model here is in one process."""
+        return JSONResponse({"world_size": 1})
+
+    async def no_push(self, request: Request) -> NoReturn:
+        """Always an error, which says what to use instead."""
+        raise InvalidRequestError(NO_PUSH, code="weight_push_unsupported")
+
+
+def _logprobs(body: TrlBody, results: Sequence[Collected]) -> dict[str, Any]:
+    """A number for each token; for newer clients, which send `logprobs`, a list of the likeliest with their ids."""
+    if "logprobs" not in body.model_fields_set:
+        return {"logprobs": [[finite(score.logprob) for score in result.scores] for result in results]}
+    tops = [[_likeliest(score, body.logprobs or 0) for score in result.scores] for result in results]
+    return {
+        "logprobs": [[[finite(logprob) for _, logprob in top] for top in one] for one in tops],
+        "logprob_token_ids": [[[token for token, _ in top] for top in one] for one in tops],
+    }
+
+
+def _likeliest(score: TokenLogprob, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens, and the one that was drawn where it is not among them."""
+    top = list(score.top[:count])
+    return top if any(token == score.token for token, _ in top) else [*top, (score.token, score.logprob)]

@@ -94,6 +94,10 @@ class ServeConfig:
     )
     lora_dora: bool = _option(False, "train DoRA's magnitudes too", section="model", parse=_parse_bool)
     max_loras: int = _option(8, "adapters on the device at once, and in one batch", section="model", parse=int)
+    max_cpu_loras: int = _option(
+        256, "names of adapters that are kept in host memory; one more is refused (default: 256)",
+        section="model", parse=int,
+    )  # fmt: skip
     max_lora_rank: int = _option(64, "largest rank of an adapter", section="model", parse=int)
     max_lora_bytes: int = _option(2 << 30, "largest adapter, as 2GiB", section="model", parse=parse_bytes)
     # server
@@ -228,6 +232,13 @@ class ServeConfig:
     checkpoint_dir: str = _option("./checkpoints", "folder for them", section="checkpointing")
     resume: bool = _option(True, "go on from the last checkpoint there", section="checkpointing", parse=_parse_bool)
     # cache
+    memory_limit: int | None = _option(
+        None,
+        "most bytes that the process holds, weights included, as 24GiB (default: what the machine has to spare, within "
+        "the container's limit)",
+        section="cache",
+        parse=parse_bytes,
+    )
     kv_cache_memory: int | None = _option(
         None, "most bytes of live keys and values, as 8GiB (default: by memory)", section="cache", parse=parse_bytes
     )
@@ -252,6 +263,7 @@ class ServeConfig:
             "max_queue_size",
             "max_body_size",
             "max_loras",
+            "max_cpu_loras",
             "max_lora_rank",
             "max_lora_bytes",
             "lora_rank",
@@ -296,7 +308,7 @@ class ServeConfig:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
         if self.max_concurrent_streams < 0:
             raise ConfigError("max_concurrent_streams must not be negative")
-        for name in ("max_tokens", "max_model_len", "kv_cache_memory"):
+        for name in ("max_tokens", "max_model_len", "kv_cache_memory", "memory_limit"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
         if not 0 < self.inference_share <= 1:

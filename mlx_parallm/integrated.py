@@ -15,9 +15,8 @@ from typing import Any
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.loader import load
 from mlx_parallm.server.models import ServedModel
-from mlx_parallm.server.run import SWITCH_INTERVAL, Server, listen, start_engine
+from mlx_parallm.server.run import SWITCH_INTERVAL, Server, listen, start_engines
 from mlx_parallm.server.state import Dispatcher
 from mlx_parallm.training.loop import Asker, Loop, LoopConfig, StepNews
 from mlx_parallm.training.rewards import Score
@@ -42,7 +41,7 @@ class RLIntegratedServer:
         **config: Any,
     ) -> None:
         paths = (base_model,) if base_model else ()
-        self.config = ServeConfig(model_path=paths, **{"update_frequency": 0, **config})
+        self.config = ServeConfig(model_path=paths, **{"update_frequency": 0, "enable_rl_training": True, **config})
         self._lora = lora_config or LoRAConfig()
         self._rl = rl_config or RLConfig()
         self._adapter = adapter
@@ -68,8 +67,7 @@ class RLIntegratedServer:
             self._dispatcher.bind(asyncio.get_running_loop())
             sys.setswitchinterval(SWITCH_INTERVAL)
             name, source = next(iter(self.config.named_models().items()))
-            loader = partial(load, source, name=name, dtype=self.config.dtype, max_model_len=self.config.max_model_len)
-            engine = await asyncio.to_thread(start_engine, loader, self.config, self._dispatcher)
+            (engine,) = await asyncio.to_thread(start_engines, {name: source}, self.config, self._dispatcher)
             training = Training(engine, self.config)
             engine.records_all = True
             for scores_name, function in self._scores.items():

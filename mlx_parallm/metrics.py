@@ -7,6 +7,8 @@ Each number has one writer (the engine thread); a reader may see a step half cou
 from collections import deque
 from dataclasses import dataclass, field
 
+from mlx_parallm.types import MemoryPlan
+
 
 @dataclass(slots=True)
 class Rate:
@@ -124,6 +126,7 @@ class EngineMetrics:
     slots_free: int = 0
     kv_bytes: int = 0
     kv_bytes_limit: int = 0
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
     active_memory: int = 0  # bytes that MLX holds now
     peak_memory: int = 0
     serving_peak_memory: int = 0  # the same without steps of other work

@@ -67,6 +67,19 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token, logprob), likeliest first
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a model's part of the process may hold, in bytes; `limit` and `kept` are the whole process's."""
+
+    limit: int = 0  # all together
+    weights: int = 0
+    rows: int = 0  # keys and values of running rows
+    blocks: int = 0  # cached blocks
+    adapters: int = 0  # on the device
+    training: int = 0  # parameters, optimiser and the activations of a piece of an update
+    kept: int = 0  # freed memory that MLX keeps for what comes next
+
+
 @dataclass(slots=True)
 class Delta:
     """News of one choice of one request: tokens since the last news, or its end, or both.

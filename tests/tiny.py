@@ -86,6 +86,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "norm_topk_prob": True,
     },
+    "jamba": {  # a Mamba layer, then an attention layer without positions: nothing reads its cache's offset
+        "model_type": "jamba",
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+    },
     "mamba": {
         "model_type": "mamba",
         "state_size": 16,

@@ -307,6 +307,11 @@ class Layout:
         mx.async_eval([array for group in groups.values() for array in group if array is not None])
         return Resident(packed.rank, groups, packed.nbytes)
 
+    def adapter_bytes(self, rank: int) -> int:
+        """Of an adapter of that rank on all linear layers."""
+        linear = [group for group in self.groups if group.kind == "linear"]
+        return sum(len(group.paths) * rank * (group.size + group.lines) for group in linear) * self.dtype.size
+
     def blank(self) -> Resident:
         """An adapter that changes nothing, on all linear layers."""
         groups: Groups = {

@@ -20,6 +20,7 @@ from mlx_parallm.adapters.weights import Adapter, AdapterError, Target
 from mlx_parallm.errors import ModelNotFoundError
 
 KEPT_VERSIONS = 4  # of a name, for rollbacks, beside those that are pinned or in use
+MAX_PINNED = 16  # versions of a name
 PRESENT_KEPT = 4
 
 
@@ -63,9 +64,10 @@ class Route:
 
 
 class Registry:
-    def __init__(self, layout: Layout, max_resident: int) -> None:
+    def __init__(self, layout: Layout, max_resident: int, max_names: int = 256) -> None:
         self._layout = layout
         self.max_resident = max_resident
+        self.max_names = max_names
         self.swaps = 0  # adapters copied to the device
         self.joins = 0  # mixtures of adapters put together
         self.base_requests = 0  # without an adapter
@@ -164,6 +166,12 @@ class Registry:
         config: Mapping[str, Any] | None = None,
     ) -> Version:
         """A new version, which the name means from now on."""
+        if name not in self._entries and len(self._entries) >= self.max_names:
+            raise AdapterError(
+                f"{len(self._entries)} adapters are loaded, as many as --max-cpu-loras allows: unload one first",
+                param="name",
+                code="too_many_adapters",
+            )
         entry = self._entries.get(name) or Entry(name)
         newest = max(entry.versions, default=0)
         if number is not None and number <= newest:
@@ -188,6 +196,14 @@ class Registry:
     def pin(self, name: str, number: int | None, pinned: bool) -> Version:
         """Keeps a version, or lets it go the way of all others."""
         version = self.find(name, number)
+        others = [one.number for one in self.versions(name) if one.pinned and one is not version]
+        if pinned and len(others) >= MAX_PINNED:
+            raise AdapterError(
+                f"{len(others)} versions of {name!r} are pinned already, and no more are kept: unpin one of "
+                f"{', '.join(map(str, sorted(others)))} first",
+                param="version",
+                code="too_many_pinned",
+            )
         version.pinned = pinned
         self._forget_old(self._entries[name])
         return version

@@ -36,9 +36,10 @@ from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel, fingerprint
+from mlx_parallm.models.memory import size_flag, size_text
 from mlx_parallm.models.native.layers import adapted_products, low_rank_adder, slot_attention
 from mlx_parallm.paths import user_cache
-from mlx_parallm.types import SamplingParams
+from mlx_parallm.types import MemoryPlan, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,17 @@ def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes
             return cache
         log.debug("%s gives wrong logits in a %s", model.name, name)
     raise ModelLoadError(f"{model.name} gives other logits with its cache than without: it can't be served")
+
+
+def check_room(cache: BatchCache, plan: MemoryPlan, context: int) -> None:
+    """A budget that holds no row would refuse every prompt: better not to start."""
+    needed = cache.smallest_bytes
+    if plan.rows < needed:
+        raise ModelLoadError(
+            f"{size_text(plan.rows)} for running rows is too little: one row of {min(256, context)} tokens takes "
+            f"{size_text(needed)}. Give --kv-cache-memory {size_flag(needed)} or more"
+            f"{f', or --memory-limit {size_flag(plan.limit + 2 * needed)}' if plan.limit else ''}"
+        )
 
 
 def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int, tuning: Tuning) -> None:

@@ -13,16 +13,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 import mlx.core as mx
 
+from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.accounts import Accounts
 from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.background import Background, Steps
-from mlx_parallm.engine.batching import adapter_layout, batch_cache, prefix_cache, warm_up
+from mlx_parallm.engine.batching import adapter_layout, batch_cache, check_room, prefix_cache, warm_up
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.errands import Errands
 from mlx_parallm.engine.grammar import GrammarCompiler
@@ -44,11 +46,12 @@ from mlx_parallm.errors import (
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.metrics import EngineMetrics
-from mlx_parallm.models.device import device_kind, device_name, give_memory_back, memory_at_hand, spare
+from mlx_parallm.models.device import device_kind, device_name, give_memory_back, spare
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.memory import LORA_RANK, plan_memory, size_text
 from mlx_parallm.models.native.draws import drawer
-from mlx_parallm.types import Delta, Request
+from mlx_parallm.types import Delta, MemoryPlan, Request
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +79,8 @@ class Engine:
         self._dispatch = dispatch
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._loaded = threading.Event()
+        self._plans: queue.SimpleQueue[MemoryPlan | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._idle = threading.Event()
         self._load_error: ParallmError | None = None
@@ -100,6 +105,8 @@ class Engine:
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] | None = None
         self.model: LanguageModel
+        self.layout: Layout
+        self.memory: MemoryPlan
         self.grammars: GrammarCompiler
         self.adapters: Registry
         self._admission: Admission
@@ -113,10 +120,21 @@ class Engine:
 
     # From any thread.
 
-    def start(self) -> None:
-        """Starts the thread and waits until the model is loaded and warm."""
+    def load(self) -> None:
+        """Starts the thread and waits until the weights are in memory; `start` comes next."""
         self._thread.start()
+        self._loaded.wait()
+        self._raise_load_error()
+
+    def start(self, plan: MemoryPlan | None = None) -> None:
+        """Waits until the model is loaded and warm. `plan`: its part of the memory; None: it is the only model."""
+        if not self._thread.is_alive():
+            self.load()
+        self._plans.put(plan or plan_engines([self], self._config)[0])
         self._ready.wait()
+        self._raise_load_error()
+
+    def _raise_load_error(self) -> None:
         if self._load_error is not None:
             self._thread.join()  # it still puts MLX in order
             raise self._load_error
@@ -184,6 +202,7 @@ class Engine:
     def stop(self) -> None:
         self._closed = self._closed or "the server is shutting down"
         self._stopping = True
+        self._plans.put(None)
         self._inbox.put(lambda: None)
         if self._thread.is_alive():
             self._thread.join()
@@ -251,29 +270,44 @@ class Engine:
         model = self.model
         ways = {"SlotCache": "slots", "MergedCache": "mlx-lm's batch caches", "SerialCache": "one by one"}
         return [
-            ("model", f"{model.name} ({model.precision}, {_size(model.weight_bytes)} of weights)"),
+            ("model", f"{model.name} ({model.precision}, {size_text(model.weight_bytes)} of weights)"),
             ("device", device_name()),
             ("context", f"{model.context_length} tokens"),
             ("batch", f"{self._config.max_batch_size} rows in {ways[type(self._runner.cache).__name__]}"),
-            ("memory", f"{_size(model.weight_bytes)} now, and up to {self._memory_plan()}"),
+            ("memory", self._memory_line()),
         ]
 
-    def _memory_plan(self) -> str:
-        live = f"{_size(self.metrics.kv_bytes_limit)} of KV"
-        return live if self._prefix is None else f"{live} and {_size(self._prefix.max_bytes)} of cached blocks"
+    def _memory_line(self) -> str:
+        plan = self.memory
+        parts = {
+            "weights": plan.weights,
+            "running rows": plan.rows,
+            "cached prompts": plan.blocks,
+            "adapters": plan.adapters,
+            "training": plan.training,
+            "freed memory that MLX keeps": plan.kept,
+        }
+        told = ", ".join(f"{size_text(part)} {name}" for name, part in parts.items() if part)
+        return f"at most {size_text(plan.limit)} in all: {told}"
 
     # The engine thread from here on.
 
     def _main(self) -> None:
         try:
-            self._set_up()
+            self.model = self._load()
+            self.layout = adapter_layout(self.model.module, self._tuning or Tuning.of(device_kind()))
+            self._loaded.set()
+            plan = self._plans.get()
+            if plan is not None:
+                self._set_up(plan)
         except ParallmError as error:
             self._load_error = error
         except Exception as error:
             log.exception("loading failed")
             self._load_error = ModelLoadError(f"the model can't be loaded: {error}")
+        self._loaded.set()
         self._ready.set()
-        if self._load_error is None:
+        if self._load_error is None and plan is not None:
             self._run()
         # MLX aborts the process at exit when a thread leaves streams behind.
         mx.synchronize()
@@ -319,21 +353,20 @@ class Engine:
         log.warning("%d rows go on from the tokens that they have", count)
         self._hand_over()
 
-    def _set_up(self) -> None:
+    def _set_up(self, plan: MemoryPlan) -> None:
         config = self._config
-        self.model = self._load()
         self.grammars = GrammarCompiler(self.model.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
         tuning = self._tuning or Tuning.of(device_kind())
         self._ahead = tuning.ahead
-        # Of the memory at hand two thirds are for rows that run, one third for cached blocks.
-        limit = config.kv_cache_memory or memory_at_hand() * 2 // 3
-        spare.allow(limit // tuning.spare_part)
-        layout = adapter_layout(self.model.module, tuning)
-        self.adapters = Registry(layout, config.max_loras)
+        self.memory = plan
+        spare.allow(plan.kept)
+        layout = self.layout
+        self.adapters = Registry(layout, config.max_loras, config.max_cpu_loras)
         forward = Forward(self.model.module, layout.selection)
-        cache = batch_cache(self.model, forward, config.max_batch_size, limit, tuning)
+        cache = batch_cache(self.model, forward, config.max_batch_size, plan.rows, tuning)
+        check_room(cache, plan, self.model.context_length)
         warm_up(forward, layout, cache, self.model.vocab_size, tuning)
-        self._prefix = prefix_cache(self.model, cache, config, limit // 2, tuning)
+        self._prefix = prefix_cache(self.model, cache, config, plan.blocks, tuning)
         self._runner = Runner(
             forward,
             cache,
@@ -370,7 +403,9 @@ class Engine:
         if self._prefix is not None and self._prefix.disk is not None:
             self._errands = Errands(self._prefix, self._prefix.disk, self._scheduler, self._inbox.put)
         self.metrics.slots_total = config.max_batch_size
-        self.metrics.kv_bytes_limit = limit
+        self.metrics.kv_bytes_limit = plan.rows
+        blocks = 0 if self._prefix is None else self._prefix.max_bytes
+        self.metrics.memory = self.memory = replace(plan, blocks=blocks)
         self._runner.learn(Prompts(self.model.tokenizer).beginning())
         self._rest()
 
@@ -665,5 +700,7 @@ class Engine:
         self._hand_over()
 
 
-def _size(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
+def plan_engines(engines: "Sequence[Engine]", config: ServeConfig) -> list[MemoryPlan]:
+    """How loaded models share the memory; the first is the one that trains."""
+    weights = [engine.model.weight_bytes for engine in engines]
+    return plan_memory(weights, [engine.layout.adapter_bytes(LORA_RANK) for engine in engines], config)

@@ -159,7 +159,7 @@ class Runner:
             if row:
                 step.rows.append((position, row, row.epoch))
                 row.launched += 1
-        self._start(sampled.arrays())
+        self._start([*sampled.arrays(), *self.cache.pending()])
         return step
 
     def read(self, step: Step) -> list[Token]:

@@ -14,7 +14,6 @@ class Tuning:
     round_prompts: bool  # pad prompts to round shapes
     fused: bool = False  # decode with our own attention kernel
     min_match: int = 1  # a cached beginning of a prompt is used from so many tokens on
-    spare_part: int = 4  # of the memory for rows, one part in so many may be kept when it is freed
 
     @classmethod
     def of(cls, kind: DeviceKind) -> "Tuning":
@@ -27,7 +26,6 @@ class Tuning:
                 max_padding=0.15,
                 round_prompts=False,
                 min_match=8,
-                spare_part=8,
             )
         if kind == "metal":
             return cls(ahead=1, compiled=True, view_step=128, max_padding=0.2, round_prompts=False, min_match=32)

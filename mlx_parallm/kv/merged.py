@@ -6,7 +6,7 @@ and a step is one forward pass per row. Both serve the runner as `slots.SlotCach
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -47,6 +47,10 @@ class _RowCaches:
         if rows * self._bytes_per_row > self._max_bytes:
             return 0
         return int(self._max_bytes / (rows * self._bytes_per_token)) if self._bytes_per_token else 1 << 62
+
+    @property
+    def smallest_bytes(self) -> int:
+        return int(self._bytes_per_row)
 
     def expect(self, rows: int) -> None:
         """Rows are appended one by one: there is nothing to prepare."""
@@ -107,6 +111,9 @@ class MergedCache(_RowCaches):
     ) -> mx.array:
         return forward(tokens[:, None], self.layers, choice)[:, 0]
 
+    def pending(self) -> list[mx.array]:
+        return held_arrays(self.layers)
+
     def reset(self) -> None:
         super().reset()
         self.layers = []
@@ -144,6 +151,9 @@ class SerialCache(_RowCaches):
             [forward(tokens[i : i + 1, None], row, choices[i])[:, 0] for i, row in enumerate(self._rows)]
         )
 
+    def pending(self) -> list[mx.array]:
+        return [array for row in self._rows for array in held_arrays(row)]
+
     def reset(self) -> None:
         super().reset()
         self._rows = []
@@ -160,3 +170,18 @@ def copied(cache: Any) -> Any:
 def state_arrays(caches: list[Any]) -> list[mx.array]:
     """Every array held by a list of caches, for evaluation."""
     return [array for _, array in tree_flatten([cache.state for cache in caches]) if isinstance(array, mx.array)]
+
+
+def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
+    """The arrays themselves that caches hold, not views of them, which would keep them from being written in place."""
+    found: list[mx.array] = []
+    waiting = [value for cache in caches for value in (vars(cache).values() if hasattr(cache, "__dict__") else ())]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, mx.array):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif hasattr(value, "state") and hasattr(value, "__dict__"):  # a cache made of caches
+            waiting += vars(value).values()
+    return found

@@ -80,6 +80,11 @@ class BatchCache(Protocol):
         """The longest that `rows` rows may get when nothing else runs."""
         ...
 
+    @property
+    def smallest_bytes(self) -> int:
+        """Of the shortest row that can run; known once a row has joined."""
+        ...
+
     def expect(self, rows: int) -> None:
         """How many rows will soon run, so that growth happens once."""
         ...
@@ -100,6 +105,13 @@ class BatchCache(Protocol):
         """One token per row: tokens (S,), cached lengths (S,) -> logits (S, V).
 
         They must be on their way to be computed before anything else is asked: the step may write in place.
+        """
+        ...
+
+    def pending(self) -> list[mx.array]:
+        """Arrays that a step has changed and that its logits may not depend on: to be evaluated with it.
+
+        A model may never read some of them, such as an offset; left alone, each step would keep a buffer alive.
         """
         ...
 
@@ -280,6 +292,10 @@ class SlotCache:
         per_token = self._slots_for(rows) * self.bytes_per_token
         return self._max_bytes // per_token // CAPACITY_STEP * CAPACITY_STEP if per_token else 1 << 62
 
+    @property
+    def smallest_bytes(self) -> int:
+        return CAPACITY_STEP * self._slots_for(1) * self.bytes_per_token
+
     def expect(self, rows: int) -> None:
         self._expected = rows
 
@@ -403,6 +419,9 @@ class SlotCache:
             placer(len(members), side.heads, side.width, side.dtype) if self._in_place else None
             for side, members in groups.items()
         ]
+
+    def pending(self) -> list[mx.array]:
+        return []  # every layer reads and writes all it has
 
     def reset(self) -> None:
         self._clear()

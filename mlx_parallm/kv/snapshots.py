@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.blocks import Chain, Match, root_of
 from mlx_parallm.kv.disk import DiskTier, Payload
-from mlx_parallm.kv.merged import copied, state_arrays
+from mlx_parallm.kv.merged import copied, held_arrays
 from mlx_parallm.kv.prefix import KEEP_TOKENS
 from mlx_parallm.kv.store import integer_of
 from mlx_parallm.metrics import PrefixMetrics
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 MIN_DISTANCE = 64  # tokens between two snapshots of a prompt
 MAX_SNAPSHOTS = 8  # of one prompt, at regular distances
+MAX_ARRAYS = 100_000  # in all snapshots: Metal can't hold half a million buffers, however small
 MAX_SEEN = 1 << 16  # boundaries of texts seen before
 
 
@@ -34,6 +35,11 @@ class Snapshot:
     caches: list[Any]
     length: int
     nbytes: int
+    arrays: int  # how many it holds
+
+    @classmethod
+    def of(cls, caches: list[Any], length: int) -> "Snapshot":
+        return cls(caches, length, sum(cache.nbytes for cache in caches), len(held_arrays(caches)))
 
 
 class SnapshotPrefix:
@@ -99,9 +105,9 @@ class SnapshotPrefix:
     def take(self, chain: Chain, caches: list[Any], length: int, of: int) -> None:
         """Keeps the state of a prompt of `of` tokens after its first `length`."""
         kept = [copied(cache) for cache in caches]
-        mx.async_eval(state_arrays(kept))
+        mx.async_eval(held_arrays(kept))
         hash_ = chain.hashes[length // self._size - 1]
-        snapshot = Snapshot(kept, length, sum(cache.nbytes for cache in kept))
+        snapshot = Snapshot.of(kept, length)
         self._insert(hash_, snapshot)
         if of >= KEEP_TOKENS and length + self._size >= of:
             self._keep(hash_, snapshot)
@@ -129,7 +135,7 @@ class SnapshotPrefix:
                 assert self.disk is not None
                 self.disk.metrics.damaged += 1
                 continue
-            self._insert(hash_, Snapshot(caches, length, sum(cache.nbytes for cache in caches)))
+            self._insert(hash_, Snapshot.of(caches, length))
         return False  # there is only ever one to read
 
     @property
@@ -176,10 +182,12 @@ class SnapshotPrefix:
         self._snapshots[hash_] = snapshot
         self._snapshots.move_to_end(hash_)
         self.gauge()
-        while self.metrics.bytes > self.max_bytes:
+        self._arrays = sum(one.arrays for one in self._snapshots.values())
+        while self.metrics.bytes > self.max_bytes or self._arrays > MAX_ARRAYS:
             gone, old = self._snapshots.popitem(last=False)
             self.metrics.evictions += 1
             self.metrics.bytes -= old.nbytes
+            self._arrays -= old.arrays
             self.metrics.snapshots -= 1
             if old is not snapshot:
                 self._keep(gone, old)

@@ -1,7 +1,6 @@
-"""What MLX runs on here, how much memory there is for keys and values, and what becomes of freed memory."""
+"""What MLX runs on here, and what becomes of freed memory."""
 
 import ctypes
-import os
 import sys
 import threading
 from typing import Literal
@@ -20,19 +19,6 @@ def device_kind() -> DeviceKind:
 def device_name() -> str:
     info = mx.device_info()
     return f"{info.get('device_name', info.get('architecture', 'unknown'))} ({device_kind()})"
-
-
-def memory_at_hand() -> int:
-    """Bytes that may be taken beside what is in use: for keys and values once the weights are loaded, for updates."""
-    info = mx.device_info()
-    kind = device_kind()
-    if kind == "metal":
-        limit = int(info["max_recommended_working_set_size"])
-        return max(limit * 8 // 10 - mx.get_active_memory(), limit // 20)
-    if kind == "cuda":
-        total = int(info.get("total_memory", info.get("memory_size", 16 << 30)))
-        return max(total * 8 // 10 - mx.get_active_memory(), total // 20)
-    return _available_memory() // 2
 
 
 def give_memory_back() -> None:
@@ -73,12 +59,3 @@ class Spare:
 
 
 spare = Spare()
-
-
-def _available_memory() -> int:
-    if sys.platform == "linux":
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

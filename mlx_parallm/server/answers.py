@@ -258,6 +258,7 @@ class DebugMetrics(Answer):
     slots_free: int
     kv_bytes: int
     kv_bytes_limit: int
+    memory: dict[str, int] = Field(description="The budget in bytes: the process's limit, and what each part may hold")
     active_memory: int
     peak_memory: int
     serving_peak_memory: int = Field(description="The same without the pieces of updates")
@@ -271,6 +272,7 @@ class DebugMetrics(Answer):
     requests_finished: dict[str, int]
     requests_rejected: int
     preemptions: int
+    faults: int = Field(description="Device faults after which all running rows were computed again")
     deduplicated: int
     adapter_seconds: dict[str, float] = Field(
         description="Of the engine's time, for each adapter published, brought in or put beside others"

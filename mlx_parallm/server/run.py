@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,10 +19,10 @@ import uvicorn
 
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.engine import Engine, plan_engines
 from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
-from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
+from mlx_parallm.models.memory import wire_memory
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_exposure, keys_of
 from mlx_parallm.server.adapters import load_folder
@@ -52,7 +52,8 @@ def serve(config: ServeConfig, companion: Companion | None = None) -> int:
     listener = listen(config.host, config.port)
     dispatcher = Dispatcher()
     adapters = config.named_adapters()
-    models = {name: _started(name, source, config, dispatcher) for name, source in config.named_models().items()}
+    engines = start_engines(config.named_models(), config, dispatcher)
+    models = {engine.model.name: ServedModel(engine.model.name, engine) for engine in engines}
     try:
         for name, path in adapters.items():
             load_folder(next(iter(models.values())).engine, name, path, config)
@@ -89,22 +90,29 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _started(name: str, source: str | None, config: ServeConfig, dispatcher: Dispatcher) -> ServedModel:
-    loader = partial(
-        load,
-        source,
-        name=name,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        trust_remote_code=config.trust_remote_code,
-    )
-    return ServedModel(name, start_engine(loader, config, dispatcher))
-
-
-def start_engine(loader: Callable[[], LanguageModel], config: ServeConfig, dispatcher: Dispatcher) -> Engine:
-    engine = Engine(loader, config, dispatcher)
-    engine.start()
-    return engine
+def start_engines(sources: Mapping[str, str | None], config: ServeConfig, dispatcher: Dispatcher) -> list[Engine]:
+    """Loads models by name and source; all are in memory before any plans what is left."""
+    engines: list[Engine] = []
+    try:
+        for name, source in sources.items():
+            loader = partial(
+                load,
+                source,
+                name=name,
+                dtype=config.dtype,
+                max_model_len=config.max_model_len,
+                trust_remote_code=config.trust_remote_code,
+            )
+            engines.append(Engine(loader, config, dispatcher))
+            engines[-1].load()
+        wire_memory()
+        for engine, plan in zip(engines, plan_engines(engines, config), strict=True):
+            engine.start(plan)
+    except ParallmError:
+        for engine in engines:
+            engine.stop()
+        raise
+    return engines
 
 
 class Server(uvicorn.Server):

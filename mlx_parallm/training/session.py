@@ -18,8 +18,9 @@ import numpy as np
 from mlx_parallm.adapters.registry import Route
 from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import InvalidRequestError, ParallmError, UnavailableError
+from mlx_parallm.errors import ConfigError, InvalidRequestError, ParallmError, UnavailableError
 from mlx_parallm.models.device import device_kind
+from mlx_parallm.models.memory import size_flag, size_text
 from mlx_parallm.training.checkpoints import BEST, Checkpoint, Checkpoints, adapter_files, check_name
 from mlx_parallm.training.trainer import Outcome, RLConfig, Snapshot, Trainer
 from mlx_parallm.training.trajectories import Buffer, Trajectory
@@ -86,7 +87,9 @@ class Session:
         buffer_size: int = 1000,
         max_staleness: int | None = None,
         alarms: Alarms | None = None,
+        memory: int | None = None,  # bytes that learning may take; None: what is there
     ) -> None:
+        self._memory = memory
         self.engine = engine
         self.name = name
         self.lora = lora
@@ -106,11 +109,21 @@ class Session:
         self._thread: threading.Thread | None = None
         self.trainer: Trainer
 
+    def _check_memory(self) -> None:
+        needed = self.trainer.working_bytes * 5 // 4
+        if self._memory is not None and self._memory < needed:
+            limit = self.engine.memory.limit + 4 * (needed - self._memory)
+            raise ConfigError(
+                f"training {self.name!r} takes at least {size_text(needed)} and there is {size_text(self._memory)} for "
+                f"it: give --memory-limit {size_flag(limit)}, a smaller --lora-rank or fewer --lora-layers"
+            )
+
     # Start and end.
 
     def start(self, *, resume: bool = True, serve: bool = True) -> None:
         """Makes the trainer, as its last checkpoint left it, and publishes; `serve`: as the model's own name too."""
-        self.trainer = self._on_engine(lambda: Trainer(self.engine.model, self.lora, self.config))
+        self.trainer = self._on_engine(lambda: Trainer(self.engine.model, self.lora, self.config, self._memory))
+        self._check_memory()
         if device_kind() != "cpu":
             self._on_engine(self.trainer.rehearse)
         number = 1

@@ -19,8 +19,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.host import to_numpy
-from mlx_parallm.models.device import device_kind, memory_at_hand
+from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.memory import available_memory
 from mlx_parallm.training.batches import Batch, Micro
 from mlx_parallm.training.objectives import (
     AGGREGATION,
@@ -188,8 +189,10 @@ class _Pace:
 
 
 class Trainer:
-    def __init__(self, model: LanguageModel, lora: LoRAConfig, config: RLConfig) -> None:
+    def __init__(self, model: LanguageModel, lora: LoRAConfig, config: RLConfig, memory: int | None = None) -> None:
+        """`memory`: bytes that parameters, optimiser and a micro-batch may take together; None: what is there."""
         self.config = config
+        self._memory = memory
         self.lora = lora
         mx.random.seed(config.seed)
         self.tree = LearningTree(model, lora, checkpointing=config.gradient_checkpointing)
@@ -221,6 +224,11 @@ class Trainer:
         """Of parameters and the optimiser's memory of them."""
         arrays = [*self._stacks.values(), *(array for _, array in tree_flatten(self.optimizer.state))]
         return sum(array.nbytes for array in arrays)
+
+    @property
+    def working_bytes(self) -> int:
+        """Of what an update holds beside activations: those, their gradients, and all of it as it was before."""
+        return 2 * self.nbytes + sum(array.nbytes for array in self._stacks.values())
 
     def adapter(self) -> Adapter:
         return self.tree.adapter()
@@ -329,7 +337,10 @@ class Trainer:
     def _room(self) -> int:
         """How many tokens a micro-batch may have, by the memory at hand and what they took so far."""
         taken, tokens = self._largest
-        return max(1, int(memory_at_hand() * tokens / taken)) if taken > 0 else MAX_MICRO
+        if taken <= 0:
+            return MAX_MICRO
+        at_hand = available_memory() // 2 if self._memory is None else self._memory - self.working_bytes
+        return max(1, int(at_hand * tokens / taken))
 
     def _is_known(self, micro: Micro) -> bool:
         """Whether the time that it took tells how many tokens to take: a new shape's was for its plans, too."""

@@ -193,12 +193,18 @@ class Training:
             checkpoint_interval=config.checkpoint_interval,
             buffer_size=config.trajectory_buffer_size,
             max_staleness=config.max_staleness,
+            memory=self._memory_of_one(),
         )
         session.start(resume=config.resume, serve=serve)
         if config.update_frequency:
             session.follow_buffer(config.update_frequency)
         self.sessions[name] = session
         return session
+
+    def _memory_of_one(self) -> int | None:
+        """Bytes for each adapter that learns; None where the memory was not planned for it."""
+        count = len([name for entry in self.config.train_adapter for name in entry.split(",") if name])
+        return self.engine.memory.training // max(1, count) or None
 
     def add_reward_model(self, name: str, steps: "Generator[None, None, RewardModel]") -> RewardModel:
         """One that scores from now on; `steps` make it, on the engine."""

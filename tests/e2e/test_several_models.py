@@ -37,3 +37,8 @@ def test_each_request_reaches_the_model_it_names(tiny_folder: Path, tmp_path: Pa
             assert list(pool.map(ask, names)) == [alone[name] for name in names]
         missing = client.post("/v1/completions", json={"model": "third", "prompt": "x"})
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        models = client.get("/debug/metrics").json()["models"]
+        plans = [models[name]["memory"] for name in ("small", "other")]
+        assert plans[0]["limit"] == plans[1]["limit"]
+        parts = sum(plan[part] for plan in plans for part in ("weights", "rows", "blocks", "adapters", "training"))
+        assert parts + plans[0]["kept"] <= plans[0]["limit"], "the models have planned the same memory twice"

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.adapters.files import read_folder
 from mlx_parallm.adapters.layers import Layout
-from mlx_parallm.adapters.registry import KEPT_VERSIONS, Route
+from mlx_parallm.adapters.registry import KEPT_VERSIONS, MAX_PINNED, Route
 from mlx_parallm.adapters.weights import Adapter, AdapterError
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.engine.tuning import Tuning
@@ -349,3 +349,27 @@ def test_a_hundred_adapters_on_eight_places() -> None:
             expected = merged(adapters[number]).greedy(PROMPT[: 5 + number % 30], 4, ignore_eos=True)[0]
             assert pending.answers[0].tokens == expected, number
         assert sum(version.requests for entry in registry for version in entry.versions.values()) == 200
+
+
+def test_names_and_pins_are_bounded(adapters: dict[str, Adapter]) -> None:
+    adapter = next(iter(adapters.values()))
+    with driver("llama", max_cpu_loras=2) as running:
+        policies, registry = running.engine.policies, running.engine.adapters
+        for name in ("one", "two"):
+            policies.publish(name, adapter, "test")
+        with pytest.raises(AdapterError, match="--max-cpu-loras allows: unload one first") as refused:
+            policies.publish("three", adapter, "test")
+        assert refused.value.code == "too_many_adapters"
+        assert [entry.name for entry in registry] == ["one", "two"]
+        for _ in range(MAX_PINNED):
+            version = policies.publish("two", adapter, "test")
+            policies.pin("two", version.number, True)
+        newest = policies.publish("two", adapter, "test")
+        with pytest.raises(AdapterError, match="pinned already"):
+            policies.pin("two", newest.number, True)
+        policies.pin("two", version.number, True)  # it is pinned already
+        policies.pin("two", version.number, False)
+        policies.pin("two", newest.number, True)
+        policies.unload("one")
+        policies.publish("three", adapter, "test")
+        running.settle()

@@ -1,0 +1,84 @@
+"""Memory: nothing grows with the steps of a batch that never empties, and a budget that can't work is told at start."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.kv import snapshots
+from tests.engine.harness import Bare, driver
+from tests.tiny import tiny
+
+
+def buffers_after(drive: object, pending: object, count: int) -> int:
+    pending.wait_for_tokens(count)  # type: ignore[attr-defined]
+    return drive.engine._ask(mx.get_active_memory)  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["jamba", "hybrid", "gemma3"])
+def test_no_step_leaves_a_buffer_behind(kind: str) -> None:
+    """An offset that no layer reads would otherwise be a longer and longer sum, one buffer a step."""
+    with driver(kind) as drive:
+        _, pending = drive.submit([5, 9, 12], max_tokens=700, ignore_eos=True, stream=True)
+        pending.wait_for_tokens(10)
+        cache = drive.engine._runner.cache
+        pending.wait_for_tokens(300)
+
+        def graph() -> int:
+            """How many operations wait to be computed behind the caches' arrays."""
+            waiting = [array for array in cache.pending() if array.ndim <= 1]
+            before = mx.get_active_memory()
+            mx.eval(waiting)
+            return abs(mx.get_active_memory() - before)
+
+        drive.engine.pause("keep", 30)
+        left = drive.engine._ask(graph)
+        drive.engine.resume()
+        assert left <= 64, f"{left} bytes of buffers were kept alive by what nobody reads"
+        assert len(pending.wait()[0].tokens) == 700
+
+
+def test_jamba_answers_as_it_does_alone() -> None:
+    prompts = [[5, 9, 12, 7], [8, 8, 3], list(range(3, 60))]
+    with driver("jamba") as drive:
+        under_way = [drive.submit(prompt, max_tokens=12, ignore_eos=True)[1] for prompt in prompts]
+        found = [pending.wait()[0].tokens for pending in under_way]
+    bare = Bare(tiny("jamba"))
+    assert found == [bare.greedy(prompt, 12, ignore_eos=True)[0] for prompt in prompts]
+
+
+def test_snapshots_are_counted_in_arrays_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "MAX_ARRAYS", 30)
+    with driver("hybrid") as drive:
+        for number in range(8):
+            drive.ask([number + 3] * 100, max_tokens=2)
+        prefix = drive.engine._prefix
+        assert isinstance(prefix, snapshots.SnapshotPrefix)
+        held = list(prefix._snapshots.values())
+        assert 0 < sum(one.arrays for one in held) <= 30
+        assert held[0].arrays == len(snapshots.held_arrays(held[0].caches)) > 1
+        assert prefix.metrics.evictions > 0
+        drive.engine.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+def test_a_budget_that_holds_no_row_does_not_start(kind: str) -> None:
+    with pytest.raises(ModelLoadError, match=r"--kv-cache-memory \d+MiB or more"), driver(kind, kv_cache_memory=1000):
+        pass
+
+
+def test_a_budget_that_the_machine_has_not_does_not_start() -> None:
+    with pytest.raises(ModelLoadError, match=r"at most \d+MiB is left"), driver("llama", kv_cache_memory=1 << 50):
+        pass
+    with pytest.raises(ModelLoadError, match=r"--memory-limit \d+MiB"), driver("llama", memory_limit=10_000):
+        pass
+
+
+def test_the_budget_is_kept_and_told() -> None:
+    with driver("llama", memory_limit=1 << 28, max_loras=2) as drive:
+        plan = drive.engine.metrics.memory
+        assert plan.limit == 1 << 28
+        assert plan.weights == drive.engine.model.weight_bytes
+        assert plan.weights + plan.rows + plan.blocks + plan.adapters + plan.training + plan.kept <= plan.limit
+        told = dict(drive.engine.describe())["memory"]
+        for part in ("256 MiB in all", "weights", "running rows", "cached prompts", "adapters", "MLX keeps"):
+            assert part in told

@@ -1,0 +1,114 @@
+"""The budget: what a container leaves, what a Mac says of itself, and how models share it."""
+
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models import memory
+from mlx_parallm.models.memory import cgroup_room, parse_vm_stat, plan_memory
+
+GIB = 1 << 30
+
+
+def group(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("memory_", "memory.")).write_text(f"{content}\n")
+
+
+def test_cgroup_v2(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/system.slice/docker-1.scope\n")
+    root = tmp_path / "fs"
+    group(root / "system.slice" / "docker-1.scope", memory_max="max", memory_current=GIB)
+    assert cgroup_room(root, own) is None
+    group(root / "system.slice", memory_max=4 * GIB, memory_current=3 * GIB, memory_stat=f"anon 5\ninactive_file {GIB}")
+    assert cgroup_room(root, own) == 2 * GIB
+    group(root / "system.slice" / "docker-1.scope", memory_max=2 * GIB, memory_current=GIB)
+    assert cgroup_room(root, own) == GIB
+
+
+def test_cgroup_v2_inside_its_own_namespace(tmp_path: Path) -> None:
+    """A container sees its own group as the root, or a path that is not there."""
+    own = tmp_path / "cgroup"
+    root = tmp_path / "fs"
+    group(root, memory_max=4 * GIB, memory_current=GIB)
+    for path in ("/", "/../../kubepods/pod1"):
+        own.write_text(f"0::{path}\n")
+        assert cgroup_room(root, own) == 3 * GIB
+
+
+def test_cgroup_v1(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("4:memory:/box/inner\n2:cpu,cpuacct:/box\n0::/\n")
+    root = tmp_path / "fs"
+    group(root / "memory", memory_limit_in_bytes=9223372036854771712, memory_usage_in_bytes=GIB)
+    assert cgroup_room(root, own) is None
+    group(
+        root / "memory" / "box",
+        memory_limit_in_bytes=4 * GIB,
+        memory_usage_in_bytes=3 * GIB,
+        memory_stat=f"inactive_file 1\ntotal_inactive_file {GIB // 2}",
+    )
+    assert cgroup_room(root, own) == GIB + GIB // 2
+    group(root / "memory" / "box", memory_limit_in_bytes=GIB, memory_usage_in_bytes=3 * GIB)
+    assert cgroup_room(root, own) == 0
+
+
+def test_no_cgroups(tmp_path: Path) -> None:
+    assert cgroup_room(tmp_path, tmp_path / "none") is None
+
+
+def test_a_containers_limit_bounds_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "cgroup_room", lambda: GIB)
+    assert memory.available_memory() == GIB
+    monkeypatch.setattr(memory, "cgroup_room", lambda: None)
+    assert memory.available_memory() > GIB
+
+
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               10000.
+Pages active:                            500000.
+Pages inactive:                          400000.
+Pages speculative:                         5000.
+Pages throttled:                              0.
+Pages wired down:                        200000.
+Pages purgeable:                           1000.
+"Translation faults":                 123456789.
+"""
+
+
+def test_what_a_mac_has_available() -> None:
+    assert parse_vm_stat(VM_STAT) == 16384 * (10000 + 400000 + 5000 + 1000)
+    assert parse_vm_stat("no such thing") is None
+
+
+def total(plans: list[memory.MemoryPlan]) -> int:
+    parts = sum(plan.weights + plan.rows + plan.blocks + plan.adapters + plan.training for plan in plans)
+    return parts + plans[0].kept
+
+
+def test_models_share_one_budget() -> None:
+    config = ServeConfig(memory_limit=20 * GIB, enable_rl_training=True)
+    plans = plan_memory([6 * GIB, 2 * GIB], [GIB // 100, GIB // 200], config)
+    assert total(plans) <= 20 * GIB
+    assert total(plans) > 19 * GIB
+    assert [plan.training > 0 for plan in plans] == [True, False]
+    assert plans[0].rows == plans[1].rows == 2 * plans[0].blocks
+    (alone,) = plan_memory([6 * GIB], [GIB // 100], ServeConfig(memory_limit=20 * GIB))
+    assert alone.training == 0
+    assert alone.rows > 2 * plans[0].rows
+
+
+def test_a_flag_for_rows_is_the_whole_process() -> None:
+    plans = plan_memory([GIB, GIB], [0, 0], ServeConfig(memory_limit=9 * GIB, kv_cache_memory=2 * GIB))
+    assert [plan.rows for plan in plans] == [GIB, GIB]
+    (plan,) = plan_memory([GIB], [0], ServeConfig(memory_limit=9 * GIB, num_blocks=0))
+    assert plan.blocks == 0
+
+
+def test_what_can_not_work_names_the_number_that_would() -> None:
+    with pytest.raises(ModelLoadError, match=r"8.0 GiB .* may hold 4.0 GiB: --memory-limit 10240MiB"):
+        plan_memory([8 * GIB], [0], ServeConfig(memory_limit=4 * GIB))

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from mlx_parallm.engine.rows import Job
 from mlx_parallm.engine.scheduler import Scheduler, wants_prompt_logprobs
 from mlx_parallm.kv.blocks import Chain
-from mlx_parallm.kv.disk import DiskTier, Payload
+from mlx_parallm.kv.disk import DiskTier
+from mlx_parallm.kv.payload import Payload
 from mlx_parallm.kv.prefix import Prefix
 
 WRITE_SECONDS = 0.1  # between two hand-overs, while rows run

@@ -1,35 +1,32 @@
 """The prefix cache's second tier: files in a folder that is private to the user. No MLX.
 
-One thread of its own reads and writes; nobody else touches the files, and nothing here raises into the engine. A file
-is named by the hash of what it holds, written aside and renamed, and carries a checksum: what can't be read, or is not
-what its name says, is a miss, is removed and is counted. Several servers may share the folder. Files that have not
-been used for long go first when there are too many bytes; `touch` on a file's time is how use is remembered.
+One thread of its own keeps the index and writes, a few more read beside each other; nobody else touches the files, and
+nothing here raises into the engine. A file is named by the hash of what it holds, written aside and renamed, and
+carries a checksum: what can't be read, or is not what its name says, is a miss, is removed and is counted. Several
+servers may share the folder. Files that have not been used for long go first when there are too many bytes; `touch` on
+a file's time is how use is remembered.
 """
 
 import contextlib
 import errno
 import hashlib
 import itertools
-import json
 import logging
 import os
+import shutil
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
-
+from mlx_parallm.kv.payload import VERSION, Damaged, Payload, encode, read_file
 from mlx_parallm.metrics import DiskMetrics
 
 log = logging.getLogger(__name__)
 
-VERSION = "1"
 SUFFIX = ".safetensors"
 MAX_QUEUED_BYTES = 128 << 20  # of payloads that wait to be written; what comes then is dropped
 FIRST_READ_RATE = 1e9  # bytes a second, before anything has been read
@@ -38,32 +35,15 @@ LOOK_AGAIN_SECONDS = 10.0  # for what another server has written
 FULL_SCAN_SECONDS = 600.0
 REST_AFTER_ERROR_SECONDS = 30.0
 STALE_SECONDS = 3600.0  # a file that was never renamed belongs to a process that died
+READERS = 4  # files that are read and checked at once
 STUCK_SECONDS = 5.0  # at one piece of work: the disk does not answer
 TOUCH_SECONDS = 60.0  # a file's time is renewed at most so often
-
-Array = np.ndarray[Any, Any]
-
-
-@dataclass(slots=True)
-class Payload:
-    """What a file holds: arrays, and what their owner wants to know of them."""
-
-    arrays: list[Array]
-    note: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
 
 
 @dataclass(slots=True)
 class _File:
     size: int
     used: float
-
-
-class Damaged(Exception):
-    """A file is not what its name says."""
 
 
 @dataclass(slots=True)
@@ -105,6 +85,7 @@ class DiskTier:
         self._done = threading.Event()  # nothing is queued and nothing under way
         self._done.set()
         self._thread = threading.Thread(target=self._main, name="kv-disk", daemon=True)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-read")
         self.metrics = DiskMetrics()
         self.read_rate = FIRST_READ_RATE  # bytes a second, as measured
 
@@ -122,6 +103,7 @@ class DiskTier:
             log.warning("the SSD cache can't use %s: %s", self._root.parent, error)
         self._scan()
         self._prune()
+        self._call(self._remove_older_formats)
         self._thread.start()
 
     def __contains__(self, hash_: bytes) -> bool:
@@ -175,6 +157,7 @@ class DiskTier:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _call(self, work: Callable[[], None]) -> None:
         with self._wake:
@@ -217,8 +200,9 @@ class DiskTier:
         found: list[Payload] = []
         begin = time.perf_counter()
         try:
-            for hash_ in hashes:
-                payload = self._work.writes.get(hash_) or self._get(hash_)
+            waiting = [self._work.writes.get(hash_) or self._readers.submit(self._load, hash_) for hash_ in hashes]
+            for hash_, one in zip(hashes, waiting, strict=True):
+                payload = one if isinstance(one, Payload) else self._take(hash_, one)
                 if payload is None:
                     break
                 found.append(payload)
@@ -228,10 +212,14 @@ class DiskTier:
         finally:
             then(found)  # somebody waits
 
-    def _get(self, hash_: bytes) -> Payload | None:
+    def _load(self, hash_: bytes) -> Payload:
+        """On one of the readers' threads."""
+        return read_file(self._root / self._name(hash_), hash_.hex())
+
+    def _take(self, hash_: bytes, reading: "Future[Payload]") -> Payload | None:
         name = self._name(hash_)
         try:
-            payload = _decode((self._root / name).read_bytes(), hash_.hex())
+            payload = reading.result()
         except FileNotFoundError:
             self._forget(name)
             self.metrics.misses += 1
@@ -256,7 +244,7 @@ class DiskTier:
         if self._clock() < self._rest_until:
             self.metrics.dropped += 1
             return
-        data = _encode(payload, hash_.hex())
+        data = encode(payload, hash_.hex())
         if len(data) > self._max_bytes:
             self.metrics.dropped += 1
             return
@@ -282,6 +270,12 @@ class DiskTier:
         prefix = f"{self._own.name}/"
         for name in [name for name in self._files if name.startswith(prefix)]:
             self._remove(name)
+
+    def _remove_older_formats(self) -> None:
+        """Files of an earlier version of this server can't be read any more, and would stay for ever."""
+        for folder in _folders(self._root.parent):
+            if folder.name.startswith("v") and folder.name[1:].isdigit() and int(folder.name[1:]) < int(VERSION):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _look_again(self) -> None:
         """Takes note of what other servers have written or removed, in folders that have changed."""
@@ -381,35 +375,6 @@ class DiskTier:
     def _name(self, hash_: bytes) -> str:
         text = hash_.hex()
         return f"{self._own.name}/{text[:2]}/{text}{SUFFIX}"
-
-
-def _encode(payload: Payload, name: str) -> bytes:
-    arrays = {f"{number:04}": np.ascontiguousarray(array) for number, array in enumerate(payload.arrays)}
-    about = {"format": f"mlx-parallm-kv/{VERSION}", "name": name, "note": payload.note}
-    return save(arrays, {**about, "checksum": _checksum(list(arrays.values()), about)})
-
-
-def _decode(data: bytes, name: str) -> Payload:
-    try:
-        length = int.from_bytes(data[:8], "little")
-        about = json.loads(data[8 : 8 + length])["__metadata__"]
-        checksum = about.pop("checksum")
-        arrays = [array for _, array in sorted(load(data).items())]
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Damaged(f"it can't be read ({type(error).__name__})") from None
-    if about.get("format") != f"mlx-parallm-kv/{VERSION}" or about.get("name") != name:
-        raise Damaged(f"it holds {str(about.get('format'))[:40]}, {str(about.get('name'))[:40]}")
-    if _checksum(arrays, about) != checksum:
-        raise Damaged("its checksum is wrong")
-    return Payload(arrays, str(about.get("note", "")))
-
-
-def _checksum(arrays: list[Array], about: dict[str, str]) -> str:
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for array in arrays:
-        digest.update(repr((array.shape, str(array.dtype))).encode())
-        digest.update(array.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_parallm.kv.blocks import Block, BlockPool, Chain, Match, root_of
-from mlx_parallm.kv.disk import DiskTier, Payload
+from mlx_parallm.kv.disk import DiskTier
+from mlx_parallm.kv.payload import Payload
 from mlx_parallm.kv.slots import PromptLayer
 from mlx_parallm.kv.store import BlockStore, Host, Planes
 from mlx_parallm.metrics import PrefixMetrics

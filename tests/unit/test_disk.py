@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load, save
 
 from mlx_parallm.kv import disk as module
-from mlx_parallm.kv.disk import DiskTier, Payload
+from mlx_parallm.kv.disk import DiskTier
+from mlx_parallm.kv.payload import Damaged, Payload, decode, encode
 
 HASHES = [bytes([i]) * 16 for i in range(40)]
 
@@ -69,7 +70,7 @@ def test_what_was_written_is_there_after_a_restart_and_private(tmp_path: Path) -
     with tier(tmp_path / "open") as opened:
         put(opened, 0)
     assert (tmp_path / "open").stat().st_mode & 0o777 == 0o755  # somebody else's: ours is within
-    assert (tmp_path / "open/v1").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "open/v2").stat().st_mode & 0o777 == 0o700
     with tier(folder) as opened:
         put(opened, 0, 1, 2)
         assert [same(found, payload(i)) for i, found in enumerate(read(opened, *HASHES[:3]))] == [True] * 3
@@ -143,7 +144,7 @@ def test_the_longest_unused_go_first_and_the_old_anyway(tmp_path: Path) -> None:
 
     def put_now(opened: DiskTier, number: int) -> None:
         put(opened, number)
-        os.utime(tmp_path / "v1" / opened._name(HASHES[number]), (now[0], now[0]))
+        os.utime(tmp_path / "v2" / opened._name(HASHES[number]), (now[0], now[0]))
 
     with tier(tmp_path, clock=clock) as opened:
         put_now(opened, 0)
@@ -235,3 +236,50 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         opened.write(HASHES[9], huge)  # alone, it may be larger
         assert opened.settle(10)
         assert HASHES[9] in opened
+
+
+def test_files_of_an_older_format_are_misses_and_go(tmp_path: Path) -> None:
+    old = tmp_path / "v1" / "0123" / "ab"
+    old.mkdir(parents=True)
+    (old / "left.safetensors").write_bytes(b"what an earlier version wrote")
+    (tmp_path / "v9").mkdir()
+    (tmp_path / "notes").mkdir()
+    with tier(tmp_path) as opened:
+        put(opened, 0)
+        assert same(read(opened, HASHES[0])[0], payload(0))
+        assert opened.metrics.errors == opened.metrics.damaged == 0
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["notes", "v2", "v9"]
+
+
+def test_many_files_come_back_in_order_and_up_to_the_first_that_is_gone(tmp_path: Path) -> None:
+    with tier(tmp_path) as opened:
+        put(opened, *range(40))
+    with tier(tmp_path) as again:
+        found = read(again, *HASHES)
+        assert [same(one, payload(number)) for number, one in enumerate(found)] == [True] * 40
+        (tmp_path / "v2" / again._name(HASHES[17])).unlink()
+        assert len(read(again, *HASHES)) == 17
+        assert again.metrics.misses == 1
+
+
+def test_any_changed_byte_is_found() -> None:
+    data = np.frombuffer(encode(payload(3), "name"), np.uint8)
+    assert same(decode(data, "name"), payload(3))
+    for place in range(0, len(data), 7):
+        changed = data.copy()
+        changed[place] ^= 1
+        try:
+            found = decode(changed, "name")
+        except Damaged:
+            continue
+        assert same(found, payload(3)), f"byte {place} was changed and nobody noticed"  # padding in the header
+    for size in range(0, len(data), 11):
+        with pytest.raises(Damaged):
+            decode(data[:size], "name")
+    with pytest.raises(Damaged, match="it holds"):
+        decode(data, "another")
+
+
+def test_what_is_read_is_not_copied() -> None:
+    data = np.frombuffer(encode(payload(1), "name"), np.uint8)
+    assert all(np.shares_memory(array, data) for array in decode(data, "name").arrays)

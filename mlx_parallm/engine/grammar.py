@@ -15,8 +15,11 @@ import llguidance.hf
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
+from mlx_parallm.engine import harmony
 from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.tools import Thinking, Tool, ToolFormat
+from mlx_parallm.engine.tool_calls import Tool
+from mlx_parallm.engine.tool_formats import ToolFormat
+from mlx_parallm.engine.tools import Thinking
 from mlx_parallm.errors import InvalidRequestError
 
 # Room for any sensible indentation, but no endless run of spaces, which small models fall into.
@@ -42,22 +45,47 @@ def choice_grammar(choices: Sequence[str]) -> str:
 def tool_grammar(
     tools: Sequence[Tool], tool_format: ToolFormat, vocabulary: Vocabulary, *, name: str | None, parallel: bool
 ) -> str:
-    """One call, or more where `parallel` allows: of the tool called `name`, or of any."""
+    """One call, or more where `parallel` allows: of the tool called `name`, or of any.
+
+    Calls are JSON between the marks of the model's format, which is what parsers read in every format.
+    """
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(functions)))}"]
     for index, function in enumerate(functions):
-        head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
-        rules.append(f'call_{index}: {_quoted(head)} arguments_{index} "}}"')
+        rules.append(f"call_{index}: {_call_rule(function['name'], f'arguments_{index}', tool_format, vocabulary)}")
         rules.append(f"arguments_{index}: {_inline(function.get('parameters') or {'type': 'object'})}")
-    several = parallel and name is None
+    top = _calls_rule(tool_format, vocabulary, several=parallel and name is None)
+    return "\n".join([f"start: {top}", *rules])
+
+
+def _call_rule(name: str, arguments: str, tool_format: ToolFormat, vocabulary: Vocabulary) -> str:
+    if tool_format.kind == "harmony":
+        return f"{_mark(harmony.call_header(name), vocabulary)} {arguments}"
+    key = "parameters" if tool_format.kind == "bare" else "arguments"
+    head = f'{{"name": {_quoted(name)}, "{key}": '
+    return f'{_quoted(head)} {arguments} "}}"'
+
+
+def _calls_rule(tool_format: ToolFormat, vocabulary: Vocabulary, *, several: bool) -> str:
+    """All calls of an answer: between marks, separated, or the one that ends a harmony answer."""
+    if tool_format.kind == "harmony":
+        return f"({_mark(harmony.NEXT_MESSAGE, vocabulary)})? call"
+    if tool_format.kind == "bare":
+        return _repeated("call", "; ", several)
     start, end = (_mark(mark, vocabulary) for mark in (tool_format.start, tool_format.end))
     if tool_format.end:
-        rules.append(f'block: {start} "\\n" call "\\n" {end}')
-        top = f'block ("\\n" block){{0,{_MOST_CALLS - 1}}}' if several else "block"
-    else:  # a call that ends with the text: all calls stand in one list
-        calls = f'call (", " call){{0,{_MOST_CALLS - 1}}}' if several else "call"
-        top = f'{start} "[" {calls} "]"'
-    return "\n".join([f"start: {top}", *rules])
+        return _repeated(f'({start} "\\n" call "\\n" {end})', "\n", several)
+    return f'{start} "[" {_repeated("call", ", ", several)} "]"'  # a call that ends with the text: all in one list
+
+
+def _repeated(rule: str, separator: str, several: bool) -> str:
+    return f"{rule} ({_quoted(separator)} {rule}){{0,{_MOST_CALLS - 1}}}" if several else rule
+
+
+def in_final_channel(grammar: str, vocabulary: Vocabulary) -> str:
+    """An answer of a harmony model: the same grammar within the message that is its content."""
+    start, final = (_mark(mark, vocabulary) for mark in (harmony.NEXT_MESSAGE, harmony.FINAL))
+    return _composed(f"start: ({start})? {final} @final_answer", final_answer=grammar)
 
 
 def after_thinking(grammar: str, thinking: Thinking, vocabulary: Vocabulary, where: Literal["before", "inside"]) -> str:

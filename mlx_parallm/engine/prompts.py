@@ -6,7 +6,7 @@ The server calls this from its request path and its worker threads; every method
 import hashlib
 import json
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import orjson
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.engine.tools import Thinking, Tool, ToolFormat
+from mlx_parallm.engine.tool_calls import Tool
+from mlx_parallm.engine.tool_formats import ToolFormat
+from mlx_parallm.engine.tools import Thinking
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 
 Message = dict[str, Any]  # role, content (a string), and for some: name, tool_calls, tool_call_id, reasoning_content
@@ -108,6 +110,8 @@ class Prompts:
                 message["role"] = "system" if message["role"] == "developer" else message["role"]
         if not self._format.native:
             messages, tools = _spelled_out(messages, tools, self._format), []
+        elif "single tool-calls" in self._template:  # Llama's refuse more
+            messages = _one_call_each(messages)
         try:  # the template is the model's own program: whatever it raises, it could not take these messages
             rendered = self._tokenizer.apply_chat_template(
                 messages,
@@ -207,6 +211,33 @@ def _spelled_out(messages: list[Message], tools: Sequence[Tool], tool_format: To
         else:
             plain.append(message)
     return _with_system(plain, TOOL_PROMPT.format(tools="\n".join(map(_dumps, tools)))) if tools else plain
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """The same conversation with each call in a message of its own, and its result behind it."""
+    plain: list[Message] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            plain.append(message)
+            continue
+        results: list[Message] = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.popleft())
+        for number, call in enumerate(calls):
+            plain.append({**message, "content": "" if number else message["content"], "tool_calls": [call]})
+            if results:
+                plain.append(results.pop(_place_of_result(call, results)))
+        plain += results
+    return plain
+
+
+def _place_of_result(call: Mapping[str, Any], results: Sequence[Message]) -> int:
+    """By the call's id; results without ids are in the order of the calls."""
+    identities = [result.get("tool_call_id") for result in results]
+    return identities.index(call["id"]) if call.get("id") in identities else 0
 
 
 def _add_result(messages: list[Message], text: str) -> None:

@@ -1,77 +1,27 @@
 """What a chat model's raw text means: reasoning, content and tool calls, told apart as the text arrives.
 
-`ToolFormat` says how a model writes tool calls: its own way, read back by mlx-lm's parsers, or ours for models
-that have none. `ChatParser` is fed one choice's text and yields `Piece`s. The server and `LLM.chat` use both.
+`chat_parser` gives a choice its parser: `ChatParser`, or `HarmonyParser` for gpt-oss. What a text means does not depend
+on how it is cut: all that is pushed and a single push of the whole come to the same. So there are no two verdicts for
+streamed and whole answers:
+
+- A call is a call once its head, name and beginning of the arguments, is complete; its arguments are passed on as they
+  are written and are not checked.
+- A block between marks that has ended and holds no call is content, as text, unless calls came before it.
+- A block that is cut off is a call with the arguments written so far if its name is complete. Otherwise it is left out.
+- Marks of calls within reasoning are reasoning.
 """
 
-import json
-import re
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, Protocol
 
-import orjson
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_parallm.engine import harmony
 from mlx_parallm.engine.text import Prefixes
-
-Tool = Mapping[str, Any]  # as in a request: {"type": "function", "function": {"name", "description", "parameters"}}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """The marks around a tool call, and the model's own reader of what stands between them."""
-
-    start: str
-    end: str  # empty: a call ends with the text
-    native: bool  # the chat template renders tools, calls and their results itself
-    parse: Callable[[str, Any], Any] | None = None
-
-    @classmethod
-    def of(cls, tokenizer: TokenizerWrapper) -> "ToolFormat":
-        if not tokenizer.has_tool_calling:
-            return cls("<tool_call>", "</tool_call>", native=False)
-        return cls(tokenizer.tool_call_start, tokenizer.tool_call_end, native=True, parse=tokenizer.tool_parser)
-
-    def read(self, body: str, tools: Sequence[Tool]) -> "list[ToolCall] | None":
-        """The calls in a block, or None when it is malformed. JSON is read whatever the model's own format is."""
-        try:
-            parsed = orjson.loads(body.strip())
-        except orjson.JSONDecodeError:
-            parsed = self._parse_natively(body, tools)
-        entries = parsed if isinstance(parsed, list) else [parsed]
-        calls = [_tool_call(entry) for entry in entries]
-        return [call for call in calls if call is not None] if calls and all(calls) else None
-
-    def _parse_natively(self, body: str, tools: Sequence[Tool]) -> Any:
-        if self.parse is None:
-            return None
-        try:  # the parsers are others' code over a model's text: any exception says that it is malformed
-            return self.parse(body, list(tools))
-        except Exception:
-            return None
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    name: str
-    arguments: str  # JSON text
-    id: str | None = None  # a model may name its calls itself
-
-
-def _tool_call(entry: Any) -> ToolCall | None:
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
-        return None
-    arguments = entry.get("arguments", entry.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    identity = entry.get("id")
-    return ToolCall(entry["name"], arguments, identity if isinstance(identity, str) else None)
-
-
-def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+from mlx_parallm.engine.tool_blocks import Block
+from mlx_parallm.engine.tool_calls import Calls, Piece, Tool
+from mlx_parallm.engine.tool_formats import ToolFormat, bare_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,112 +33,105 @@ class Thinking:
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper) -> "Thinking | None":
+        if harmony.is_harmony(tokenizer):
+            return cls(harmony.ANALYSIS, "<|end|>")
         return cls(tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
 
 
-@dataclass(slots=True)
-class CallDelta:
-    """News of one tool call: its id and name first, then pieces of its arguments."""
+class Parser(Protocol):
+    """Splits one choice's text."""
 
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
+    @property
+    def state(self) -> Literal["start", "reasoning", "content", "tool"]:
+        """Where the text is now; in "tool", special tokens of the model's format are part of it."""
 
+    @property
+    def calls(self) -> int:
+        """How many there are so far."""
 
-@dataclass(slots=True)
-class Piece:
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    @property
+    def finished(self) -> bool:
+        """True once nothing that follows could be used."""
 
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+    def push(self, text: str) -> Piece: ...
 
-
-# The head of a JSON call whose name comes before its arguments, as models are trained to write it.
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_MARKS = re.compile(r'["{}\[\]]')
-_STRING = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL)
+    def finish(self, *, cut_off: bool = False) -> Piece:
+        """What is left once the text has ended; `cut_off`: by a limit, not by the model or a stop string."""
 
 
-class _OpenCall:
-    """A JSON call whose arguments are passed on while they are being written."""
-
-    __slots__ = ("_depth", "_in_string", "_scanned", "complete", "index", "sent")
-
-    def __init__(self, index: int, start: int) -> None:
-        self.index = index
-        self.sent = start  # so much of the block has been passed on
-        self.complete = False
-        self._scanned = start
-        self._depth = 0
-        self._in_string = False
-
-    def take(self, block: str) -> str:
-        """The part of the arguments that has come in since the last time."""
-        while not self.complete and self._advance(block):
-            continue
-        start, self.sent = self.sent, self._scanned if self.complete else len(block)
-        return block[start : self.sent]
-
-    def _advance(self, block: str) -> bool:
-        """One more bracket or string; False when the rest of the block is needed first."""
-        if self._in_string:
-            closing = _STRING.match(block, self._scanned)
-            if closing is None:
-                return False
-            self._in_string, self._scanned = False, closing.end()
-        mark = _MARKS.search(block, self._scanned)
-        if mark is None:
-            return False
-        self._scanned = mark.end()
-        if mark[0] == '"':
-            self._in_string = True
-        else:
-            self._depth += 1 if mark[0] in "{[" else -1
-            self.complete = self._depth == 0
-        return True
+def chat_parser(
+    tool_format: ToolFormat,
+    *,
+    thinking: Thinking | None,
+    inside_thinking: bool = False,  # the prompt has opened the reasoning already
+    tools: Sequence[Tool] = (),
+    parallel: bool = True,  # False: the first call is the last
+    separate_reasoning: bool = True,  # False: reasoning stays in the content
+    drop: Sequence[str] = (),  # marks of the model's format that are no content
+) -> Parser | None:
+    """A parser for a choice, or None where its text is its content."""
+    if tool_format.kind == "harmony":
+        return harmony.HarmonyParser(
+            tools=tools, parallel=parallel, inside_thinking=inside_thinking, separate_reasoning=separate_reasoning
+        )
+    if not tools and not drop and (thinking is None or not separate_reasoning):
+        return None
+    return ChatParser(
+        thinking=thinking,
+        inside_thinking=inside_thinking,
+        tool_format=tool_format if tools else None,
+        tools=tools,
+        parallel=parallel,
+        separate_reasoning=separate_reasoning,
+        drop=drop,
+    )
 
 
 class ChatParser:
-    """Splits one choice's text. `state` is where the text is now: about to begin, reasoning, content or tool."""
+    """For models that put marks around reasoning and calls, and those whose calls stand alone."""
 
     def __init__(
         self,
         *,
         thinking: Thinking | None = None,
-        inside_thinking: bool = False,  # the prompt has opened the reasoning already
+        inside_thinking: bool = False,
         tool_format: ToolFormat | None = None,  # None: no tools, nothing is looked for
         tools: Sequence[Tool] = (),
-        parallel: bool = True,  # False: the first call is the last
-        drop: Sequence[str] = (),  # marks of the model's format that are no content
-        streaming: bool = True,
+        parallel: bool = True,
+        separate_reasoning: bool = True,
+        drop: Sequence[str] = (),
     ) -> None:
         self._thinking = thinking
+        self._separate = separate_reasoning
         self._format = tool_format
         self._tools = tools
+        self._names = {tool["function"]["name"] for tool in tools}
         self._parallel = parallel
-        self._streaming = streaming
-        self._buffer = ""
-        self._trim = inside_thinking
-        self._open: _OpenCall | None = None
-        calls = [tool_format.start] if tool_format else []
-        self._in_content = Prefixes([*calls, *drop])
-        self._in_reasoning = Prefixes([thinking.end, *calls]) if thinking else Prefixes([])
-        self.calls = 0
+        self._calls = Calls(parallel=parallel)
+        self._block: Block | None = None
+        self._mark: list[str] = []  # what opened the block, and white space after it
+        self._buffer = ""  # text that is not decided yet
+        self._gap: list[str] = []  # white space that is content only if more content follows
+        self._trim = inside_thinking and thinking is not None and separate_reasoning
+        self._may_be_bare = tool_format is not None and tool_format.kind == "bare"
+        start = [tool_format.start] if tool_format is not None and tool_format.start else []
+        self._in_content = Prefixes([*start, *drop])
+        self._in_reasoning = Prefixes([thinking.end] if thinking else [])
         self.state: Literal["start", "reasoning", "content", "tool"] = "content"
         if thinking:
             self.state = "reasoning" if inside_thinking else "start"
 
     @property
+    def calls(self) -> int:
+        return self._calls.count
+
+    @property
     def finished(self) -> bool:
-        """True once nothing that follows could be used."""
         return not self._parallel and self.calls > 0 and self.state != "tool"
 
     def push(self, text: str) -> Piece:
         piece = Piece()
-        if self.state == "content" and not self._in_content.strings and not self._trim:
+        if self.state == "content" and self._format is None and not self._in_content.strings and not self._trim:
             piece.content = text
             return piece
         self._buffer += text
@@ -196,62 +139,106 @@ class ChatParser:
             continue
         return piece
 
-    def finish(self) -> Piece:
-        """What is left once the text has ended, perhaps in the middle of something."""
+    def finish(self, *, cut_off: bool = False) -> Piece:
         piece = Piece()
-        rest, self._buffer = self._buffer, ""
         if self.finished:
             return piece
+        if self.state == "content" and self._may_be_bare and cut_off and self._buffer:
+            self._open_bare_block()
         if self.state == "tool":
-            self._finish_tool(rest, piece)
-        elif self.state == "reasoning":
-            piece.reasoning = rest.lstrip("\n") if self._trim else rest
-        elif not self._trim or rest.strip():
-            piece.content = rest
+            self._finish_block(cut_off, piece)
+            return piece
+        rest, self._buffer = self._buffer, ""
+        if self.state == "reasoning":
+            self._add_reasoning(rest.lstrip("\n") if self._trim else rest, piece)
+        elif not cut_off or not rest.strip():  # else it is the beginning of a mark
+            text = "".join(self._gap) + rest
+            piece.content += text.lstrip() if self._trim else text
         return piece
 
     def _step(self, piece: Piece) -> bool:
-        """Does what the current state can do; True when the state changed, so that there may be more to do."""
+        """Does what the current state can do; True when there may be more to do."""
         if self.state == "start":
-            return self._look_for_thinking()
+            return self._look_for_thinking(piece)
         if self.state == "reasoning":
             return self._reason(piece)
         if self.state == "content":
-            return self._write(piece)
+            return self._settle_bare() if self._may_be_bare else self._write(piece)
         return self._call(piece)
 
-    def _look_for_thinking(self) -> bool:
+    def _look_for_thinking(self, piece: Piece) -> bool:
         assert self._thinking is not None
+        if self._hold_space(self._gap):
+            return False
         text = self._buffer.lstrip()
         if text.startswith(self._thinking.start):
             self._buffer = text[len(self._thinking.start) :]
-            self.state, self._trim = "reasoning", True
+            self._gap.clear()
+            self.state, self._trim = "reasoning", self._separate
+            piece.content += "" if self._separate else self._thinking.start
             return True
         if self._thinking.start.startswith(text):
             return False
         self.state = "content"
+        self._release_gap()
         return True
+
+    def _hold_space(self, into: list[str]) -> bool:
+        """Puts white space aside that is all there is to read; nothing is looked at again while only that arrives."""
+        if self._buffer.strip():
+            return False
+        into.append(self._buffer)
+        self._buffer = ""
+        return True
+
+    def _release_gap(self) -> None:
+        self._buffer = "".join(self._gap) + self._buffer
+        self._gap.clear()
 
     def _reason(self, piece: Piece) -> bool:
         text, mark = self._take(self._in_reasoning)
-        piece.reasoning += text
+        self._add_reasoning(text, piece)
         if mark is None:
             return False
-        self.state = "content" if self._thinking and mark == self._thinking.end else "tool"
-        self._trim = True
+        self.state, self._trim = "content", self._separate
+        piece.content += "" if self._separate else mark
         return True
+
+    def _add_reasoning(self, text: str, piece: Piece) -> None:
+        if self._separate:
+            piece.reasoning += text
+        else:
+            piece.content += text
+
+    def _settle_bare(self) -> bool:
+        """At the beginning of content: is it a call without marks?"""
+        if self._hold_space(self._gap):
+            return False
+        verdict = bare_call(self._buffer, self._names)
+        if verdict:
+            self._open_bare_block()
+        elif verdict is False:
+            self._may_be_bare = False
+            self._release_gap()
+        return verdict is not None
+
+    def _open_bare_block(self) -> None:
+        assert self._format is not None
+        self._block = self._format.bare_block(self._buffer, self._calls, self._tools)
+        self._mark, self.state = [], "tool"
 
     def _write(self, piece: Piece) -> bool:
         text, mark = self._take(self._in_content)
-        if self._format is not None and mark is None:
-            # A gap before a call is no content: it waits until it is known what follows.
-            solid = text.rstrip()
-            self._buffer = text[len(solid) :] + self._buffer
-            text = solid
-        elif self._format is not None and mark == self._format.start:
-            text = text.rstrip()
-            self.state = "tool"
-        piece.content += text
+        if self._format is None:
+            piece.content += text
+            return mark is not None
+        solid = text.rstrip()
+        if solid:  # a gap before a call is no content: it waits until it is known what follows
+            piece.content += "".join(self._gap) + solid
+            self._gap.clear()
+        self._gap.append(text[len(solid) :])
+        if mark is not None and mark == self._format.start:
+            self._block, self._mark, self.state = None, [mark], "tool"
         return mark is not None
 
     def _take(self, marks: Prefixes) -> tuple[str, str | None]:
@@ -261,6 +248,7 @@ class ChatParser:
         if found := marks.find(self._buffer):
             at, mark = found
             text, self._buffer = self._buffer[:at], self._buffer[at + len(mark) :]
+            self._trim = self._trim and not text
             return text, mark
         end = len(self._buffer) - marks.held(self._buffer)
         text, self._buffer = self._buffer[:end], self._buffer[end:]
@@ -268,46 +256,40 @@ class ChatParser:
         return text, None
 
     def _call(self, piece: Piece) -> bool:
-        assert self._format is not None
-        end = self._buffer.find(self._format.end) if self._format.end else -1
-        if end < 0:
-            if self._streaming:
-                self._pass_on(self._buffer, piece)
+        """Hands text to the block; True when the block has ended."""
+        if self._block is None and not self._choose_block():
             return False
-        block, self._buffer = self._buffer[:end], self._buffer[end + len(self._format.end) :]
-        self._close(block, self._format.end, piece)
-        self.state, self._trim = "content", True
+        assert self._block is not None
+        rest = self._block.push(self._buffer)
+        self._buffer = rest or ""
+        if rest is None:
+            piece.calls += self._calls.take()
+            return False
+        self._end_block(self._block.unread(), piece)
         return True
 
-    def _pass_on(self, block: str, piece: Piece) -> None:
-        """Begins or continues to stream the call being written, where it is written as JSON."""
-        if self._open is None:
-            head = _HEAD.match(block)
-            if head is None:
-                return
-            self._open = _OpenCall(self.calls, head.end())
-            self.calls += 1
-            piece.calls += (CallDelta(self._open.index, new_call_id(), head[1]),)
-        if arguments := self._open.take(block):
-            piece.calls += (CallDelta(self._open.index, arguments=arguments),)
-
-    def _close(self, block: str, end: str, piece: Piece) -> None:
-        """A whole block: the rest of a streamed call, or calls to report at once, or malformed text."""
+    def _choose_block(self) -> bool:
         assert self._format is not None
-        if self._streaming:
-            self._pass_on(block, piece)
-        if self._open is not None:
-            self._open = None
-            return
-        calls = self._format.read(block, self._tools)
-        if calls is None:
-            piece.content += f"{self._format.start}{block}{end}"
-            return
-        for call in calls if self._parallel else calls[:1]:
-            opening = CallDelta(self.calls, call.id or new_call_id(), call.name)
-            piece.calls += (opening, CallDelta(self.calls, arguments=call.arguments))
-            self.calls += 1
+        if not self._hold_space(self._mark):
+            self._block = self._format.block(self._buffer, self._calls, self._tools)
+        return self._block is not None
 
-    def _finish_tool(self, block: str, piece: Piece) -> None:
-        self._close(block, "", piece)
-        self.state = "content"
+    def _end_block(self, unread: str | None, piece: Piece) -> None:
+        """After a block: its calls are reported, or its text is content."""
+        piece.calls += self._calls.take()
+        malformed = unread is not None and not self.calls
+        if malformed:
+            piece.content += "".join([*self._gap, *self._mark, unread or ""])
+        self._gap.clear()
+        self._trim = not malformed
+        self._block, self.state = None, "content"
+        self._may_be_bare = self._format is not None and self._format.kind == "bare" and self.calls > 0
+
+    def _finish_block(self, cut_off: bool, piece: Piece) -> None:
+        rest, self._buffer = self._buffer, ""
+        if self._block is None:  # nothing that says how to read it
+            self._end_block(None if cut_off else rest, piece)
+            return
+        if rest:
+            self._block.push(rest)
+        self._end_block(self._block.finish(cut_off), piece)

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.tools import CallDelta
+from mlx_parallm.engine.tool_calls import CallDelta
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.generation import Choice, Collected, Generation, News
 from mlx_parallm.server.models import ServedModel

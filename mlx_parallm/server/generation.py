@@ -16,7 +16,8 @@ from starlette.types import Receive
 from mlx_parallm.adapters.registry import Version
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.text import TextStream
-from mlx_parallm.engine.tools import CallDelta, ChatParser, Piece
+from mlx_parallm.engine.tool_calls import CallDelta, Piece
+from mlx_parallm.engine.tools import Parser
 from mlx_parallm.errors import ParallmError, UnavailableError
 from mlx_parallm.server.errors import ClientLeft
 from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
@@ -44,7 +45,7 @@ class Choice:
         index: int,
         prompt: int,
         stream: TextStream,
-        parser: ChatParser | None = None,
+        parser: Parser | None = None,
         stop_token_ids: Collection[int] = (),
         exact: bool = False,
     ) -> None:
@@ -145,7 +146,7 @@ class Choice:
             if self._parser.finished:
                 reason = "stop"
             if reason is not None:
-                _extend(news.piece, self._parser.finish())
+                _extend(news.piece, self._parser.finish(cut_off=reason != "stop"))
             if reason == "stop" and self._parser.calls:
                 reason = "tool_calls"
         self.finish_reason = news.finish_reason = reason

@@ -11,7 +11,8 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.prompts import Prompts
 from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.tools import Thinking, ToolFormat
+from mlx_parallm.engine.tool_formats import ToolFormat
+from mlx_parallm.engine.tools import Thinking
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.models.language import LanguageModel
 
@@ -56,7 +57,7 @@ class ServedModel:
         return self.model.context_length
 
     def _mark_tokens(self) -> frozenset[int]:
-        marks = [self.tool_format.start, self.tool_format.end, *self.model.tokenizer.structural_markers]
+        marks = [*self.tool_format.marks, *self.model.tokenizer.structural_markers]
         if self.thinking is not None:
             marks += [self.thinking.start, self.thinking.end]
         tokens = {token for mark in marks for token in self.model.tokenizer.encode(mark, add_special_tokens=False)}

@@ -19,7 +19,7 @@ from mlx_parallm.adapters.registry import Version
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.prompts import Conversation, Prompt
 from mlx_parallm.engine.text import TextStream
-from mlx_parallm.engine.tools import ChatParser
+from mlx_parallm.engine.tools import Parser, chat_parser
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
@@ -251,21 +251,16 @@ def _token_limit(body: GenerationBody, served: ServedModel) -> int | None:
     return served.context_length if body.truncate_prompt_tokens is None else None
 
 
-def _parser(body: ChatBody, served: ServedModel, inside_thinking: bool) -> ChatParser | None:
+def _parser(body: ChatBody, served: ServedModel, inside_thinking: bool) -> Parser | None:
     """None for a model that only writes text."""
-    tools = body.tools if body.tool_choice != "none" else []
-    thinking = served.thinking if body.separate_reasoning else None
-    drop = served.model.tokenizer.structural_markers
-    if not tools and thinking is None and not drop:
-        return None
-    return ChatParser(
-        thinking=thinking,
-        inside_thinking=inside_thinking and thinking is not None,
-        tool_format=served.tool_format if tools else None,
-        tools=params.tools_of(body),
+    return chat_parser(
+        served.tool_format,
+        thinking=served.thinking,
+        inside_thinking=inside_thinking,
+        tools=params.tools_of(body) if body.tool_choice != "none" else [],
         parallel=body.parallel_tool_calls,
-        drop=drop,
-        streaming=body.stream,
+        separate_reasoning=body.separate_reasoning,
+        drop=served.model.tokenizer.structural_markers,
     )
 
 

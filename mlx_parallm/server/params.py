@@ -10,9 +10,17 @@ from typing import Any
 import orjson
 
 from mlx_parallm.engine.admission import check_ids, check_sampling
-from mlx_parallm.engine.grammar import after_thinking, choice_grammar, either, json_grammar, regex_grammar, tool_grammar
+from mlx_parallm.engine.grammar import (
+    after_thinking,
+    choice_grammar,
+    either,
+    in_final_channel,
+    json_grammar,
+    regex_grammar,
+    tool_grammar,
+)
 from mlx_parallm.engine.prompts import Conversation, Message
-from mlx_parallm.engine.tools import Tool
+from mlx_parallm.engine.tool_calls import Tool
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.schemas import (
@@ -161,6 +169,8 @@ def grammar_of(body: GenerationBody, served: ServedModel, *, inside_thinking: bo
     """The grammar that a body asks for, with the field that asks for it. Compiling is left to the caller."""
     asked = _structure(body)
     chat = isinstance(body, ChatBody)
+    if asked is not None and chat and served.tool_format.kind == "harmony":
+        asked = in_final_channel(asked[0], served.vocabulary), asked[1]
     if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
         forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedToolChoice)
         if forced or asked is not None:

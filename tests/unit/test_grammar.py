@@ -1,28 +1,35 @@
 """Grammars accept what they should and nothing else, token by token, and what they force is read back."""
 
+import importlib
 import json
+import pkgutil
 from typing import Any
 
+import mlx_lm.tool_parsers
 import numpy as np
 import pytest
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-from mlx_lm.tool_parsers import json_tools, mistral, pythonic, qwen3_coder
 
+from mlx_parallm.engine import harmony
 from mlx_parallm.engine.grammar import (
     GrammarCompiler,
     after_thinking,
     choice_grammar,
     either,
+    in_final_channel,
     json_grammar,
     regex_grammar,
     tool_grammar,
 )
 from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.tools import Thinking, Tool, ToolFormat
+from mlx_parallm.engine.tool_calls import Tool
+from mlx_parallm.engine.tool_formats import ToolFormat
+from mlx_parallm.engine.tools import Thinking, chat_parser
 from mlx_parallm.errors import InvalidRequestError
 from tests.unit.vocabularies import byte_level, word_piece
 
-TOKENIZER = byte_level(["<think>", "</think>", "[TOOL_CALLS]"], ["<tool_call>", "</tool_call>", "<muse>", "</muse>"])
+SPECIAL = ["<think>", "</think>", "[TOOL_CALLS]", *harmony.MARKS]
+TOKENIZER = byte_level(SPECIAL, ["<tool_call>", "</tool_call>", "<muse>", "</muse>"])
 VOCABULARY = Vocabulary(TOKENIZER)
 EOS = TOKENIZER.eos_token_id
 COMPILER = GrammarCompiler(TOKENIZER, len(TOKENIZER) + 7, [EOS])
@@ -147,16 +154,62 @@ def test_named_tool() -> None:
     assert not accepts(named, calls(("add", {"a": 1})))
 
 
-@pytest.mark.parametrize("parser", [json_tools, qwen3_coder, pythonic, mistral])
-def test_forced_calls_are_read_back_whatever_the_format(parser: Any) -> None:
-    tool_format = ToolFormat(parser.tool_call_start, parser.tool_call_end, native=True, parse=parser.parse_tool_call)
-    grammar = tool_grammar(TOOLS, tool_format, VOCABULARY, name="add", parallel=False)
-    body = '{"name": "add", "arguments": {"a": 1}}'
-    body = f"\n{body}\n" if tool_format.end else f"[{body}]"
-    assert accepts(grammar, f"{tool_format.start}{body}{tool_format.end}")
-    found = tool_format.read(body, TOOLS)
-    assert found is not None
-    assert (found[0].name, json.loads(found[0].arguments)) == ("add", {"a": 1})
+FORMATS = [
+    ToolFormat(module.tool_call_start, module.tool_call_end, native=True, parse=module.parse_tool_call)
+    for module in (
+        importlib.import_module(f"mlx_lm.tool_parsers.{found.name}")
+        for found in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)
+    )
+]
+LLAMA = ToolFormat("<|python_tag|>", "", native=True, kind="bare")
+HARMONY = ToolFormat("<|channel|>", "<|call|>", native=True, kind="harmony")
+
+
+def forced(tool_format: ToolFormat, arguments: list[str]) -> str:
+    """Calls of `add` as the grammar has them."""
+    if tool_format.kind == "harmony":
+        return "".join(f"{harmony.call_header('add')}{text}" for text in arguments)
+    key = "parameters" if tool_format.kind == "bare" else "arguments"
+    objects = [f'{{"name": "add", "{key}": {text}}}' for text in arguments]
+    if tool_format.kind == "bare":
+        return "; ".join(objects)
+    if not tool_format.end:
+        return f"{tool_format.start}[{', '.join(objects)}]"
+    return "\n".join(f"{tool_format.start}\n{text}\n{tool_format.end}" for text in objects)
+
+
+@pytest.mark.parametrize("tool_format", [OURS, *FORMATS, LLAMA, HARMONY], ids=lambda one: f"{one.kind} {one.start}")
+@pytest.mark.parametrize("arguments", [['{"a": 1}'], ['{"a": 1}', '{"a": -2}']], ids=["one", "two"])
+def test_forced_calls_are_read_back_whatever_the_format(tool_format: ToolFormat, arguments: list[str]) -> None:
+    if tool_format.kind == "harmony":
+        arguments = arguments[:1]  # its answer ends with a call
+    grammar = tool_grammar(TOOLS, tool_format, VOCABULARY, name=None, parallel=len(arguments) > 1)
+    text = forced(tool_format, arguments)
+    assert accepts(grammar, text)
+    parser = chat_parser(tool_format, thinking=None, tools=TOOLS)
+    assert parser is not None
+    pieces = [*map(parser.push, text), parser.finish()]
+    assert not any(piece.content or piece.reasoning for piece in pieces)
+    deltas = [delta for piece in pieces for delta in piece.calls]
+    assert [delta.name for delta in deltas if delta.name] == ["add"] * len(arguments)
+    assert "".join(delta.arguments for delta in deltas) == "".join(arguments)
+
+
+def test_harmony_thinks_and_then_calls_or_answers() -> None:
+    thinking = Thinking(harmony.ANALYSIS, "<|end|>")
+    calls = tool_grammar(TOOLS, HARMONY, VOCABULARY, name="add", parallel=True)
+    answer = in_final_channel(json_grammar(SCHEMA), VOCABULARY)
+    call = harmony.call_header("add") + '{"a": 1}'
+    final = f'{harmony.FINAL}{{"a": 1}}'
+    thought = f"{harmony.ANALYSIS}hm {{<|end|>{harmony.NEXT_MESSAGE}"
+    grammar = after_thinking(either(answer, calls), thinking, VOCABULARY, "before")
+    for text in (call, final, thought + call, thought + final):
+        assert accepts(grammar, text)
+    assert not accepts(grammar, '{"a": 1}')
+    assert not accepts(grammar, f'{harmony.FINAL}{{"b": 1}}')
+    assert not accepts(after_thinking(calls, thinking, VOCABULARY, "before"), thought + final)
+    inside = after_thinking(calls, thinking, VOCABULARY, "inside")
+    assert accepts(inside, f"hm<|end|>{harmony.NEXT_MESSAGE}{call}")
 
 
 @pytest.mark.parametrize("thinking", [Thinking(f"<{word}>", f"</{word}>") for word in ("think", "muse", "spelled")])

@@ -6,6 +6,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
+from mlx_parallm.engine import harmony
 from mlx_parallm.engine.prompts import Conversation, Prompts
 from mlx_parallm.errors import InvalidRequestError
 from tests.unit.vocabularies import byte_level, sentence_piece
@@ -79,10 +80,34 @@ def test_tools_are_rendered_by_the_template_or_spelled_out() -> None:
     assert talk.messages[0] == {"role": "user", "content": "hi"}, "the conversation itself is left alone"
 
 
+def test_a_template_that_takes_single_calls_gets_them() -> None:
+    template = (
+        "{# tools #}{% if false %}This model only supports single tool-calls at once!{% endif %}"
+        '{# {"name": function name, "parameters": … #}'
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<{{ c.id }}>{% endfor %}{% endfor %}"
+    )
+    calls = [{"id": name, "function": {"name": "look", "arguments": {}}} for name in "abc"]
+    talk = Conversation(
+        [
+            {"role": "assistant", "content": "wait", "tool_calls": calls},
+            {"role": "tool", "content": "B", "tool_call_id": "b"},
+            {"role": "tool", "content": "A", "tool_call_id": "a"},
+            {"role": "user", "content": "and?"},
+            {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+        ],
+    )
+    expected = "[assistant]wait<a>[tool]A[assistant]<b>[tool]B[assistant]<c>[user]and?[assistant]<a>"
+    assert prompts(template).render(talk) == expected
+
+
 def test_a_prompt_may_end_inside_the_reasoning() -> None:
     assert prompts(THINKS).chat(user("hi")).inside_thinking
     assert not prompts(PLAIN).chat(user("hi")).inside_thinking
     assert not prompts(PLAIN).chat(user("what is <think>")).inside_thinking
+    gpt_oss = byte_level(harmony.MARKS)._tokenizer
+    gpt_oss.chat_template = PLAIN + "<|start|>assistant<|channel|>analysis<|message|>"
+    assert Prompts(TokenizerWrapper(gpt_oss)).chat(user("hi")).inside_thinking
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentence_piece()])

@@ -7,7 +7,13 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, mistral, pythonic, qwen3_coder
 
-from mlx_parallm.engine.tools import CallDelta, ChatParser, Piece, Thinking, ToolFormat
+from mlx_parallm.engine import harmony
+from mlx_parallm.engine.text import TextStream, Vocabulary
+from mlx_parallm.engine.tool_calls import CallDelta, Piece
+from mlx_parallm.engine.tool_formats import ToolFormat
+from mlx_parallm.engine.tools import ChatParser, Parser, Thinking, chat_parser
+from mlx_parallm.server.generation import Choice, Collected
+from mlx_parallm.types import Delta
 from tests.unit.vocabularies import byte_level
 
 TOOLS = [
@@ -27,10 +33,11 @@ def native(parser: Any) -> ToolFormat:
     return ToolFormat(parser.tool_call_start, parser.tool_call_end, native=True, parse=parser.parse_tool_call)
 
 
-def run(parser: ChatParser, text: str, size: int) -> Piece:
+def run(parser: Parser, text: str, size: int, *, cut_off: bool = False) -> Piece:
     """All that comes out, the deltas of each call put together."""
     whole = Piece()
-    for part in [*(parser.push(text[at : at + size]) for at in range(0, len(text), size)), parser.finish()]:
+    parts = [parser.push(text[at : at + size]) for at in range(0, len(text), size)]
+    for part in [*parts, parser.finish(cut_off=cut_off)]:
         whole.content += part.content
         whole.reasoning += part.reasoning
         whole.calls += part.calls
@@ -57,19 +64,14 @@ def size(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(params=[True, False], ids=["streaming", "whole"])
-def streaming(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 def test_plain_text_passes_at_once() -> None:
     assert ChatParser().push("any <tool_call> text") == Piece("any <tool_call> text")
 
 
-def test_parallel_calls_with_text_around(size: int, streaming: bool) -> None:
+def test_parallel_calls_with_text_around(size: int) -> None:
     nested = {"a": 1, "b": {"text": 'br{ace "quoted\\" ]', "list": [1, [2]]}}
     text = f"Let me see.\n\n{block('add', nested)}\n{block('add', {})}\n"
-    piece = run(ChatParser(tool_format=OURS, tools=TOOLS, streaming=streaming), text, size)
+    piece = run(ChatParser(tool_format=OURS, tools=TOOLS), text, size)
     assert joined(piece) == [("add", nested), ("add", {})]
     assert piece.content == "Let me see."
 
@@ -84,39 +86,73 @@ def test_arguments_are_streamed_while_they_are_written() -> None:
     assert parser.push("}\n</tool_call>").calls == ()
 
 
-def test_keys_in_another_order(size: int, streaming: bool) -> None:
+def test_keys_in_another_order(size: int) -> None:
     text = '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>'
-    assert joined(run(ChatParser(tool_format=OURS, tools=TOOLS, streaming=streaming), text, size)) == [
-        ("add", {"a": 1})
-    ]
+    assert joined(run(ChatParser(tool_format=OURS, tools=TOOLS), text, size)) == [("add", {"a": 1})]
 
 
 @pytest.mark.parametrize(
     "body", ["no json", '{"name": 5, "arguments": {}}', '{"arguments": {}}', "[]", "{", "", "null"]
 )
-def test_malformed_calls_are_content(body: str, size: int, streaming: bool) -> None:
+def test_malformed_calls_are_content(body: str, size: int) -> None:
     text = f"<tool_call>{body}</tool_call>"
-    piece = run(ChatParser(tool_format=OURS, tools=TOOLS, streaming=streaming), text, size)
-    assert (piece.content, piece.calls) == (text, ())
-
-
-def test_a_call_cut_short(size: int) -> None:
-    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1'
     piece = run(ChatParser(tool_format=OURS, tools=TOOLS), text, size)
-    assert "".join(delta.arguments for delta in piece.calls) == '{"a": 1'
-    piece = run(ChatParser(tool_format=OURS, tools=TOOLS, streaming=False), text, size)
     assert (piece.content, piece.calls) == (text, ())
 
 
-def test_a_call_without_its_end(size: int, streaming: bool) -> None:
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1', ['{"a": 1']),
+        ('<tool_call>\n{"name": "add", "arg', [""]),
+        ('<tool_call>\n{"name": "ad', []),
+        ("<tool_call>", []),
+        ("<tool_c", []),
+        (f"{block('add', {})}\n<tool_call>{{", ["{}"]),
+        (f"{block('add', {})}\n<tool_", ["{}"]),
+    ],
+)
+def test_a_call_cut_off_leaves_no_markup(text: str, arguments: list[str], size: int) -> None:
+    piece = run(ChatParser(tool_format=OURS, tools=TOOLS), f"So: {text}", size, cut_off=True)
+    written = [""] * sum(delta.name is not None for delta in piece.calls)
+    for delta in piece.calls:
+        written[delta.index] += delta.arguments
+    assert (piece.content, written) == ("So:", arguments)
+
+
+def test_malformed_arguments_are_passed_on(size: int) -> None:
+    """Their call has been announced already when they turn out to be malformed."""
+    text = '<tool_call>{"name": "add", "arguments": {"a": oops</tool_call>\n' + block("add", {})
+    piece = run(ChatParser(tool_format=OURS, tools=TOOLS), text, size)
+    assert [delta.name for delta in piece.calls if delta.name] == ["add", "add"]
+    assert "".join(delta.arguments for delta in piece.calls) == '{"a": oops{}'
+    assert piece.content == ""
+
+
+def test_a_quote_that_is_not_escaped_does_not_hide_the_next_call(size: int) -> None:
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": "say "hi"}}\n</tool_call>\n' + block("add", {})
+    piece = run(ChatParser(tool_format=OURS, tools=TOOLS), text, size)
+    assert [delta.name for delta in piece.calls if delta.name] == ["add", "add"]
+
+
+def test_a_malformed_block_beside_a_call_is_left_out(size: int) -> None:
+    text = f"{block('add', {})}\n<tool_call>no json</tool_call>\nDone."
+    piece = run(ChatParser(tool_format=OURS, tools=TOOLS), text, size)
+    assert (joined(piece), piece.content) == ([("add", {})], "Done.")
+
+
+def test_a_mark_in_prose_stays(size: int) -> None:
+    text = "The  <tool_call> tag\n begins a call."
+    assert run(ChatParser(tool_format=OURS, tools=TOOLS), text, size).content == text
+
+
+def test_a_call_without_its_end(size: int) -> None:
     text = block("add", {"a": 1}).removesuffix("\n</tool_call>")
-    assert joined(run(ChatParser(tool_format=OURS, tools=TOOLS, streaming=streaming), text, size)) == [
-        ("add", {"a": 1})
-    ]
+    assert joined(run(ChatParser(tool_format=OURS, tools=TOOLS), text, size)) == [("add", {"a": 1})]
 
 
-def test_without_parallel_calls_the_first_is_the_last(size: int, streaming: bool) -> None:
-    parser = ChatParser(tool_format=OURS, tools=TOOLS, parallel=False, streaming=streaming)
+def test_without_parallel_calls_the_first_is_the_last(size: int) -> None:
+    parser = ChatParser(tool_format=OURS, tools=TOOLS, parallel=False)
     piece = run(parser, f"{block('add', {'a': 1})}\n{block('add', {})} and more", size)
     assert joined(piece) == [("add", {"a": 1})]
     assert piece.content == ""
@@ -142,8 +178,8 @@ def test_without_parallel_calls_the_first_is_the_last(size: int, streaming: bool
         (mistral, '[TOOL_CALLS]add[ARGS]{"a": 1}', [("add", {"a": 1})]),
     ],
 )
-def test_mlx_lm_formats(parser: Any, text: str, expected: list[Any], size: int, streaming: bool) -> None:
-    piece = run(ChatParser(tool_format=native(parser), tools=TOOLS, streaming=streaming), text, size)
+def test_mlx_lm_formats(parser: Any, text: str, expected: list[Any], size: int) -> None:
+    piece = run(ChatParser(tool_format=native(parser), tools=TOOLS), text, size)
     assert joined(piece) == expected
     assert piece.content == ""
 
@@ -171,14 +207,21 @@ def test_reasoning_without_end(size: int) -> None:
     assert (piece.reasoning, piece.content) == ("endless", "")
 
 
-def test_reasoning_then_a_call(size: int, streaming: bool) -> None:
+def test_reasoning_then_a_call(size: int) -> None:
     text = f"<think>\nI must add.</think>\n\n{block('add', {'a': 1})}"
-    parser = ChatParser(thinking=THINKING, tool_format=OURS, tools=TOOLS, streaming=streaming)
+    parser = ChatParser(thinking=THINKING, tool_format=OURS, tools=TOOLS)
     piece = run(parser, text, size)
     assert joined(piece) == [("add", {"a": 1})]
     assert (piece.reasoning, piece.content) == ("I must add.", "")
-    straight = run(ChatParser(thinking=THINKING, tool_format=OURS, tools=TOOLS), f"<think>x{block('add', {})}", size)
-    assert (straight.reasoning, joined(straight)) == ("x", [("add", {})])
+
+
+def test_marks_within_reasoning_are_reasoning(size: int) -> None:
+    inside = f"I could write <tool_call> or {block('add', {})}"
+    text = f"<think>{inside}</think>{block('add', {'a': 1})}"
+    piece = run(ChatParser(thinking=THINKING, tool_format=OURS, tools=TOOLS), text, size)
+    assert (piece.reasoning, joined(piece)) == (inside, [("add", {"a": 1})])
+    kept = run(ChatParser(thinking=THINKING, tool_format=OURS, tools=TOOLS, separate_reasoning=False), text, size)
+    assert (kept.reasoning, kept.content, joined(kept)) == ("", f"<think>{inside}</think>", [("add", {"a": 1})])
 
 
 def test_marks_of_the_format_are_dropped(size: int) -> None:
@@ -198,3 +241,134 @@ def test_format_of_a_tokenizer() -> None:
     )
     assert ToolFormat.of(own) == native(mistral)
     assert Thinking.of(own) == THINKING
+
+
+LLAMA_TEMPLATE = """{% if tools %}Respond in the format {"name": function name, "parameters": …}{% endif %}"""
+
+
+def test_format_of_llama() -> None:
+    inner = byte_level(["<|python_tag|>"])._tokenizer
+    assert ToolFormat.of(TokenizerWrapper(inner)) == OURS, "a template that shows no tools"
+    inner.chat_template = LLAMA_TEMPLATE
+    assert ToolFormat.of(TokenizerWrapper(inner)) == ToolFormat("<|python_tag|>", "", native=True, kind="bare")
+    other = byte_level()._tokenizer
+    other.chat_template = LLAMA_TEMPLATE
+    assert ToolFormat.of(TokenizerWrapper(other)) == ToolFormat("", "", native=True, kind="bare")
+    fourth = byte_level(["<|python_start|>", "<|python_end|>"])._tokenizer
+    fourth.chat_template = LLAMA_TEMPLATE
+    assert ToolFormat.of(TokenizerWrapper(fourth)).start == "<|python_start|>"
+
+
+LLAMA = ToolFormat("<|python_tag|>", "", native=True, kind="bare")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "other", "parameters": {}}',
+        '{"name": "add", "age": 5}',
+        '{"name": "add"}',
+        '{"answer": {"name": "add", "parameters": {}}}',
+        'It is {"name": "add", "parameters": {}}.',
+        "[1, 2]",
+        "[add, 2]",
+        "[add(1)]",
+        '["name"]',
+        '  {"na',
+        "{",
+    ],
+)
+def test_json_that_calls_no_tool_is_content(text: str, size: int) -> None:
+    piece = run(ChatParser(tool_format=LLAMA, tools=TOOLS), text, size)
+    assert (piece.content, piece.calls) == (text, ())
+
+
+def test_text_after_a_bare_call(size: int) -> None:
+    text = '{"name": "add", "parameters": {"a": 1}}\n\nI have added. {"name": "add", "parameters": {}}'
+    piece = run(ChatParser(tool_format=LLAMA, tools=TOOLS), text, size)
+    assert joined(piece) == [("add", {"a": 1})]
+    assert piece.content == 'I have added. {"name": "add", "parameters": {}}'
+
+
+HARMONY = byte_level(list(harmony.MARKS))
+
+
+def harmony_choice(text: str, reason: str, **options: Any) -> tuple[Choice, Collected]:
+    """Tokens through the text stream and the parser, as the server does it."""
+    tool_format = ToolFormat.of(HARMONY)
+    assert tool_format.kind == "harmony"
+    parser = chat_parser(tool_format, thinking=Thinking.of(HARMONY), **options)
+    visible = HARMONY.convert_tokens_to_ids(list(tool_format.marks))
+    choice = Choice(0, 0, TextStream(Vocabulary(HARMONY), visible=visible, trim=True), parser)
+    collected = Collected()
+    for token in HARMONY.encode(text):
+        if news := choice.take(Delta("id", 0, [token])):
+            collected.add(news)
+    if news := choice.take(Delta("id", 0, [], finish_reason=reason)):  # type: ignore[arg-type]
+        collected.add(news)
+    return choice, collected
+
+
+def test_special_tokens_of_harmony_are_read_and_not_shown() -> None:
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>One moment.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+    )
+    choice, collected = harmony_choice(text, "stop", tools=TOOLS)
+    assert ("".join(collected.reasoning), "".join(collected.content)) == ("hm", "One moment.")
+    assert [(call.name, call.arguments) for call in collected.calls] == [("add", '{"a": 1}')]
+    assert (choice.finish_reason, choice.reasoning_tokens) == ("tool_calls", 3)
+    choice, collected = harmony_choice(text.removesuffix("1}"), "length", tools=TOOLS)
+    assert [(call.name, call.arguments) for call in collected.calls] == [("add", '{"a": ')]
+    assert choice.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<|channel|>final<|message|>Hi.<|return|>", "", "Hi."),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "a", "b"),
+        ("<|channel|>analysis<|message|>a<|channel|>final<|message|>b", "a", "b"),
+        ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "1 + 1", ""),
+        ("<|channel|>commentary to=functions.add<|message|>{}<|call|>", "{}", ""),  # there are no tools
+        ("<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "", "a\n\nb"),
+        ("<|channel|>final<|message|>a<|end|><|start|>user<|message|>b", "", "a"),
+        ("plain text", "", "plain text"),
+        ("<|channel|>fin", "", ""),
+    ],
+)
+def test_harmony_without_tools(text: str, reasoning: str, content: str) -> None:
+    _, collected = harmony_choice(text, "stop")
+    assert ("".join(collected.reasoning), "".join(collected.content)) == (reasoning, content)
+    _, collected = harmony_choice(text, "stop", separate_reasoning=False)
+    assert "".join(collected.content) == "\n\n".join(filter(None, [reasoning, content]))
+
+
+def test_harmony_that_the_prompt_has_begun() -> None:
+    text = "hm<|end|><|start|>assistant<|channel|>final<|message|>yes"
+    choice, collected = harmony_choice(text, "stop", inside_thinking=True)
+    assert ("".join(collected.reasoning), "".join(collected.content)) == ("hm", "yes")
+    assert choice.reasoning_tokens == 3
+
+
+def test_long_calls_take_linear_time() -> None:
+    """One character at a time; with work that grows by the square, this would take minutes."""
+    long = "x{" * 20_000
+    texts = {
+        OURS: [
+            f'<tool_call>{{"name": "add", "arguments": {{"a": "{long}"}}}}</tool_call>',
+            f'<tool_call>{{"arguments": {{"a": "{long}',
+            f"<tool_call>{long}",
+            "<tool_call>" + " " * len(long),
+            "\n" * len(long),
+        ],
+        native(qwen3_coder): [f"<tool_call><function=add><parameter=a>{long}</parameter></function></tool_call>"],
+        native(mistral): [f'[TOOL_CALLS]add[ARGS]{{"a": "{long}"}}'],
+        LLAMA: [f'{{"name": "add", "parameters": {{"a": "{long}"}}}}', " " * len(long)],
+    }
+    for tool_format, cases in texts.items():
+        for text in cases:
+            parser = ChatParser(thinking=THINKING, tool_format=tool_format, tools=TOOLS)
+            pieces = [*map(parser.push, text), parser.finish()]
+            size = sum(len(piece.content) + sum(len(delta.arguments) for delta in piece.calls) for piece in pieces)
+            assert size >= len(long)

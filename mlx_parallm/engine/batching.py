@@ -8,6 +8,7 @@ costs speed, never wrong tokens. This also warms the kernels up.
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,7 @@ from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv.attention import MIN_BLOCKS, attend
 from mlx_parallm.kv.disk import DiskTier
-from mlx_parallm.kv.merged import MergedCache, SerialCache
+from mlx_parallm.kv.merged import MergedCache, SerialCache, state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix, can_be_restored
@@ -43,6 +44,8 @@ from mlx_parallm.types import MemoryPlan, SamplingParams
 
 log = logging.getLogger(__name__)
 
+WARM_UP_SECONDS = 25.0
+WARM_UP_TOKENS = 8192  # of one pass
 PROBE = ([3, 1, 4, 1, 5], [9, 2, 6])  # two short prompts; any ids do
 
 
@@ -92,6 +95,8 @@ def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int
     if not layout.traced:
         return
     _rehearse(Runner(forward, cache, vocab_size, lambda: None, tuning.round_prompts))
+    if tuning.round_prompts and isinstance(cache, SlotCache) and device_kind() == "cuda":
+        warm_prompt_shapes(forward, cache, tuning.match_step)
     if isinstance(cache, SlotCache) and cache.free >= 2:
         _try_adapters(forward, layout, cache)
 
@@ -109,6 +114,54 @@ def _rehearse(runner: Runner) -> None:
     for row in rows:
         runner.leave(row)
     runner.rest()
+
+
+def warm_prompt_shapes(forward: Forward, cache: SlotCache, step: int) -> None:
+    """Computes prompts of the commonest shapes, from their beginning and behind a cached one."""
+    begun = time.perf_counter()
+    for count, total, width in prompt_shapes(cache.free, step):
+        staged = cache.stage(count, total)
+        if width < total:
+            for layer, keys, values in zip(staged, cache.sides[::2], cache.sides[1::2], strict=True):
+                known = [mx.zeros((count, side.heads, total, side.width), side.dtype) for side in (keys, values)]
+                layer.restore(known[0], known[1], total - width)
+        last = mx.zeros((count,), mx.int32)
+        mx.eval(forward.at(mx.zeros((count, width), mx.int32), staged, last), state_arrays(staged))
+        if time.perf_counter() - begun > WARM_UP_SECONDS:
+            log.info("warming up took %.0f s; prompts of other shapes are slower at their first time", WARM_UP_SECONDS)
+            return
+
+
+def warm_blocks(forward: Forward, cache: SlotCache, prefix: BlockPrefix, step: int) -> None:
+    """Keeps made-up texts as blocks and reads them back, one and several at a time; then forgets them."""
+    texts = [[token] * (2 * step + 1) for token in (3, 4)]
+    chains = [prefix.chain(tokens, "warm-up") for tokens in texts]
+    for tokens, chain in zip(texts, chains, strict=True):
+        staged = cache.stage(1, 3 * step)
+        forward.at(mx.array([tokens]), staged, mx.array([len(tokens) - 1]))
+        prefix.commit(staged, 0, chain, tokens)
+    for numbers in ((0,), (0, 0), (0, 1)):
+        matches = [prefix.match(chains[number], texts[number]) for number in numbers]
+        staged = prefix.fill(cache.stage(len(numbers), 3 * step), matches)
+        last = mx.zeros((len(numbers),), mx.int32)
+        mx.eval(forward.at(mx.zeros((len(numbers), step), mx.int32), staged, last), state_arrays(staged))
+        for match in matches:
+            prefix.release(match)
+    prefix.reset()
+
+
+def prompt_shapes(max_rows: int, step: int) -> Iterator[tuple[int, int, int]]:
+    """(prompts, tokens of each, how many of those are computed), the commonest first."""
+    heights = [1 << power for power in range(max_rows.bit_length()) if 1 << power <= max_rows]
+    for longest in (2, 4, 8):
+        for count in heights:
+            for total in range(step, longest * step + 1, step):
+                if longest > 2 and total <= longest // 2 * step:
+                    continue  # it was among the shorter ones
+                if count * total <= WARM_UP_TOKENS:
+                    yield count, total, total
+                if total > step and count * step <= WARM_UP_TOKENS:
+                    yield count, total, step
 
 
 def _try_adapters(forward: Forward, layout: Layout, cache: SlotCache) -> None:
@@ -159,7 +212,8 @@ def prefix_cache(
         ahead=tuning.ahead > 0,
     )
     identity = _identity(model, config, f"{packing} {store.host_shapes()}")
-    return BlockPrefix(store, config.block_size, identity, tuning.min_match, _disk(config, identity))
+    disk = _disk(config, identity)
+    return BlockPrefix(store, config.block_size, identity, tuning.min_match, disk, tuning.match_step)
 
 
 def _identity(model: LanguageModel, config: ServeConfig, form: str) -> str:

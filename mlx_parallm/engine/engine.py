@@ -24,7 +24,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.accounts import Accounts
 from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.background import Background, Steps
-from mlx_parallm.engine.batching import adapter_layout, batch_cache, check_room, prefix_cache, warm_up
+from mlx_parallm.engine.batching import adapter_layout, batch_cache, check_room, prefix_cache, warm_blocks, warm_up
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.errands import Errands
 from mlx_parallm.engine.grammar import GrammarCompiler
@@ -34,7 +34,7 @@ from mlx_parallm.engine.recovery import FAULT_WINDOW_SECONDS, MAX_FAULTS, FaultC
 from mlx_parallm.engine.rows import Job, Reader, Row
 from mlx_parallm.engine.runner import Runner, Step
 from mlx_parallm.engine.scheduler import Limits, Scheduler, wants_prompt_logprobs
-from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.engine.tuning import PROMPT_STEP, Tuning
 from mlx_parallm.errors import (
     GrammarError,
     ModelLoadError,
@@ -44,7 +44,8 @@ from mlx_parallm.errors import (
     UnavailableError,
 )
 from mlx_parallm.kv.blocks import Chain
-from mlx_parallm.kv.prefix import Prefix
+from mlx_parallm.kv.prefix import BlockPrefix, Prefix
+from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, device_name, give_memory_back, spare
 from mlx_parallm.models.forward import Forward
@@ -367,6 +368,8 @@ class Engine:
         check_room(cache, plan, self.model.context_length)
         warm_up(forward, layout, cache, self.model.vocab_size, tuning)
         self._prefix = prefix_cache(self.model, cache, config, plan.blocks, tuning)
+        if isinstance(self._prefix, BlockPrefix) and isinstance(cache, SlotCache) and device_kind() == "cuda":
+            warm_blocks(forward, cache, self._prefix, PROMPT_STEP)
         self._runner = Runner(
             forward,
             cache,
@@ -386,9 +389,13 @@ class Engine:
             gather_seconds=config.batch_timeout if config.scheduler == "default" else 0.0,
             max_padding=tuning.max_padding if cache.stages_many else None,
             worth_waiting=max(64, tuning.min_match),
+            round_to=PROMPT_STEP if tuning.round_prompts and cache.stages_many else 1,
+            pass_tokens=tuning.pass_tokens if isinstance(self._prefix, BlockPrefix) else 0,
             max_adapters=config.max_loras,
         )
-        self._scheduler = Scheduler(limits, cache.fits, look_up=self._look_up, let_go=self._let_go)
+        self._scheduler = Scheduler(
+            limits, cache.fits, look_up=self._look_up, let_go=self._let_go, shorten=self._shorten
+        )
         self._accounts = Accounts(self.metrics, self._scheduler, self._runner, self._prefix)
         self.policies = Policies(
             self.adapters,
@@ -559,6 +566,12 @@ class Engine:
             job.match = self._prefix.match(job.chain, job.tokens)
             job.computed = job.match.length
 
+    def _shorten(self, job: Job, length: int) -> None:
+        assert isinstance(self._prefix, BlockPrefix)
+        assert job.match is not None
+        self._prefix.shorten(job.match, length)
+        job.computed = length
+
     def _let_go(self, job: Job) -> None:
         if self._prefix is not None and job.match is not None:
             self._prefix.release(job.match)
@@ -627,7 +640,12 @@ class Engine:
         if now - step.launched_at > SLOW_STEP_SECONDS:
             begun = step.started_at - step.launched_at
             log.debug(
-                "a %s of %d took %.1f s, %.1f of them to start", step.kind, step.count, now - step.launched_at, begun
+                "a %s of %d %s took %.2f s, %.2f of them to start",
+                step.kind,
+                step.count,
+                step.shape,
+                now - step.launched_at,
+                begun,
             )
         self._read_at = now
         for item in tokens:

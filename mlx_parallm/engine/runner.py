@@ -19,6 +19,7 @@ from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
+from mlx_parallm.engine.tuning import PROMPT_STEP
 from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.merged import state_arrays
@@ -46,6 +47,7 @@ class Step:
 
     kind: str  # "prefill" or "decode"
     count: int  # prompt tokens, or rows
+    shape: tuple[int, ...] = ()  # of a pass over prompts: rows, tokens computed, tokens before them
     rows: list[tuple[int, Row, int]] = field(default_factory=list)  # index in `sampled`, row, its epoch
     sampler: Sampler | None = None
     sampled: Sampled | None = None
@@ -230,8 +232,9 @@ class Runner:
         job, caches = work.jobs[0], work.jobs[0].staged
         assert caches is not None
         scored = wants_prompt_logprobs(job)
-        width = work.count if scored else self._width(job, work.count)
+        width = work.count if scored else self._width(work)
         table = np.zeros((self._height(len(counts)), width), np.int32)
+        step.shape = (*table.shape, job.computed)
         for line, other, count in zip(table, work.jobs, counts, strict=False):
             line[:count] = other.tokens[other.computed : other.computed + count]
         choice = self._choice_of([other.rows[0] for other in work.jobs] + [None] * (len(table) - len(counts)))
@@ -244,9 +247,10 @@ class Runner:
             job.computed += count
         return logits
 
-    def _width(self, job: Job, count: int) -> int:
-        """How many tokens wide a pass over prompts is: the end of a prompt is padded to a round number."""
-        return count if count < job.remaining else self._rounded(len(job.tokens)) - job.computed
+    def _width(self, work: Prefill) -> int:
+        """How many tokens wide a pass over prompts is: the end of the longest is padded to a round number."""
+        longest = max(work.jobs, key=lambda job: job.remaining)
+        return work.count if work.count < longest.remaining else self._rounded(len(longest.tokens)) - longest.computed
 
     def _height(self, prompts: int) -> int:
         return 1 << (prompts - 1).bit_length() if self._round_prompts else prompts
@@ -254,7 +258,7 @@ class Runner:
     def _rounded(self, length: int) -> int:
         if not self._round_prompts:
             return length
-        step = 128 if length <= 1024 else 512
+        step = PROMPT_STEP if length <= 8 * PROMPT_STEP else 4 * PROMPT_STEP
         return -(-length // step) * step
 
     def _start(self, arrays: list[mx.array]) -> None:

@@ -27,6 +27,8 @@ class Limits:
     max_padding: float | None  # share that padding may add to prompts computed together; None: one by one
     max_adapters: int = 1  # in one batch
     chunk_seconds: float = 2.5  # prompts aim to take no longer between two decode steps; only slow devices notice
+    round_to: int = 1  # prompts are computed in pieces of whole multiples of so many tokens
+    pass_tokens: int = 0  # rather than start a pass of its own for a prompt, compute so many cached tokens again
     worth_waiting: int = 64  # tokens that a prompt shares with one being computed, to wait a turn and find them cached
 
 
@@ -37,6 +39,7 @@ class Scheduler:
     clock: Callable[[], float] = time.monotonic
     look_up: Callable[[Job], None] = lambda job: None  # finds what is known of a prompt's beginning, and holds it
     let_go: Callable[[Job], None] = lambda job: None
+    shorten: Callable[[Job, int], None] = lambda job, length: None  # uses only so much of what is known
     waiting: list[Job] = field(default_factory=list)  # in order of (priority, number)
     partial: Job | None = None  # a long prompt under way
     running: list[Row] = field(default_factory=list)
@@ -131,7 +134,7 @@ class Scheduler:
             else:
                 pieces.append(self._piece(job, budget))
                 budget = 0
-        return pieces + self._group(whole)
+        return pieces + self._group(whole, budget)
 
     def _budget(self) -> int:
         if not self.prompt_rate:
@@ -140,6 +143,8 @@ class Scheduler:
 
     def _piece(self, job: Job, budget: int) -> Prefill:
         count = min(budget, job.remaining)
+        if count < job.remaining and count > self.limits.round_to:
+            count -= count % self.limits.round_to
         self.partial = job if count < job.remaining else None
         return Prefill([job], count)
 
@@ -173,27 +178,39 @@ class Scheduler:
             return False
         return job.chain.common(other.chain) * job.chain.size - job.computed >= self.limits.worth_waiting
 
-    def _group(self, jobs: list[Job]) -> list[Prefill]:
-        """Prompts of similar length together, as long as the padding stays small."""
+    def _group(self, jobs: list[Job], budget: int) -> list[Prefill]:
+        """Prompts of similar length together, as long as the padding stays small.
+
+        `budget`: tokens that the step has left, for beginnings that are computed again to save a pass.
+        """
         groups: list[Prefill] = []
         real = 0
         for job in sorted(jobs, key=lambda job: (job.computed, -job.remaining)):
             group = groups[-1] if groups else None
-            if group and self._together(group, job, real + job.remaining):
+            again = job.computed - group.jobs[0].computed if group else 0
+            size = self._rounded(job.remaining + again)
+            if group and again <= min(self.limits.pass_tokens, budget) and self._together(group, job, real, size):
+                if again:
+                    self.shorten(job, group.jobs[0].computed)
+                    budget -= again
                 group.jobs.append(job)
-                real += job.remaining
+                group.count = max(group.count, job.remaining)
+                real += size
             else:
                 groups.append(Prefill([job], job.remaining))
-                real = job.remaining
+                real = self._rounded(job.remaining)
         return groups
 
-    def _together(self, group: Prefill, job: Job, real: int) -> bool:
-        first = group.jobs[0]
-        if self.limits.max_padding is None or any(wants_prompt_logprobs(other) for other in (job, first)):
+    def _together(self, group: Prefill, job: Job, real: int, size: int) -> bool:
+        """Whether a prompt that costs `size` belongs to a group whose prompts cost `real`, without padding."""
+        if self.limits.max_padding is None or any(wants_prompt_logprobs(other) for other in (job, group.jobs[0])):
             return False
-        if job.computed != first.computed:
-            return False
-        return (group.padded + group.count) <= real * (1 + self.limits.max_padding)
+        padded = (len(group.jobs) + 1) * max(self._rounded(group.count), size)
+        return padded <= (real + size) * (1 + self.limits.max_padding)
+
+    def _rounded(self, count: int) -> int:
+        """What computing so many tokens costs."""
+        return -(-count // self.limits.round_to) * self.limits.round_to
 
 
 def wants_prompt_logprobs(job: Job) -> bool:

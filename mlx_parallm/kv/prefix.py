@@ -82,9 +82,16 @@ class Prefix(Protocol):
 
 class BlockPrefix:
     def __init__(
-        self, store: BlockStore, size: int, identity: str, min_match: int, disk: DiskTier | None = None
+        self,
+        store: BlockStore,
+        size: int,
+        identity: str,
+        min_match: int,
+        disk: DiskTier | None = None,
+        match_step: int = 1,
     ) -> None:
         self._store = store
+        self._match_step = match_step  # where new shapes cost more than tokens, beginnings are cut to few lengths
         self._pool = BlockPool(store.total, size)
         self._size = size
         self._min_match = min_match  # fewer tokens are computed sooner than fetched
@@ -105,7 +112,12 @@ class BlockPrefix:
         return self._pool.longest(chain)
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
-        match = self._pool.match(chain, tokens, len(tokens) - 1)
+        limit = len(tokens) - 1
+        match = self._pool.match(chain, tokens, limit)
+        if match.length % self._match_step:
+            shorter = match.length // self._match_step * self._match_step
+            self._pool.release(match)
+            match = self._pool.match(chain, tokens, shorter)
         if match.length < self._min_match:
             self._pool.release(match)
         return match
@@ -116,6 +128,12 @@ class BlockPrefix:
 
     def release(self, match: Match) -> None:
         self._pool.release(match)
+
+    def shorten(self, match: Match, length: int) -> None:
+        """Keeps hold of the first `length` tokens alone."""
+        kept = -(-length // self._size)
+        self._pool.release(Match(match.ids[kept:]))
+        match.ids, match.length = match.ids[:kept], length
 
     def admitted(self, chain: Chain, match: Match) -> None:
         self.metrics.lookups += 1

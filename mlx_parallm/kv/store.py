@@ -175,7 +175,8 @@ class BlockStore:
         ]
         if len(parts) == 1:
             return parts[0]
-        order = mx.array(np.argsort([i for members in chosen.values() for i in members]))
+        # Of the type of the other indices: another one would be another kernel, which CUDA builds at its first use.
+        order = mx.array(np.argsort([i for members in chosen.values() for i in members]).astype(np.int32))
         return [mx.concatenate(list(planes))[order] for planes in zip(*parts, strict=True)]
 
     def _by_segment(self, ids: Sequence[int]) -> dict[int, list[int]]:

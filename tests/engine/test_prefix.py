@@ -6,17 +6,22 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.engine import errands
+from mlx_parallm.engine.batching import warm_blocks, warm_prompt_shapes
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import disk, prefix, snapshots
 from mlx_parallm.kv.slots import SlotCache
+from mlx_parallm.models.forward import Forward
 from tests.engine.harness import Answer, Bare, Driver, driver, driver_of
 from tests.tiny import tiny
 
@@ -238,3 +243,60 @@ def test_a_running_row_shares_its_prompt() -> None:
 def test_blocks_that_can_not_be_quantised_are_refused_at_start() -> None:
     with pytest.raises(ModelLoadError, match="32 does not divide"), driver("llama", kv_bits=8, kv_group_size=32):
         raise AssertionError("it must not start")
+
+
+def test_beginnings_are_cut_to_few_lengths_where_shapes_are_dear() -> None:
+    tuning = replace(GPU, match_step=32, min_match=32)
+    with driver("llama", tuning=tuning) as running:
+        for length in (40, 70, 97, 130):
+            prompt = [length % 50 + 3 + i % 7 for i in range(length)]
+            first = running.ask(prompt, max_tokens=4, ignore_eos=True)
+            again = running.ask(prompt, max_tokens=4, ignore_eos=True)
+            assert again.tokens == first.tokens
+            assert again.deltas[0].cached_tokens == (length - 1) // 32 * 32
+        running.settle()
+
+
+def test_prompt_shapes_are_warmed_up() -> None:
+    """The passes that a GPU makes before it serves: each shape once, and nothing is left behind."""
+    seen: list[tuple[tuple[int, ...], int]] = []
+    with driver("llama", max_batch_size=4) as running:
+        runner = running.engine._runner
+        assert isinstance(runner.cache, SlotCache)
+
+        class Watched(Forward):
+            def at(self, tokens: mx.array, caches: list[Any], index: mx.array, choice: Any = None) -> mx.array:
+                seen.append((tokens.shape, caches[0].capacity))
+                return super().at(tokens, caches, index, choice)
+
+        watched = Watched(running.engine.model.module)
+        running.engine._ask(lambda: warm_prompt_shapes(watched, runner.cache, 16))  # type: ignore[arg-type]
+        running.settle()
+        block_prefix = running.engine._prefix
+        assert isinstance(block_prefix, prefix.BlockPrefix)
+        running.engine._ask(lambda: warm_blocks(watched, runner.cache, block_prefix, 16))  # type: ignore[arg-type]
+        assert block_prefix.metrics.blocks_cached == 0
+        assert block_prefix.metrics.bytes == 0
+        running.settle()
+    seen = seen[: len(seen) - 5]  # the last are those of the blocks
+    assert len(seen) == len(set(seen)) > 20
+    assert ((4, 16), 16) in seen
+    assert ((2, 16), 128) in seen
+    assert all(width % 16 == capacity % 16 == 0 for (_, width), capacity in seen)
+
+
+def test_prompts_that_come_again_together_answer_the_same() -> None:
+    """Beginnings of many lengths, shortened to share passes: waves of the same prompts, in other orders."""
+    tuning = replace(GPU, match_step=32, min_match=32, pass_tokens=128)
+    chance = random.Random(1)
+    prompts = [[chance.randrange(3, 280) for _ in range(chance.randrange(20, 400))] for _ in range(24)]
+    with driver("llama", tuning=tuning, max_batch_size=12) as running:
+        alone = [running.ask(prompt, max_tokens=12, ignore_eos=True).tokens for prompt in prompts]
+        for _ in range(3):
+            order = chance.sample(range(len(prompts)), len(prompts))
+            wave = [(number, running.submit(prompts[number], max_tokens=12, ignore_eos=True)[1]) for number in order]
+            for number, pending in wave:
+                assert pending.wait()[0].tokens == alone[number]
+        assert running.engine.metrics.prefix.hit_tokens > 1000
+        assert running.engine.metrics.faults == 0
+        running.settle()

@@ -165,3 +165,45 @@ def test_the_newest_of_the_lowest_priority_gives_way() -> None:
 def _with_job(planned: Scheduler) -> Scheduler:
     planned.add(job(5))
     return planned
+
+
+def test_where_shapes_are_round_pieces_are_too() -> None:
+    planned = scheduler(step_tokens=1000, padding=0.5)
+    planned.limits.round_to = 128
+    planned.add(job(5000))
+    counts = []
+    while planned.partial or planned.waiting:
+        counts += [count for counts in run(planned) for count in counts]
+    assert counts == [896] * 5 + [520]
+    assert sum(counts) == 5000
+
+
+def test_where_shapes_are_round_small_rests_share_a_pass() -> None:
+    """Each costs as much as the whole step, so that none is worth a pass of its own."""
+    planned = scheduler(step_tokens=1000, padding=0.5)
+    for length in (120, 5, 30):
+        planned.add(job(length))
+    assert run(planned) == [[120], [30], [5]]
+    planned = scheduler(step_tokens=1000, padding=0.5)
+    planned.limits.round_to = 128
+    for length in (120, 5, 30):
+        planned.add(job(length))
+    assert run(planned) == [[120, 30, 5]]
+
+
+def test_rather_than_start_a_pass_cached_tokens_are_computed_again() -> None:
+    def plan(pass_tokens: int, step_tokens: int = 1000) -> list[tuple[int, list[int]]]:
+        planned = scheduler(step_tokens=step_tokens, padding=1.0)
+        planned.limits.pass_tokens = pass_tokens
+        planned.shorten = lambda job, length: setattr(job, "computed", length)
+        planned.look_up = lambda job: setattr(job, "computed", known[len(job.tokens)])
+        known = {100: 0, 150: 60, 400: 300}
+        for length in known:
+            planned.add(job(length))
+        prefills = planned.plan().prefills
+        return [(prefill.jobs[0].computed, sorted(len(job.tokens) for job in prefill.jobs)) for prefill in prefills]
+
+    assert plan(0) == [(0, [100]), (60, [150]), (300, [400])]
+    assert plan(60) == [(0, [100, 150]), (300, [400])]
+    assert plan(60, step_tokens=300) == [(0, [100]), (60, [150]), (300, [400])]  # the step has no tokens left for it
+    assert plan(300) == [(0, [100, 150, 400])]

@@ -8,9 +8,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config, train_cli
 from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.platforms import check_python
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         add_flags(command)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, known_flags=list(command._option_string_actions))
     return _run(parser.parse_args(argv))
 
 
@@ -48,8 +50,29 @@ def train_main(argv: Sequence[str] | None = None) -> int:
     return _run(parser.parse_args(argv))
 
 
-def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=name, description=description, allow_abbrev=False)
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, with the nearest flag for one that does not exist."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        known = getattr(found, "known_flags", None) or list(self._option_string_actions)
+        if hasattr(found, "known_flags"):
+            del found.known_flags
+        if unknown:
+            self.unknown(unknown[0], known)
+        return found
+
+    def unknown(self, argument: str, known: Sequence[str]) -> NoReturn:
+        flag = argument.partition("=")[0]
+        near = config.nearest(flag, known) if flag.startswith("-") else ""
+        self.error(f"there is no {'flag' if flag.startswith('-') else 'argument'} {flag}{near}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} ({self.prog} --help lists all)\n")
+
+
+def _parser(name: str, description: str) -> Parser:
+    parser = Parser(prog=name, description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{name} {__version__}")
     return parser
 
@@ -58,6 +81,9 @@ def serve(args: argparse.Namespace) -> int:
     settings = config.load_config(
         {name: value for name, value in vars(args).items() if name != "run"}, kind=config.ServeConfig
     )
+    check_python()
+    sys.stdout.write(f"MLX ParaLLM {__version__} is starting\n")
+    sys.stdout.flush()  # the imports below take seconds
     from mlx_parallm.server.run import serve as run_server
 
     return run_server(settings)

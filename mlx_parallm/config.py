@@ -59,6 +59,13 @@ def _parse_bool(text: str | bool) -> bool:
     raise ConfigError(f"{text!r} is not a boolean: write true or false")
 
 
+def _parse_number(value: Any, kind: type) -> Any:
+    try:
+        return kind(str(value)) if not isinstance(value, bool) else int("true")
+    except ValueError:
+        raise ConfigError(f"{value!r} is not a {'whole ' if kind is int else ''}number") from None
+
+
 def _parse_list(value: str | Sequence[str]) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     return tuple(part.strip() for part in parts if part.strip())
@@ -288,19 +295,8 @@ class ServeConfig:
         for name in ("max_staleness", "lora_layers"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
-        if self.update_frequency > self.trajectory_buffer_size:
-            raise ConfigError(
-                f"update_frequency is {self.update_frequency}, and trajectory_buffer_size holds only "
-                f"{self.trajectory_buffer_size}"
-            )
-        if self.environment is not None and self.atropos_url is None:
-            raise ConfigError("--environment needs --atropos-url, the API that it sends its trajectories to")
-        if self.atropos_url is not None and not self.trains:
-            raise ConfigError("--atropos-url needs --enable-rl-training")
-        if self.lora_rank > self.max_lora_rank:
-            raise ConfigError(f"lora_rank is {self.lora_rank}, and max_lora_rank allows {self.max_lora_rank}")
-        if self.trains and len(self.train_adapter) > self.max_loras:
-            raise ConfigError(f"{len(self.train_adapter)} adapters to train, and max_loras is {self.max_loras}")
+        if self.trains:  # what is said of training may stay in a file while it is off
+            self._check_training()
         for name in ("api_key", "admin_key", "keys_file"):
             if (value := getattr(self, name)) is not None and not value.strip():
                 raise ConfigError(f"{name} is empty: give it a value, or leave it out (unset PARALLM_{name.upper()})")
@@ -323,6 +319,19 @@ class ServeConfig:
             raise ConfigError(f"kv_group_size must be 32, 64 or 128, not {self.kv_group_size}")
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise ConfigError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level}")
+
+    def _check_training(self) -> None:
+        if self.update_frequency > self.trajectory_buffer_size:
+            raise ConfigError(
+                f"update_frequency is {self.update_frequency}, and trajectory_buffer_size holds only "
+                f"{self.trajectory_buffer_size}"
+            )
+        if self.environment is not None and self.atropos_url is None:
+            raise ConfigError("--environment needs --atropos-url, the API that it sends its trajectories to")
+        if self.lora_rank > self.max_lora_rank:
+            raise ConfigError(f"lora_rank is {self.lora_rank}, and max_lora_rank allows {self.max_lora_rank}")
+        if len(self.train_adapter) > self.max_loras:
+            raise ConfigError(f"{len(self.train_adapter)} adapters to train, and max_loras is {self.max_loras}")
 
     @property
     def has_keys(self) -> bool:
@@ -405,7 +414,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: "type[ServeConfig]" = Serve
 def _argparse_type(parse: Any) -> Any:
     def read(text: str) -> Any:
         try:
-            return parse(text)
+            return _parse_number(text, parse) if parse in (int, float) else parse(text)
         except ConfigError as error:
             raise argparse.ArgumentTypeError(error.message) from None
 
@@ -430,7 +439,11 @@ def load_config(
             values[item.name] = _convert(item.metadata, text, f"PARALLM_{item.name.upper()}")
     for name, value in flags.items():
         values[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**values)
+    loaded = kind(**values)
+    for name in ("atropos_url", "environment"):
+        if name in flags and not loaded.trains:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --enable-rl-training")
+    return loaded
 
 
 # Variables that are no options; Kubernetes sets the last kinds for a service called parallm.
@@ -448,9 +461,13 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 def _read_file(path: Path, kind: type[ServeConfig]) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"config file {path}: {error}") from error
+        text = path.read_text()
+        document = yaml.safe_load(text) or {}
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"config file {path}{_place(error)}: {error.problem or error}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise ConfigError(f"config file {path}: {reason}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"config file {path}: expected sections such as 'server:', found {type(document).__name__}")
     sections: dict[str, dict[str, Any]] = {}
@@ -459,16 +476,35 @@ def _read_file(path: Path, kind: type[ServeConfig]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for section, options in document.items():
         if section not in sections:
-            raise ConfigError(f"config file {path}: unknown section {section!r}{nearest(section, sections)}")
+            where = f"config file {path}{_line(text, section)}"
+            raise ConfigError(f"{where}: unknown section {section!r}{nearest(section, sections)}")
         if not isinstance(options, dict):
             raise ConfigError(f"config file {path}: section {section!r} must hold keys and values")
         for key, value in options.items():
             if key not in sections[section]:
-                raise ConfigError(f"config file {path}: unknown key {section}.{key}{nearest(key, sections[section])}")
+                where = f"config file {path}{_line(text, section, key)}"
+                raise ConfigError(f"{where}: unknown key {section}.{key}{nearest(key, sections[section])}")
             item = sections[section][key]
             if value is not None:
-                values[item.name] = _convert(item.metadata, value, f"{section}.{key}")
+                where = f"config file {path}{_line(text, section, key)}: {section}.{key}"
+                values[item.name] = _convert(item.metadata, value, where)
     return values
+
+
+def _line(text: str, *keys: object) -> str:
+    """Where a key stands in a file that was read already."""
+    node, mark = yaml.compose(text), None
+    for name in keys:
+        pairs = [pair for pair in getattr(node, "value", []) if isinstance(pair, tuple) and pair[0].value == str(name)]
+        if not pairs:
+            break
+        mark, node = pairs[-1][0].start_mark, pairs[-1][1]
+    return "" if mark is None else f", line {mark.line + 1}"
+
+
+def _place(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:
@@ -480,10 +516,11 @@ def nearest(name: object, valid: Iterable[str]) -> str:
 def _convert(metadata: Mapping[str, Any], value: Any, where: str) -> Any:
     parse = metadata["parse"]
     try:
-        if parse in (int, float) and isinstance(value, bool):
-            raise ConfigError("a boolean is not a number")
-        result = parse(value) if parse in (_parse_list, _parse_bool, parse_bytes) else parse(str(value))
-    except (ConfigError, ValueError, TypeError) as error:
+        if parse in (int, float):
+            result = _parse_number(value, parse)
+        else:
+            result = parse(value) if parse in (_parse_list, _parse_bool, parse_bytes) else parse(str(value))
+    except (ConfigError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{where}: {error}") from None
     if metadata["choices"] and result not in metadata["choices"]:
         raise ConfigError(f"{where}: {value!r} is not one of {', '.join(metadata['choices'])}")

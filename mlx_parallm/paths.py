@@ -1,10 +1,11 @@
 """Where the user's files live. Called by `blas` and `models.gguf`, which keep converted copies there."""
 
 import os
+import platform
 from pathlib import Path
 
 
 def user_cache() -> Path:
     """Our folder in the user's cache; it may not exist yet, and all in it can be made again."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return Path(root or Path.home() / ".cache") / "mlx-parallm"
+    usual = Path.home() / ("Library/Caches" if platform.system() == "Darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "mlx-parallm"

@@ -269,14 +269,33 @@ class Engine:
     def describe(self) -> list[tuple[str, str]]:
         """What start-up tells people: label and value."""
         model = self.model
-        ways = {"SlotCache": "slots", "MergedCache": "mlx-lm's batch caches", "SerialCache": "one by one"}
+        ways = {
+            "SlotCache": "in slots of one batch",
+            "MergedCache": "in mlx-lm's batch caches",
+            "SerialCache": "computed one by one: this model can't be batched",
+        }
         return [
             ("model", f"{model.name} ({model.precision}, {size_text(model.weight_bytes)} of weights)"),
             ("device", device_name()),
             ("context", f"{model.context_length} tokens"),
-            ("batch", f"{self._config.max_batch_size} rows in {ways[type(self._runner.cache).__name__]}"),
+            (
+                "batch",
+                f"up to {self._config.max_batch_size} answers at once, {ways[type(self._runner.cache).__name__]}",
+            ),
             ("memory", self._memory_line()),
+            ("cache", self._cache_line()),
         ]
+
+    def _cache_line(self) -> str:
+        """Where the beginnings of prompts are kept."""
+        if self._prefix is None:
+            return "prompts are not kept (--num-blocks 0)"
+        disk, kept = self._prefix.disk, f"prompts are kept in memory ({size_text(self._prefix.max_bytes)})"
+        if disk is None:
+            return f"{kept}; not on SSD{' (--no-ssd)' if not self._config.ssd else ''}"
+        if disk.problem is not None:
+            return f"{kept}; not on SSD: {disk.problem}"
+        return f"{kept} and on SSD in {disk.folder} (at most {self._config.ssd_max_bytes / 1e9:g} GB)"
 
     def _memory_line(self) -> str:
         plan = self.memory

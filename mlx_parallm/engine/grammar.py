@@ -5,6 +5,7 @@ the engine's runner asks the same compiler for a matcher per row, on its own thr
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -160,7 +161,7 @@ class GrammarCompiler:
         with self._lock:
             error = self._compile(grammar, param).get_error()
         if error:
-            raise InvalidRequestError(f"{param} can't be enforced: {_first_lines(error)}", param=param)
+            raise InvalidRequestError(f"{param} can't be enforced: {explain(error)}", param=param)
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
         with self._lock:
@@ -189,5 +190,28 @@ class GrammarCompiler:
         return self._tokens
 
 
-def _first_lines(error: str) -> str:
-    return " ".join(error.split("\n<state>")[0].split())[:300]
+# What llguidance says, and what that means to somebody who sent a schema.
+_REASONS = (
+    (re.compile(r"Unimplemented keys: \[(.*)\]"), r"the keyword \1 is not supported"),
+    (re.compile(r"Unsatisfiable schema: (.*)"), r"nothing can fit it: \1"),
+    (re.compile(r"Invalid type: (.*)"), r"there is no type \1"),
+    (re.compile(r"Pointer '(.*)' does not exist"), r"its $ref points to \1, which is not there"),
+    (re.compile(r"Resource '(.*?)' is not present.*"), r"its $ref points to \1, and only references within it work"),
+    (
+        re.compile(r"(?:line \d+, column \d+: )?(?:invalid regex .*?: )?regex parse error: (.*?) \^+ error: (.*)"),
+        r"the pattern \1 can't be used: \2",
+    ),
+)
+
+
+def explain(error: str) -> str:
+    """llguidance's message without its listing of a grammar that the user never wrote."""
+    lines = [line.strip() for line in error.split("\n<state>")[0].splitlines()]
+    told = " ".join(line for line in lines if line and not re.match(r"\d+ \|", line)).strip()
+    told = re.sub(r"\s*\^$", "", told)
+    told = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", told)
+    _, schema, reason = told.rpartition("failed to compile JSON schema: ")
+    told = reason if schema else told
+    for pattern, words in _REASONS:
+        told = pattern.sub(words, told)
+    return told[:300]

@@ -86,6 +86,8 @@ class DiskTier:
         self._done.set()
         self._thread = threading.Thread(target=self._main, name="kv-disk", daemon=True)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-read")
+        self.folder = folder
+        self.problem: str | None = None  # why nothing can be kept
         self.metrics = DiskMetrics()
         self.read_rate = FIRST_READ_RATE  # bytes a second, as measured
 
@@ -100,7 +102,8 @@ class DiskTier:
             if self._root.stat().st_mode & 0o077:
                 self._root.chmod(0o700)
         except OSError as error:
-            log.warning("the SSD cache can't use %s: %s", self._root.parent, error)
+            self.problem = f"can't use {self._root.parent}: {error.strerror or error}"
+            log.warning("the SSD cache %s", self.problem)
         self._scan()
         self._prune()
         self._call(self._remove_older_formats)

@@ -85,7 +85,18 @@ def _folder(path: str, source: str | None) -> str:
         if not Path(path).is_file():
             raise ModelLoadError(f"there is no file {path}")
         return str(converted(Path(path)))
-    return path if Path(path).exists() else str(source)
+    if Path(path).exists():
+        if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+            raise ModelLoadError(f"the folder {path} holds no model: it has no config.json")
+        return path
+    if source is not None and _looks_like_a_path(source):
+        raise ModelLoadError(f"there is no folder {path}")
+    return str(source)
+
+
+def _looks_like_a_path(source: str) -> bool:
+    """A name on the hub is `name` or `owner/name`."""
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith("/") or "\\" in source
 
 
 def _load_folder(folder: str, trust_remote_code: bool) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
@@ -96,8 +107,11 @@ def _load_folder(folder: str, trust_remote_code: bool) -> tuple[nn.Module, Token
         )
     except LocalEntryNotFoundError as error:
         raise ModelLoadError(f"{folder} is no local folder, and the model hub can't be reached") from error
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise ModelLoadError(f"{folder} is no local folder, and the model hub has no such model: {error}") from error
+    except HFValidationError as error:
+        raise ModelLoadError(f"there is no folder {folder}, and it is no name of a model on the hub either") from error
+    except HfHubHTTPError as error:
+        reason = str(error).splitlines()[0]
+        raise ModelLoadError(f"{folder} is no local folder, and the model hub has no such model: {reason}") from error
     except OSError as error:
         raise ModelLoadError(f"{folder} is not a model folder: {error}") from error
     except Exception as error:  # three libraries read the folder, each with errors of its own

@@ -1,8 +1,13 @@
 """Response bodies, for /docs and for the tests that hold every answer against them. Answers are built as plain JSON."""
 
+import json
+from importlib.resources import files
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+# Answers of a real server, by the name of their class here.
+EXAMPLES: dict[str, Any] = json.loads(files("mlx_parallm.server").joinpath("examples.json").read_text())
 
 
 class Answer(BaseModel):
@@ -552,6 +557,8 @@ def responses(model: type[BaseModel], *, streams: bool = False) -> dict[int | st
     if streams:
         answer["description"] += ", or with `stream` its chunks as server-sent events, then `[DONE]`"
         answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    if model.__name__ in EXAMPLES:
+        answer.setdefault("content", {})["application/json"] = {"example": EXAMPLES[model.__name__]}
     documented: dict[int | str, dict[str, Any]] = {200: answer}
     for code, text in ERRORS.items():
         documented[code] = {"model": Error, "description": text}

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
@@ -48,7 +49,7 @@ def create_app(
         yield
         workers.pool.shutdown(wait=False, cancel_futures=True)
 
-    app = FastAPI(
+    app = FastAPIOffline(
         title="MLX ParaLLM",
         version=__version__,
         description=DESCRIPTION,

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 import uuid
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -62,10 +63,15 @@ class RequestLog:
         if not log.isEnabledFor(level):
             return
         client = scope["client"][0] if scope.get("client") else "-"
-        fields = dict(
+        fields: dict[str, Any] = dict(
             method=scope["method"], path=scope["path"], status=status, seconds=round(seconds, 4), client=client
         )
-        log.log(level, "%(method)s %(path)s %(status)s %(seconds).3fs from %(client)s", fields, extra=fields)
+        line = "%(method)s %(path)s %(status)s %(seconds).3fs from %(client)s"
+        if outcome := scope.get("outcome"):  # of a stream whose status was sent long before its end
+            fields["outcome"] = outcome
+            line += " (%(outcome)s)"
+            level = max(level, logging.WARNING if outcome.startswith("cut off") else level)
+        log.log(level, line, fields, extra=fields)
 
 
 def _request_id(given: str | None) -> str:

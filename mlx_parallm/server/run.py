@@ -5,6 +5,7 @@ admission (503) and waits for running requests; a second ends the process there 
 """
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -14,19 +15,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import uvicorn
 
-from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine, plan_engines
 from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
 from mlx_parallm.models.loader import load
-from mlx_parallm.models.memory import wire_memory
+from mlx_parallm.models.memory import size_text, wire_memory
+from mlx_parallm.platforms import raise_open_files
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_exposure, keys_of
 from mlx_parallm.server.adapters import load_folder
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.banner import progress, ready_lines, say
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.state import Dispatcher, ServerState
 from mlx_parallm.training.training import Training
@@ -49,6 +52,7 @@ def serve(config: ServeConfig, companion: Companion | None = None) -> int:
     check_exposure(config)
     keys_of(config)  # what is wrong with a file of keys is known before a model is loaded
     sys.setswitchinterval(SWITCH_INTERVAL)
+    raise_open_files()
     listener = listen(config.host, config.port)
     dispatcher = Dispatcher()
     adapters = config.named_adapters()
@@ -82,12 +86,22 @@ def listen(host: str, port: int) -> socket.socket:
     """A bound socket. Port 0 lets the system choose."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if port and _somebody_answers(family, address):
+            raise OSError(errno.EADDRINUSE, "another server answers there already; --port chooses another")
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         raise ConfigError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
     return listener
+
+
+def _somebody_answers(family: int, address: Any) -> bool:
+    """A Mac lets us listen on 127.0.0.1 beside somebody who listens on all addresses: one of us would get nothing."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex((host, *address[1:])) == 0
 
 
 def start_engines(sources: Mapping[str, str | None], config: ServeConfig, dispatcher: Dispatcher) -> list[Engine]:
@@ -104,10 +118,12 @@ def start_engines(sources: Mapping[str, str | None], config: ServeConfig, dispat
                 trust_remote_code=config.trust_remote_code,
             )
             engines.append(Engine(loader, config, dispatcher))
-            engines[-1].load()
+            with progress(f"loading {name}" + (", the embedded model" if source is None else f" from {source}")):
+                engines[-1].load()
         wire_memory()
         for engine, plan in zip(engines, plan_engines(engines, config), strict=True):
-            engine.start(plan)
+            with progress(f"warming up {engine.model.name}, {size_text(engine.model.weight_bytes)} of weights"):
+                engine.start(plan)
     except ParallmError:
         for engine in engines:
             engine.stop()
@@ -181,11 +197,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
-        rows = [row for served in self._models.values() for row in served.engine.describe()]
-        rows.append(("URL", f"http://{f'[{host}]' if ':' in host else host}:{port}  (described at /docs)"))
-        lines = [f"MLX ParaLLM {__version__}", *(f"  {label:<10} {value}" for label, value in rows)]
-        sys.stdout.write("\n".join(lines) + "\n")
-        sys.stdout.flush()
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        say("\n".join(ready_lines(list(self._models.values()), self._settings, self._training, url)))
         if self._companion is not None:
             self._work = asyncio.ensure_future(self._accompany(self._companion))
 

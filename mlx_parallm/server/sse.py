@@ -76,6 +76,10 @@ class EventStream(Response):
         finally:
             watcher.cancel()
             self._generation.cancel()
+            if self._error is not None:
+                scope["outcome"] = f"cut off: {self._error.code or self._error.message}"
+            elif self._left and not self._ended:
+                scope["outcome"] = "the client left"
 
     async def _write(self, send: Send) -> None:
         while not self._left:

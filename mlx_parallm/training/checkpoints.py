@@ -5,6 +5,8 @@ counters and a checksum of each file. It is written under another name, brought 
 leaves behind is ignored and swept away. Any thread; no MLX.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -221,12 +223,22 @@ def _write(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        _to_disk(file.fileno())
 
 
 def _sync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        _to_disk(handle)
     finally:
         os.close(handle)
+
+
+def _to_disk(descriptor: int) -> None:
+    """On a Mac fsync leaves data in the drive's own cache: a checkpoint must outlast a loss of power."""
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)
+    if full_sync is not None:
+        with contextlib.suppress(OSError):  # a network volume may not know it
+            fcntl.fcntl(descriptor, full_sync)
+            return
+    os.fsync(descriptor)

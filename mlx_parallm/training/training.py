@@ -82,12 +82,15 @@ def rl_config(config: ServeConfig) -> RLConfig:
 
 def environment_config(config: ServeConfig) -> EnvironmentConfig | None:
     """Of the environment to start, where the config names one."""
-    if config.environment is None:
+    if config.environment is None or not config.trains:
         return None
-    if config.atropos_url is None or not config.trains:
+    if config.atropos_url is None:
         raise ConfigError("--environment needs --enable-rl-training and the --atropos-url that it sends its groups to")
     if config.port == 0:
-        raise ConfigError("--environment needs a --port that it can be told")
+        raise ConfigError(
+            "--environment needs a fixed --port: the environment is started with the server's address, and --port 0 "
+            "lets the system choose one later"
+        )
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     return EnvironmentConfig(
         config.environment,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.servers import ServerProcess, free_port
+from benchmarks.servers import ServerProcess, free_port, running
 from mlx_parallm import __version__
 
 Result = subprocess.CompletedProcess[str]
@@ -24,7 +24,7 @@ def parallm(*args: str, stdin: str = "", **environment: str) -> Result:
 def assert_one_line(result: Result, code: int, *words: str) -> None:
     """A mistake is told in one line, without a traceback."""
     assert result.returncode == code, result.stderr
-    assert result.stdout == ""
+    assert all(line.startswith(("MLX ParaLLM", "  loading ")) for line in result.stdout.splitlines()), result.stdout
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     for word in words:
@@ -227,3 +227,40 @@ def test_a_signal_ends_the_server_in_order(tiny_folder: Path, number: signal.Sig
         _, errors = server.communicate(timeout=60)
     assert server.returncode == 0
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["serve", "--prot", "1"], ["--prot", "'--port'"]),
+        (["serve", "--max-batchsize=3"], ["--max-batchsize", "'--max-batch-size'"]),
+        (["bench", "--concurency", "3"], ["--concurency", "'--concurrency'"]),
+        (["serve", "stray"], ["stray"]),
+        (["serve", "--port", "eighty"], ["'eighty' is not a whole number"]),
+        (["serve", "--request-timeout-seconds", "soon"], ["'soon' is not a number"]),
+    ],
+)
+def test_a_mistyped_flag_is_one_line_with_the_nearest(args: list[str], words: list[str]) -> None:
+    assert_one_line(parallm(*args), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("./no/such/folder", "there is no folder"), ("/no/such", "there is no folder"), ("{empty}", "no config.json")],
+)
+def test_a_wrong_model_path_is_explained(tmp_path: Path, source: str, said: str) -> None:
+    path = source.format(empty=tmp_path)
+    assert_one_line(parallm("serve", "--port", str(free_port()), "--model-path", path), 1, said)
+
+
+def test_what_a_file_says_of_training_does_not_stop_a_start_without_it(tmp_path: Path, tiny_folder: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "rl_training: {enabled: false, atropos_url: 'http://127.0.0.1:1', environment: e.py, update_frequency: 5000}\n"
+        "model: {lora_rank: 128}\n"
+    )
+    port = free_port()
+    command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(port), "--model-path", str(tiny_folder)]
+    with running(ServerProcess([*command, "--config", str(config)], port, "default")) as server:
+        assert "atropos_url and environment is not used" in server.tail()
+    assert_one_line(parallm("serve", "--atropos-url", "http://127.0.0.1:1"), 2, "--enable-rl-training")

@@ -86,12 +86,14 @@ def test_file_with_sections(tmp_path: Path) -> None:
         ("server: 5", "section 'server' must hold keys and values"),
         ("- a", "expected sections"),
         ("server: {port: many}", r"server.port: .*many"),
-        ("server: {port: true}", "server.port: a boolean is not a number"),
+        ("server: {port: true}", "line 1: server.port: True is not a whole number"),
         ("server: {dedupe: maybe}", "server.dedupe: 'maybe' is not a boolean"),
         ("model: {dtype: int3}", "model.dtype: 'int3' is not one of auto, float32"),
         ("cache: {kv_cache_memory: lots}", "'lots' is not a size"),
         ("server: {port: 70000}", "port must be between 0 and 65535"),
-        ("server: [", "config file"),
+        ("server: [", "line 1, column 10: "),
+        ("server:\n  port: 1\n  hots: x", "line 3: unknown key server.hots"),
+        ("cache:\n  kv_bits: many", "line 2: cache.kv_bits: 'many' is not a whole number"),
     ],
 )
 def test_wrong_files_say_what_and_where(text: str, message: str, tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_modes_of_training() -> None:
     assert ServeConfig(enable_rl_training=True).trains
     assert ServeConfig(mode="inference_and_training").serving_share == 0.7
     assert ServeConfig(mode="training").serving_share < 0.1
-    for wrong in ({"inference_share": 0.0}, {"lora_rank": 128}, {"max_staleness": -1}, {"checkpoint_interval": 0}):
+    for wrong in ({"inference_share": 0.0}, {"max_staleness": -1}, {"checkpoint_interval": 0}):
         with pytest.raises(ConfigError):
             ServeConfig(**wrong)  # type: ignore[arg-type]
     many = tuple(f"a{number}" for number in range(9))
@@ -161,3 +163,24 @@ def test_a_reward_model_has_a_rate_of_its_own_unless_one_is_given() -> None:
     assert settings_of(reward | {"learning_rate": 1e-3}, {}).learning_rate == 1e-3
     assert settings_of(reward, {"PARALLM_LEARNING_RATE": "1e-5"}).learning_rate == 1e-5
     assert settings_of(reward, {}).mode == "rm"
+
+
+def test_what_training_needs_is_asked_for_when_it_is_on() -> None:
+    for wrong in ({"lora_rank": 128}, {"update_frequency": 5000}, {"environment": "env.py"}):
+        assert not ServeConfig(**wrong).trains  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            ServeConfig(enable_rl_training=True, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["PARALLM_SERVICE_HOST", "PARALLM_PORT_8000_TCP_ADDR", "PARALLM_BLAS", "PARALLM_STEPS"]
+)
+def test_variables_of_others_are_none_of_ours(name: str) -> None:
+    assert parse(environment={name: "x"}).port == 8000
+
+
+def test_a_misspelt_variable_is_an_error() -> None:
+    with pytest.raises(
+        ConfigError, match="PARALLM_MAX_BATCHSIZE is not an option; did you mean 'PARALLM_MAX_BATCH_SIZE'"
+    ):
+        parse(environment={"PARALLM_MAX_BATCHSIZE": "3"})

@@ -26,6 +26,7 @@ from mlx_parallm.engine.tool_calls import Tool
 from mlx_parallm.engine.tool_formats import ToolFormat
 from mlx_parallm.engine.tools import Thinking, chat_parser
 from mlx_parallm.errors import InvalidRequestError
+from tests.tiny import tiny
 from tests.unit.vocabularies import byte_level, word_piece
 
 SPECIAL = ["<think>", "</think>", "[TOOL_CALLS]", *harmony.MARKS]
@@ -230,3 +231,23 @@ def test_an_answer_or_calls() -> None:
     assert accepts(grammar, calls(("add", {"a": 1}), ("free", {})))
     assert not accepts(grammar, '{"b": 1}')
     assert not accepts(grammar, '{"a": 1}' + calls(("add", {"a": 1})))
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "banana"}, "there is no type banana"),
+        ({"not": {"type": "string"}}, 'the keyword "not" is not supported'),
+        ({"type": "array", "minItems": 5, "maxItems": 2}, "nothing can fit it: minItems"),
+        ({"type": "string", "pattern": "(?=a)b"}, "the pattern (?=a)b can't be used: look-around"),
+        ({"properties": {"a": {"$ref": "#/nope"}}}, "its $ref points to /nope, which is not there"),
+    ],
+)
+def test_what_is_wrong_with_a_schema_is_said_without_the_compilers_own_words(schema: Any, said: str) -> None:
+    tokenizer = tiny().tokenizer
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), tokenizer.eos_token_ids)
+    with pytest.raises(InvalidRequestError) as refused:
+        compiler.check(json_grammar(schema), "response_format")
+    assert said in refused.value.message
+    for internal in ("x-guidance", "%json", "start:", "failed to compile", "^"):
+        assert internal not in refused.value.message

@@ -1,0 +1,44 @@
+"""What the operating system must allow before MLX is loaded. Called by the commands; imports no MLX."""
+
+import platform
+import subprocess
+
+from mlx_parallm.errors import ConfigError
+
+OPEN_FILES = 8192
+
+
+def check_python() -> None:
+    """MLX has no build for Intel Macs; on Apple Silicon an Intel Python, under Rosetta, is the usual reason."""
+    if platform.system() != "Darwin" or platform.machine() != "x86_64":
+        return
+    if _is_apple_silicon():
+        raise ConfigError(
+            "this Python is built for Intel and runs under Rosetta, where MLX can't be used: install a native one "
+            "(python.org's universal installer, or Homebrew in /opt/homebrew) and remove .venv"
+        )
+    raise ConfigError("MLX needs a Mac with Apple Silicon; this one has an Intel processor")
+
+
+def _is_apple_silicon() -> bool:
+    """Asks the system, which does not pretend as Python's `platform` does under Rosetta."""
+    try:
+        answer = subprocess.run(["sysctl", "-n", "hw.optional.arm64"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return answer.stdout.strip() == "1"
+
+
+def raise_open_files() -> int:
+    """Every connection is an open file, and a Mac allows 256 unless asked; the limit that holds now."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError):
+        return soft
+    return wanted

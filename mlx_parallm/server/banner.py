@@ -1,0 +1,75 @@
+"""What a start tells people, in words that a newcomer has: progress while models load, then what is on and off."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from mlx_parallm import __version__
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.server.access import is_loopback, keys_of
+from mlx_parallm.server.models import ServedModel
+from mlx_parallm.training.training import Training
+
+SLOW_SECONDS = 1.0  # a step that takes longer says so when it is done
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Tells of a step as it begins, and of its end if it took long."""
+    say(f"  {what} ...")
+    begun = time.perf_counter()
+    yield
+    if (seconds := time.perf_counter() - begun) > SLOW_SECONDS:
+        say(f"  {what}: done in {seconds:.1f} s")
+
+
+def ready_lines(models: Sequence[ServedModel], config: ServeConfig, training: Training, url: str) -> list[str]:
+    rows = [row for served in models for row in served.engine.describe()]
+    rows += [
+        ("scheduler", _scheduler(config)),
+        ("adapters", _adapters(models, config)),
+        ("training", _training(config, training)),
+        ("keys", _keys(config)),
+        ("URL", f"{url}  (described at {url}/docs)"),
+    ]
+    return [f"MLX ParaLLM {__version__} is ready", *(f"  {label:<10} {value}" for label, value in rows)]
+
+
+def _scheduler(config: ServeConfig) -> str:
+    queue = f"{config.max_queue_size} more may wait"
+    if config.scheduler == "continuous":
+        return f"continuous: new requests join the running ones at every step; {queue}"
+    return f"requests are gathered for {config.batch_timeout:g} s before they begin; {queue}"
+
+
+def _adapters(models: Sequence[ServedModel], config: ServeConfig) -> str:
+    names = [entry.name for served in models for entry in served.engine.adapters]
+    loaded = ", ".join(names) if names else "none loaded (--lora-path NAME=FOLDER, or POST /v1/adapters/load)"
+    return f"{loaded}; up to {config.max_loras} different ones in a batch"
+
+
+def _training(config: ServeConfig, training: Training) -> str:
+    if not training.sessions:
+        unused = [name for name in ("atropos_url", "environment") if getattr(config, name) is not None]
+        told = f"; {' and '.join(unused)} is not used" if unused else ""
+        return f"off (--enable-rl-training turns it on){told}"
+    names = ", ".join(training.sessions)
+    return f"on: {names} learns by {config.algorithm.upper()}, checkpoints in {config.checkpoint_dir}"
+
+
+def _keys(config: ServeConfig) -> str:
+    keys = keys_of(config)
+    everybody = "everybody on this machine" if is_loopback(config.host) else "EVERYBODY WHO CAN REACH THIS ADDRESS"
+    if not keys:
+        return f"none: {everybody} may use and change this server (--api-key, --admin-key)"
+    if not any(key.role == "user" for key in keys):
+        return f"for admin routes only: {everybody} may ask for answers (--api-key)"
+    if not any(key.role == "admin" for key in keys):
+        return "needed for every request; admin routes are closed (--admin-key opens them)"
+    return "needed for every request, and an admin's for changes"

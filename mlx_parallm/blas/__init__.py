@@ -26,6 +26,14 @@ SYMBOLS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all that MLX calls
 SYSTEM_OPENBLAS = "libopenblas.so.0"
 
 
+_loaded: list[str] = []  # what `preload` has chosen
+
+
+def loaded() -> str | None:
+    """The library that MLX uses instead of its own; None where it keeps its own."""
+    return _loaded[-1] if _loaded else None
+
+
 def preload() -> str | None:
     """Loads the first library that works and returns its path; None where MLX keeps its own BLAS."""
     if sys.platform != "linux" or "mlx.core" in sys.modules or os.environ.get("PARALLM_BLAS") == "none":
@@ -39,6 +47,7 @@ def preload() -> str | None:
             _complain(path, str(error))
             continue
         if all(hasattr(library, symbol) for symbol in SYMBOLS):
+            _loaded.append(path)
             return path
         _complain(path, f"it has no {SYMBOLS[0]}")
     log.warning(

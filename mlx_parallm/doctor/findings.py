@@ -1,0 +1,28 @@
+"""One line of a report: what was looked at, what was found, whether that is good, and what would help."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["ok", "slow", "wrong"]
+
+
+@dataclass(slots=True)
+class Finding:
+    name: str
+    found: str
+    verdict: Verdict = "ok"
+    remedy: str = ""  # what to do about it; empty where there is nothing to do
+    numbers: dict[str, Any] = field(default_factory=dict)  # for the report
+
+    def line(self) -> str:
+        told = f"{self.verdict:<6} {self.name:<11} {self.found}"
+        return f"{told}\n       {'':<11} -> {self.remedy}" if self.remedy and self.verdict != "ok" else told
+
+
+def look(name: str, check: Callable[[], Finding]) -> Finding:
+    """A check that fails is a finding, too."""
+    try:
+        return check()
+    except Exception as error:  # whatever breaks here is what the user wants to know
+        return Finding(name, f"{type(error).__name__}: {error}", "wrong", "report this line")

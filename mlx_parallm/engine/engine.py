@@ -282,9 +282,15 @@ class Engine:
                 "batch",
                 f"up to {self._config.max_batch_size} answers at once, {ways[type(self._runner.cache).__name__]}",
             ),
+            ("exactness", self._exactness_line()),
             ("memory", self._memory_line()),
             ("cache", self._cache_line()),
         ]
+
+    def _exactness_line(self) -> str:
+        if self.model.precision == "float32":
+            return "an answer is the same alone and in a batch, token for token"
+        return f"in {self.model.precision} an answer may part from the one alone where two tokens are all but equal"
 
     def _cache_line(self) -> str:
         """Where the beginnings of prompts are kept."""

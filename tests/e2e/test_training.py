@@ -370,3 +370,16 @@ def test_several_adapters_learn_each_from_its_own(tiny_folder: Path, flags: list
         assert post(client, "/v1/training/update", {"adapter": "two"})["published"]
         assert status(client)["policy_version"] == 1
         assert client.get("/v1/training/status", params={"adapter": "two"}).json()["policy_version"] == 2
+
+
+@pytest.mark.parametrize("field", ["prompt_ids", "completion_ids"])
+@pytest.mark.parametrize("token", [-1, -(2**40), 10**9])
+def test_ids_outside_the_vocabulary_are_named(client: httpx.Client, field: str, token: int) -> None:
+    """A negative one would wrap around, and another end the process."""
+    good = {"group_id": "g", "prompt_ids": [5, 6], "completion_ids": [7, 8], "reward": 1.0}
+    answer = client.post("/v1/training/update", json={"trajectories": [good, good | {field: [5, token]}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"trajectories.1.{field}.1"
+    rollout = client.post("/v1/rl/rollout", json={"prompts": [[5, token]], "n": 2, "max_tokens": 2})
+    assert rollout.status_code == 400
+    assert client.get("/health").status_code == 200

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.engine.tool_calls import Piece
-from mlx_parallm.engine.tool_formats import ToolFormat
+from mlx_parallm.engine.tool_formats import DEEPSEEK_MARKS, ToolFormat
 from mlx_parallm.engine.tools import Parser, Thinking, chat_parser
 from tests.golden.tool_transcripts import FORMATS, TOOLS, Format, Transcript
 
@@ -20,6 +20,7 @@ Result = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, names and
 
 SPECIAL = {
     "ours": ToolFormat("<tool_call>", "</tool_call>", native=False),
+    "deepseek": ToolFormat(*DEEPSEEK_MARKS, native=True),
     "llama": ToolFormat("<|python_tag|>", "", native=True, kind="bare"),
     "llama4": ToolFormat("<|python_start|>", "<|python_end|>", native=True, kind="bare"),
     "harmony": ToolFormat("<|channel|>", "<|call|>", native=True, kind="harmony"),

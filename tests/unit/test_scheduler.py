@@ -449,9 +449,8 @@ def test_a_row_is_forgotten_wherever_it_is() -> None:
 
 @st.composite
 def requests(draw: st.DrawFn) -> Job:
-    made = job(
-        draw(st.integers(1, 300)), n=draw(st.integers(1, 3)), priority=draw(st.integers(0, 1)), stream=draw(st.booleans())
-    )
+    length, n, priority = draw(st.tuples(st.integers(1, 300), st.integers(1, 3), st.integers(0, 1)))
+    made = job(length, n=n, priority=priority, stream=draw(st.booleans()))
     adapter = draw(st.sampled_from([None, None, "a", "b"]))
     for row in made.rows:
         row.adapter = adapter

@@ -196,6 +196,7 @@ def test_routes_take_turns_by_their_shares() -> None:
     found.serve([Route("p", 1, 0.5), Route("q", None, 0.25), Route(None, None, 0.25)])
     drawn = [found.route() for _ in range(8)]
     labels = [version.label if version else "base" for version in drawn]
+    assert [route.credit for route in found.routes] == [0.0, 0.0, 0.0], "after whole rounds nobody is owed anything"
     assert sorted(labels) == ["base"] * 2 + ["p@1"] * 4 + ["q@1"] * 2
     assert labels[:4].count("p@1") == 2, "in turn, not one after another"
     assert [route.label for route in found.routes] == ["p@1", "q", "base"]
@@ -230,7 +231,9 @@ def test_requests_and_tokens_are_counted_by_version() -> None:
 def test_the_least_recently_used_makes_room_on_the_device() -> None:
     found = registry(max_resident=2)
     a, b, c = (publish(found, name) for name in "abc")
-    assert isinstance(found.choice([a, None]), Apart)
+    first = found.choice([a, None])
+    assert isinstance(first, Apart)
+    assert [any(first.row(number).has(group) for group in range(2)) for number in range(2)] == [True, False]
     found.choice([b])
     found.choice([a, b])
     assert found.swaps == 2

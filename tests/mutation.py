@@ -8,6 +8,7 @@ This file is also a pytest plugin of those runs.
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -63,7 +64,8 @@ def report(modules: Iterable[str]) -> float:
 def main(modules: list[str]) -> int:
     names = [f"{PACKAGE}.{module}.*" for module in modules]
     mutmut = Path(sys.executable).with_name("mutmut")
-    status = subprocess.run([mutmut, "run", "--max-children", "2", *names], check=False).returncode
+    cached = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    status = subprocess.run([mutmut, "run", "--max-children", "2", *names], check=False, env=cached).returncode
     if status:
         return status
     return int(report(modules or known_modules()) < WANTED)

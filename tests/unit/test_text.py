@@ -146,9 +146,9 @@ def test_prefixes() -> None:
 
 def test_which_tokenizers_have_bytes_per_token() -> None:
     """A decoder that is not known in every step is left to the tokenizer itself."""
-    assert len(BYTES.pieces or []) == len(BYTES.tokenizer)
-    assert len(PIECES.pieces or []) == len(PIECES.tokenizer)
-    assert (PIECES.strips_first_space, BYTES.strips_first_space) == (True, False)
+    for vocabulary, strips in ((Vocabulary(byte_level()), False), (Vocabulary(sentence_piece()), True)):
+        assert len(vocabulary.pieces or []) == len(vocabulary.tokenizer)
+        assert vocabulary.strips_first_space is strips
     unstripped = Vocabulary(sentence_piece(strip=False))
     assert (unstripped.pieces is not None, unstripped.strips_first_space) == (True, False)
     assert Vocabulary(word_piece()).pieces is None
@@ -163,17 +163,33 @@ def test_which_tokenizers_have_bytes_per_token() -> None:
 
 
 def test_every_byte_is_spelled_as_itself() -> None:
-    alphabet = [BYTES.spell(token) for token in range(256)]
+    letters, pieces = Vocabulary(byte_level()), Vocabulary(sentence_piece())
+    alphabet = [letters.spell(token) for token in range(256)]
     assert sorted(alphabet) == [bytes([byte]) for byte in range(256)]
-    fallback = [PIECES.spell(3 + byte) for byte in range(256)]
+    fallback = [pieces.spell(3 + byte) for byte in range(256)]
     assert fallback == [bytes([byte]) for byte in range(256)]
 
 
 def test_added_and_special_tokens() -> None:
-    tokenizer = BYTES.tokenizer
-    think, tool, end = tokenizer.convert_tokens_to_ids(["<think>", "<tool>", "<eos>"])
-    assert BYTES.special == {think, end}
-    assert BYTES.added == {think, tool, end}
+    vocabulary = Vocabulary(byte_level(["<think>"], ["<tool>"]))
+    think, tool, end = vocabulary.tokenizer.convert_tokens_to_ids(["<think>", "<tool>", "<eos>"])
+    assert vocabulary.special == {think, end}
+    assert vocabulary.added == {think, tool, end}
+    assert Vocabulary(sentence_piece()).special == {0, 1}
+
+
+def test_a_tokenizer_in_python_alone_has_no_pieces_and_no_added_tokens() -> None:
+    class Slow:
+        all_special_ids = [3]
+
+        def __len__(self) -> int:
+            return 4
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return ["x"] * len(ids)
+
+    vocabulary = Vocabulary(Slow())
+    assert (vocabulary.pieces, vocabulary.added, vocabulary.special) == (None, frozenset(), {3})
 
 
 def test_the_tokenizer_decodes_a_whole_with_and_without_special_tokens() -> None:

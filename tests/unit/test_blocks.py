@@ -298,6 +298,16 @@ def test_a_flush_leaves_what_is_held() -> None:
     pool.release(held)
 
 
+def test_a_refresh_passes_over_blocks_that_are_not_there_or_held() -> None:
+    pool = BlockPool(4, 4)
+    text = [1] * 4 + [2] * 4 + [3] * 4
+    put(pool, text[:8])
+    held = pool.match(chain(text[:4]), text[:4], 4)
+    pool.refresh(chain(text))
+    pool.release(held)
+    pool.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

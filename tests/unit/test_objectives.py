@@ -138,7 +138,13 @@ def test_divergence_and_logprobs() -> None:
     assert chosen_logprobs(logits, mx.array([[1]])).item() == pytest.approx(math.log(0.25), abs=1e-6)
     at_half = chosen_logprobs(logits, mx.array([[0]]), 0.5)  # probabilities squared: 4/6, 1/6, 1/6
     assert at_half.item() == pytest.approx(math.log(4 / 6), abs=1e-6)
+    by_row = chosen_logprobs(logits, mx.array([[0]]), mx.array([[[0.5]]]))
+    assert by_row.item() == pytest.approx(math.log(4 / 6), abs=1e-6)
+    at_two = chosen_logprobs(2 * logits, mx.array([[0]]), 2.0)
+    assert at_two.item() == pytest.approx(math.log(0.5), abs=1e-6)
     assert entropy(logits).item() == pytest.approx(1.5 * math.log(2), abs=1e-6)
+    shifted = mx.concatenate([logits + 3.0, mx.zeros((1, 1, 3)) - 7.0])  # no log-probabilities: they sum up to more
+    assert entropy(shifted)[:, 0].tolist() == pytest.approx([1.5 * math.log(2), math.log(3)], abs=1e-5)
     reference = losses(
         Objective("grpo", beta=0.1),
         mx.array([[-1.0, -1.0]]),

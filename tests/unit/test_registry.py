@@ -316,6 +316,10 @@ def test_where_a_kernel_reads_columns_mixtures_get_wider_and_never_narrower() ->
     found.choice([wide])
     (present,) = found._presents.values()  # those of the smaller width are of no use any more
     assert present.columns > small
+    choice = found.choice([wide])
+    assert isinstance(choice, SideBySide)
+    assert choice.mask is not None, "a kernel is always told which columns are a row's own"
+    assert found.joins == 2
     found.choice([narrow])
     assert {one.columns for one in found._presents.values()} == {present.columns}
 

@@ -160,6 +160,7 @@ def test_the_kernel_and_mlx_draw_the_same(recorded: bool) -> None:
     plain = Sampler([*rows, None], 50)(logits, numbers)
     kernel = Sampler([*rows, None], 50, in_c)(logits, numbers)
     assert kernel.tokens.tolist() == plain.tokens.tolist()
+    assert len(kernel.arrays()) == 5 + recorded
     assert (kernel.drawn is None) == (plain.drawn is None) == (not recorded)
     for one, other in zip(kernel.arrays(), plain.arrays(), strict=True):
         assert np.allclose(np.array(one), np.array(other), atol=1e-5)
@@ -273,7 +274,8 @@ def test_scores_are_as_many_as_the_widest_row_asks_for() -> None:
     alone = Sampler([row(SamplingParams(logprobs=0))], 10)(mx.array(logits[:1]), [0]).scores
     assert alone is not None
     assert (alone.top_tokens.shape, alone.top_logprobs.shape) == ((1, 0), (1, 0))
-    assert Sampler([row(SamplingParams())], 10)(mx.array(logits[:1]), [0]).scores is None
+    without = Sampler([row(SamplingParams())], 10)(mx.array(logits[:1]), [0])
+    assert (without.scores, len(without.arrays())) == (None, 1)
 
 
 def test_more_likeliest_tokens_than_the_vocabulary_has() -> None:

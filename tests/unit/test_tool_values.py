@@ -5,6 +5,18 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.engine import tool_tags
+from mlx_parallm.engine.tool_blocks import (
+    JSON_QUOTES,
+    NAME,
+    NO_QUOTES,
+    PYTHON_QUOTES,
+    Head,
+    JsonBlock,
+    Quoting,
+    Scanner,
+    TextBlock,
+)
 from mlx_parallm.engine.tool_calls import Calls, Piece, ToolCall
 from mlx_parallm.engine.tool_literals import GemmaReader, read_python
 from mlx_parallm.engine.tool_tags import GLM, KIMI_K3, MINICPM, MINIMAX, MUSE, QWEN
@@ -364,3 +376,135 @@ def test_half_of_a_surrogate_pair_stays_escaped() -> None:
     (call,) = QWEN.read(f"<function=f><parameter=o>{half}</parameter></function>", False, TOOLS) or []
     assert call.arguments == r'{"o": {"a": "\u00e9 \ud800"}}'
     assert ToolCall.from_entry({"name": "f", "arguments": {"a": "\ud800"}}) == ToolCall("f", r'{"a": "\ud800"}')
+
+
+def test_tags_are_made_of_patterns() -> None:
+    glm = tool_tags._argument_pairs("")
+    longcat = tool_tags._argument_pairs("longcat_")
+    text = "f\n<arg_key>x</arg_key>\n<arg_value> 5 </arg_value><arg_key>y</arg_key><arg_value>6"
+    assert values(glm.read(text, False, TOOLS)) == [("f", {"x": 5, "y": 6})]
+    assert values(longcat.read(text.replace("arg_", "longcat_arg_"), False, TOOLS)) == [("f", {"x": 5, "y": 6})]
+    assert (glm.several, glm.call_end, glm.cdata) == (False, "", False)
+    made = tool_tags._tags(r"<(?P<name>\w+)!>", r"<p (?P<key>\w+)>", "</c.>", "</p>", tool_tags._lines, cdata=True)
+    text = "<f!><p i>\n5\n</p><p s>\n<![CDATA[</p>]]></p></c.><g!><p x>6</c.>"
+    assert values(made.read(text, False, TOOLS)) == [("f", {"i": 5, "s": "<![CDATA[</p>]]>"}), ("g", {"x": "6"})]
+    assert (made.several, made.cdata, made.call_end) == (True, True, "</c.>")
+
+
+def test_a_reader_of_gemma_s_strings_has_its_own_quotes() -> None:
+    assert values(GemmaReader("%%").read("call:f{a:%%x}%%,b:<q>}", False, TOOLS)) == [("f", {"a": "x}", "b": "<q>"})]
+    assert values(GemmaReader("%%").read('call:f{a:"",b:"a\nb"}', False, TOOLS)) == [("f", {"a": "", "b": "a\nb"})]
+    assert GemmaReader("%%").read('call:f{a:"\\x",b:1', True, TOOLS) is None
+    assert GemmaReader("%%").read("call:f{b:1,a", False, TOOLS) is None
+
+
+CALL_G = '{"name": "g", "arguments": {}}'
+Found = tuple[list[tuple[str, str]], str | None, str | None]
+
+
+def block_of(text: str, size: int = 1, end: str = "<e>", **options: Any) -> Found:
+    """The calls of a block, the text after it, and what is malformed, however the text is cut."""
+    calls = Calls()
+    block = JsonBlock(calls, end, **options)
+    rest: str | None = None
+    for at in range(0, len(text), size):
+        rest = block.push(text[at : at + size])
+        if rest is not None:
+            rest += text[at + size :]
+            break
+    found: list[tuple[str, str]] = []
+    for delta in calls.take():
+        if delta.name is not None:
+            found.append((delta.name, ""))
+        name, written = found[delta.index]
+        found[delta.index] = name, written + delta.arguments
+    return found, rest, block.unread()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "calls", "rest", "unread"),
+    [
+        ('{"name": "f", "arguments": {"a": 1}}<e>x', [("f", '{"a": 1}')], "x", None),
+        ('{"name": "f", "arguments": {"a": "<e>}"}}<e>', [("f", '{"a": "<e>}"}')], "", None),
+        ('{"type": "function", "name": "f", "parameters": {}}<e>', [("f", "{}")], "", None),
+        ('{"name": "f", "arguments": {}, "id": {"x": "}"}}' + CALL_G + "<e>", [("f", "{}"), ("g", "{}")], "", None),
+        ('{"name": "f", "arguments": {}, "id": {"x"<e>y', [("f", "{}")], "y", None),
+        ('{"name": "f", "arguments": {}<e>y', [("f", "{}")], "y", None),
+        ('{"name": "f", "arguments": {} {"name": "g", "arguments": {}}<e>', [("f", "{}"), ("g", "{}")], "", None),
+        ('[{"name": "f", "arguments": {}},; {"name": "g", "arguments": {}}]<e>', [("f", "{}"), ("g", "{}")], "", None),
+        ('{"arguments": {"a": [1]}, "name": "f"}<e>', [("f", '{"a": [1]}')], "", None),
+        ('{"x": 1}<e>y', [], "y", '{"x": 1}<e>'),
+        ('{"x": 1<e>y', [], "y", '{"x": 1<e>'),
+        ("junk <f> <e>y", [], "y", "junk <f> <e>"),
+        ('{"name": "f", "arguments": {}} junk <e>y', [("f", "{}")], "y", None),
+        ('{"x": 1}{"name": "f", "arguments": {}}<e>y', [], "y", '{"x": 1}{"name": "f", "arguments": {}}<e>'),
+        ('{"name": "f", "arguments": {}}{"x": 1}' + CALL_G + "<e>", [("f", "{}"), ("g", "{}")], "", None),
+        ("<e>y", [], "y", "<e>"),
+    ],
+)  # fmt: skip
+def test_blocks_of_json(
+    text: str, calls: list[tuple[str, str]], rest: str | None, unread: str | None, size: int
+) -> None:
+    assert block_of(text, size) == (calls, rest, unread)
+
+
+def test_a_head_is_a_name_and_then_the_arguments() -> None:
+    head = Head(rf"{NAME}!")
+    assert not head.nested
+    assert head.name.match("f! {x")["name"] == "f"
+    assert head.whole.match("f! {x").end() == 4
+    assert head.whole.match("f! ", partial=True).partial
+    wrapped = Head(rf"\({NAME},", r"\s{0,4}\{", nested=True)
+    text = 'f!{"a": 1};g! {"b": {}} <e>rest'
+    assert block_of(text, heads=[head]) == ([("f", '{"a": 1}'), ("g", '{"b": {}}')], "rest", None)
+    assert block_of('(f, {"a": 1}}(g,{}}<e>', heads=[wrapped]) == ([("f", '{"a": 1}'), ("g", "{}")], "", None)
+
+
+def test_without_an_end_mark_a_block_ends_where_no_call_begins() -> None:
+    text = '{"name": "f", "arguments": {}} and more'
+    assert block_of(text, 1000, end="") == ([("f", "{}")], "and more", None)
+    known = block_of('{"name": "g", "arguments": {}}', 1000, end="", names={"f"})
+    assert known[0] == []
+
+
+@pytest.mark.parametrize(
+    ("quoting", "text", "found"),
+    [
+        (NO_QUOTES, 'a "<e>', (3, "end")),
+        (JSON_QUOTES, '{"<e>": [1]} <e>', (12, "closed")),
+        (JSON_QUOTES, '"<e>" <e>', (6, "end")),
+        (JSON_QUOTES, '"a\\"<e>"<e>', (8, "end")),
+        (JSON_QUOTES, '"a\n<e>', (3, "end")),
+        (JSON_QUOTES, "'<e>", (1, "end")),
+        (PYTHON_QUOTES, "'<e>' \"<e>\" (x)", (15, "closed")),
+        (Quoting((("<<", ">>"),)), "<<\n<e>>> <e>", (9, "end")),
+        (JSON_QUOTES, "a <", (2, None)),
+        (JSON_QUOTES, '"a\\', (2, None)),
+        (JSON_QUOTES, "]", (1, "closed")),
+        (NO_QUOTES, "abc", (3, None)),
+    ],
+)
+def test_what_a_scanner_finds(quoting: Quoting, text: str, found: tuple[int, str | None]) -> None:
+    scanner = Scanner(quoting, ("<e>",))
+    assert scanner.scan(text) == found
+    assert scanner.mark == ("<e>" if found[1] == "end" else "")
+    nested = Scanner(JSON_QUOTES, (), depth=1)
+    assert nested.scan("{}}") == (3, "closed")
+
+
+def test_a_block_of_text_is_read_at_its_end() -> None:
+    def read(text: str, cut_off: bool) -> list[ToolCall] | None:
+        return [ToolCall(text.strip(), "{}")] if "f" in text else None
+
+    calls = Calls()
+    block = TextBlock(calls, "<e>", read)
+    assert (block.push(" f <"), calls.take(), block.push("e>x"), block.unread()) == (None, (), "x", None)
+    assert [delta.name for delta in calls.take()] == ["f", None]
+    malformed = TextBlock(calls, "<e>", read)
+    assert (malformed.push("g<e>x"), malformed.unread()) == ("x", "g<e>")
+    open_end = TextBlock(calls, "<e>", read)
+    open_end.push("g<")
+    assert (open_end.finish(True), open_end.finish(False)) == (None, "g<")
+    bracketed = TextBlock(calls, "", read, PYTHON_QUOTES)
+    assert (bracketed.push("[f(x='[')"), bracketed.push("] more")) == (None, " more")

@@ -259,6 +259,24 @@ def test_format_of_llama() -> None:
     assert ToolFormat.of(TokenizerWrapper(fourth)).start == "<|python_start|>"
 
 
+@pytest.mark.parametrize(
+    ("template", "special", "marks"),
+    [
+        ("{{ tools }} <|python_tag|>", ["<|python_tag|>"], ("<|python_tag|>", "")),
+        ("{{ tools }} <|python_start|>", ["<|python_start|>"], ("<|python_start|>", "<|python_end|>")),
+        (LLAMA_TEMPLATE.replace('"', '\\"'), [], ("", "")),
+        ("{{ tools }}", ["<|python_tag|>", "<|python_start|>"], None),
+        ("{{ tools }} <|python_tag|> <|python_start|>", [], None),
+        ("{{ toolset }} <|python_tag|>", ["<|python_tag|>"], None),
+    ],
+)
+def test_marks_of_llama(template: str, special: list[str], marks: tuple[str, str] | None) -> None:
+    inner = byte_level(special)._tokenizer
+    inner.chat_template = template
+    expected = OURS if marks is None else ToolFormat(*marks, native=True, kind="bare")
+    assert ToolFormat.of(TokenizerWrapper(inner)) == expected
+
+
 LLAMA = ToolFormat("<|python_tag|>", "", native=True, kind="bare")
 
 

@@ -10,13 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --constraint constraints.txt
 
-.PHONY: help serve chat test test-all check format bench rl-demo rl-demo-long clean
+.PHONY: help serve chat test test-all mutate check format bench rl-demo rl-demo-long clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make serve     install what is missing, then serve on http://127.0.0.1:8000 (flags in ARGS=)"
 	@echo "make chat      talk to a running server"
 	@echo "make test      the tests that take seconds; test-all: all of them"
+	@echo "make mutate    faults put into the code, and how many the tests catch (modules in ARGS=; all: an hour and more)"
 	@echo "make check     ruff, mypy and the import layers; format: let ruff rewrite"
 	@echo "make bench     this server against mlx_lm.server (flags in ARGS=)"
 	@echo "make rl-demo   the embedded model learns a task, ten minutes; rl-demo-long: a harder one"
@@ -33,6 +34,9 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+mutate: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.mutation $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -55,7 +59,7 @@ rl-demo-long: $(VENV)/.installed-dev
 	  --eval-every 10 --out rl-demo-long $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) mutants build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp says that the environment is as pyproject.toml and constraints.txt want it; without it, make it so.

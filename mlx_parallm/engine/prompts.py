@@ -26,10 +26,10 @@ TOOL_PROMPT = """You may call functions to help with the user's request. These a
 <tools>
 {tools}
 </tools>
-To call a function, answer with its name and arguments as a JSON object within <tool_call></tool_call> tags:
-<tool_call>
+To call a function, answer with its name and arguments as a JSON object within {start}{end} tags:
+{start}
 {{"name": <function-name>, "arguments": <arguments-object>}}
-</tool_call>"""
+{end}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,10 @@ def _spelled_out(messages: list[Message], tools: Sequence[Tool], tool_format: To
             plain.append({"role": message["role"], "content": content})
         else:
             plain.append(message)
-    return _with_system(plain, TOOL_PROMPT.format(tools="\n".join(map(_dumps, tools)))) if tools else plain
+    if not tools:
+        return plain
+    signatures = "\n".join(map(_dumps, tools))
+    return _with_system(plain, TOOL_PROMPT.format(tools=signatures, start=tool_format.start, end=tool_format.end))
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:

@@ -1,6 +1,7 @@
 """Tool calls as parsers report them: the types that all formats share, and the collection of one answer's calls."""
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +23,18 @@ class ToolCall:
             return None
         arguments = entry.get("arguments", entry.get("parameters"))
         if not isinstance(arguments, str):
-            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+            arguments = json_text({} if arguments is None else arguments)
         identity = entry.get("id")
         return cls(entry["name"], arguments, identity if isinstance(identity, str) else None)
+
+
+def json_text(value: object) -> str:
+    """A value as JSON. Half of a surrogate pair, which no text can hold, stays escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(value)
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """How each family of models writes tool calls: found out from its tokenizer, and the table of notations.
 
-Most formats have marks around a block of calls, and mlx-lm's name for them is the key to `NOTATIONS`. Llama's calls may
-stand alone, gpt-oss has channels (`engine.harmony`), and a model that knows no tools is taught our own format.
+Most formats have marks around a block of calls, and mlx-lm's name for them is the key to `NOTATIONS`. DeepSeek's, which
+mlx-lm does not know, is found by its marks. Llama's calls may stand alone, gpt-oss has channels (`engine.harmony`), and
+a model that knows no tools is taught our own format.
 Whatever a model's own notation is, a block that begins with a brace is read as JSON: so forced calls are written.
 """
 
@@ -59,6 +60,17 @@ _LLAMA_FILLERS = (
     "<|eot|>",
 )
 LLAMA = Notation(fillers=_LLAMA_FILLERS, read=read_python, quoting=PYTHON_QUOTES)
+
+DEEPSEEK_MARKS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_SEP = "<｜tool▁sep｜>"
+DEEPSEEK = Notation(
+    heads=(
+        JSON_HEAD,
+        Head(rf"function{_SEP}{NAME}(?=[\s`{{])", r"\s{0,32}(?:```json)?\s{0,32}\{"),  # V3 and R1
+        Head(rf"(?!function{_SEP}(?!\s{{0,32}}\{{)){NAME}{_SEP}"),  # V3.1
+    ),
+    fillers=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "```"),
+)
 NOTATIONS: Mapping[str, Notation] = {  # by the module of mlx_lm.tool_parsers
     "json_tools": Notation(),
     "mistral": Notation(
@@ -108,6 +120,8 @@ class ToolFormat:
             return cls(tokenizer.tool_call_start, tokenizer.tool_call_end, native=True, parse=tokenizer.tool_parser)
         if harmony.is_harmony(tokenizer):
             return cls("<|channel|>", "<|call|>", native=True, kind="harmony")
+        if _is_deepseek(tokenizer):
+            return cls(*DEEPSEEK_MARKS, native=_shows_tools(_template(tokenizer)))
         marks = _llama_marks(tokenizer)
         return cls(*marks, native=True, kind="bare") if marks else cls("<tool_call>", "</tool_call>", native=False)
 
@@ -120,6 +134,8 @@ class ToolFormat:
     def notation(self) -> Notation:
         if self.kind == "bare":
             return LLAMA
+        if (self.start, self.end) == DEEPSEEK_MARKS:
+            return DEEPSEEK
         if self.parse is None:
             return NOTATIONS["json_tools"]
         module = str(getattr(self.parse, "__module__", None)).rpartition(".")[2]
@@ -169,11 +185,25 @@ def bare_call(text: str, names: set[str]) -> bool | None:
     return False
 
 
+def _template(tokenizer: TokenizerWrapper) -> str:
+    return str(getattr(tokenizer, "chat_template", None) or "")
+
+
+def _shows_tools(template: str) -> bool:
+    return re.search(r"\btools\b", template) is not None
+
+
+def _is_deepseek(tokenizer: TokenizerWrapper) -> bool:
+    """Its own templates write calls but do not show tools: those of other makers do."""
+    start, _ = DEEPSEEK_MARKS
+    return start in tokenizer.get_vocab() or start in _template(tokenizer)
+
+
 def _llama_marks(tokenizer: TokenizerWrapper) -> tuple[str, str] | None:
     """The marks that Llama's calls may have, if the template shows tools to the model in Llama's way."""
-    template = str(getattr(tokenizer, "chat_template", None) or "").replace('\\"', '"')
+    template = _template(tokenizer).replace('\\"', '"')
     vocab = tokenizer.get_vocab()
-    if not re.search(r"\btools\b", template):
+    if not _shows_tools(template):
         return None
     if "<|python_start|>" in vocab and ("<|python_start|>" in template or _ASKS_FOR_JSON in template):
         return "<|python_start|>", "<|python_end|>"

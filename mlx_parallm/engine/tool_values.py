@@ -2,11 +2,12 @@
 
 import ast
 import json
+import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from mlx_parallm.engine.tool_calls import Tool, ToolCall
+from mlx_parallm.engine.tool_calls import Tool, ToolCall, json_text
 
 Schema = Mapping[str, Any]
 TEXT = frozenset({"string"})
@@ -62,7 +63,7 @@ def _types_of_value(value: object) -> frozenset[str]:
 def literal(text: str) -> object:
     """A value in JSON, or as Python writes it; else the text itself."""
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse)
+        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         pass
     value = parse_python(text.strip())
@@ -72,8 +73,13 @@ def literal(text: str) -> object:
         return text
 
 
-def _refuse(constant: str) -> object:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
 
 
 def parse_python(text: str) -> ast.expr | None:
@@ -91,7 +97,7 @@ _NAMES = {"true": True, "false": False, "null": None}  # JSON's, in what is Pyth
 def python_value(node: ast.expr) -> object:
     """The value of a literal. Raises ValueError for what JSON can't hold, or what would have to be computed."""
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool | int | float | str)):
-        return node.value
+        return _finite(repr(node.value)) if isinstance(node.value, float) else node.value
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):
@@ -114,5 +120,5 @@ def _key(node: ast.expr | None) -> str:
 
 def tool_call(name: str, arguments: Mapping[str, object], *, complete: bool = True) -> ToolCall:
     """A call with these arguments. The JSON text of incomplete ones is left open, so that it can't pass for all."""
-    text = json.dumps(arguments, ensure_ascii=False)
+    text = json_text(arguments)
     return ToolCall(name, text if complete else text[:-1])

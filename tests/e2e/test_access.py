@@ -10,23 +10,8 @@ import httpx
 import pytest
 
 from benchmarks.servers import ServerProcess, free_port, ours, running
+from tests.rights import ADMIN, OPEN, USER
 
-# Every route of the OpenAPI document, with who may call it once there are keys. A new route must be entered here.
-OPEN = {"/health", "/health/", "/metrics"}
-USER = {
-    "/v1/models", "/models", "/v1/models/{model_id}", "/v1/completions", "/v1/chat/completions", "/generate",
-    "/generate/", "/chat/", "/get_world_size/", "/tokenize", "/detokenize", "/v1/adapters", "/is_paused",
-    "/get_weight_version", "/server_info", "/get_server_info", "/v1/training/status", "/v1/training/feedback",
-    "/v1/rl/rollout", "/v1/rewards/score", "/v1/score", "/pooling",
-}  # fmt: skip
-ADMIN = {
-    "/v1/adapters/load", "/load_adapter", "/v1/adapters/unload", "/unload_adapter", "/v1/adapters/rollback",
-    "/v1/adapters/pin", "/v1/adapters/unpin", "/v1/adapters/upload", "/upload_adapter", "/update_adapter_weights",
-    "/model/switch-lora", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/pause_generation", "/resume",
-    "/continue_generation", "/flush_cache", "/reset_prefix_cache", "/reset_prefix_cache/", "/debug/metrics",
-    "/debug/training", "/v1/training/update", "/training/checkpoint", "/init_communicator/", "/update_named_param/",
-    "/batch_update_named_params/", "/close_communicator/",
-}  # fmt: skip
 KEYS = {"none": None, "user": "open", "admin": "sesame", "wrong": "guess"}
 SETS = {
     "both keys": ["--api-key", "open", "--admin-key", "sesame"],
@@ -59,7 +44,7 @@ def test_every_route_with_every_key(tiny_folder: Path, keys: str) -> None:
     with serving(tiny_folder, *SETS[keys]) as client:
         headers = {"Authorization": "Bearer open"} if "user" in keys or "both" in keys else {}
         paths = client.get("/openapi.json", headers=headers).json()["paths"]
-        assert set(paths) <= OPEN | USER | ADMIN, "a route has no entry in the table above"
+        assert set(paths) <= OPEN | USER | ADMIN, "a route has no entry in tests/rights.py"
         for path, methods in paths.items():
             rights = "open" if path in OPEN else "user" if path in USER else "admin"
             for method in methods:

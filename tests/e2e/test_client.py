@@ -119,7 +119,9 @@ async def test_what_else_it_does(server: list[ServerProcess], tmp_path: Path) ->
         assert not waiting.done()
         await client.resume()
         assert (await waiting).policy_version == 0
-        assert await client.flush_cache() >= 0
+        await client.generate(PROMPT, max_tokens=20)
+        assert await client.flush_cache() > 0
+        assert await client.flush_cache() == 0
         assert (await client.server_info())["models"][0]["adapters"]["a"] == 1
         many = await asyncio.gather(*(client.generate(PROMPT, max_tokens=20, seed=n) for n in range(60)))
         assert len(many) == 60  # more than the queue holds: it asks again

@@ -53,6 +53,19 @@ def test_answer(api: Api) -> None:
     assert again["choices"] == answer["choices"]
 
 
+def test_usage_counts_a_prompt_once_however_many_choices_it_has(api: Api) -> None:
+    body: dict[str, Any] = dict(max_tokens=4, ignore_eos=True, temperature=1.0, seed=1, cache_salt="counted once")
+    first = api.chat(**body)["usage"]
+    single = api.chat(**body)["usage"]
+    assert (first["prompt_tokens_details"]["cached_tokens"], single["prompt_tokens"]) == (0, first["prompt_tokens"])
+    several = api.chat(**body, n=3)["usage"]
+    assert several["prompt_tokens"] == single["prompt_tokens"]
+    assert several["prompt_tokens_details"] == single["prompt_tokens_details"]
+    assert 0 < several["prompt_tokens_details"]["cached_tokens"] < several["prompt_tokens"]
+    assert several["completion_tokens"] == 12
+    assert several["total_tokens"] == several["prompt_tokens"] + 12
+
+
 def test_stream(api: Api) -> None:
     body: dict[str, Any] = dict(max_tokens=9, ignore_eos=True, n=2, temperature=1.2, seed=3)
     whole = api.chat(**body, cache_salt="whole")

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from mlx_parallm.errors import RequestTimeoutError
 from tests.engine.harness import Bare, driver
 from tests.engine.test_parity import GPU
 from tests.tiny import tiny
@@ -32,6 +33,23 @@ def test_keep(tuning: object) -> None:
         assert not running.engine.paused
         assert first.wait()[0].tokens == bare.greedy(PROMPT, LONG, ignore_eos=True)[0]
         assert second.wait()[0].tokens == bare.greedy(PROMPT[:9], 5, ignore_eos=True)[0]
+        running.settle()
+
+
+def test_a_request_whose_time_is_over_during_a_pause_is_told_at_once() -> None:
+    with driver("llama", max_batch_size=1) as running:
+        first = running.submit(PROMPT, max_tokens=2000, ignore_eos=True, stream=True, timeout=1.0)[1]
+        first.wait_for_tokens(2)
+        assert running.engine.pause("keep", 10)
+        queued = running.submit(PROMPT, max_tokens=4, ignore_eos=True, timeout=0.5)[1]
+        patient = running.submit(PROMPT[:9], max_tokens=5, ignore_eos=True)[1]
+        for pending in (first, queued):
+            error = pending.wait()[0].last.error
+            assert isinstance(error, RequestTimeoutError)
+        assert running.engine.paused, "nobody has ended the pause"
+        assert not patient.answers[0].deltas
+        running.engine.resume()
+        assert patient.wait()[0].tokens == Bare(tiny()).greedy(PROMPT[:9], 5, ignore_eos=True)[0]
         running.settle()
 
 

@@ -22,7 +22,7 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Format:
-    parser: str  # of mlx_lm.tool_parsers; or "ours", "llama", "llama4", "harmony"
+    parser: str  # of mlx_lm.tool_parsers; or "ours", "deepseek", "llama", "llama4", "harmony"
     markup: tuple[str, ...]
     transcripts: tuple[Transcript, ...]
     thinking: tuple[str, str] | None = ("<think>", "</think>")
@@ -296,6 +296,55 @@ def _kimi(*calls: str) -> str:
 KIMI_ROME = _kimi_call("get_weather", 0, ROME_JSON)
 KIMI_MARKED = '{"text": "a <|tool_calls_section_end|> b"}'
 
+
+def _deepseek(*calls: str) -> str:
+    """Calls as V3.1 writes them."""
+    written = "".join(f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>" for call in calls)
+    return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
+
+
+def _deepseek_v3(*calls: tuple[str, str]) -> str:
+    """Calls as V3 and R1 write them."""
+    written = [
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    ]
+    return "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>"
+
+
+DEEPSEEK_ROME = f"get_weather<｜tool▁sep｜>{ROME_JSON}"
+DEEPSEEK_PAULO = f"get_weather<｜tool▁sep｜>{PAULO_JSON}"
+DEEPSEEK_MARKED = '{"text": "a <｜tool▁calls▁end｜> b ``` c"}'
+DEEPSEEK = (
+    Transcript("one", _deepseek(DEEPSEEK_ROME), (ROME,)),
+    Transcript("content", f"Let me look.\n\n{_deepseek('now<｜tool▁sep｜>{}')}", (NOW,), "Let me look."),
+    Transcript("two", _deepseek(DEEPSEEK_ROME, DEEPSEEK_PAULO), (ROME, PAULO)),
+    Transcript("nested", _deepseek(f"note<｜tool▁sep｜>{NOTE_JSON}"), (NOTE,)),
+    Transcript(
+        "end mark in a string",
+        _deepseek(f"note<｜tool▁sep｜>{DEEPSEEK_MARKED}"),
+        (("note", {"text": "a <｜tool▁calls▁end｜> b ``` c"}),),
+    ),
+    Transcript("reasoning", f"<think>\n{HIDDEN}</think>So:{_deepseek(DEEPSEEK_ROME)}", (ROME,), "So:", HIDDEN),
+    Transcript("a tool called function", _deepseek("function<｜tool▁sep｜>{}"), (("function", {}),)),
+    Transcript("one of V3", _deepseek_v3(("get_weather", ROME_JSON)), (ROME,)),
+    Transcript("content and one of V3", f"Let me look.\n{_deepseek_v3(('now', '{}'))}", (NOW,), "Let me look."),
+    Transcript("two of V3", _deepseek_v3(("get_weather", ROME_JSON), ("get_weather", PAULO_JSON)), (ROME, PAULO)),
+    Transcript("nested of V3", _deepseek_v3(("note", NOTE_JSON)), (NOTE,)),
+    Transcript(
+        "end mark in a string of V3",
+        _deepseek_v3(("note", DEEPSEEK_MARKED)),
+        (("note", {"text": "a <｜tool▁calls▁end｜> b ``` c"}),),
+    ),
+    Transcript(
+        "reasoning of R1",
+        f"<think>\n{HIDDEN}</think>\n\nSo:\n{_deepseek_v3(('get_weather', ROME_JSON), ('note', NOTE_JSON))}",
+        (ROME, NOTE),
+        "So:",
+        HIDDEN,
+    ),
+)
+
 PYTHON_NOTE = (
     """note(text='He said: "{hi}", isn\\'t it?', options={"a": {"b": [1, "x}", true]}, "é": None}, """
     """tags=["ü", "日本", "]["])"""
@@ -362,6 +411,7 @@ HARMONY = (
 FORMATS: tuple[Format, ...] = (
     Format("ours", HERMES_MARKUP, _marked_json("</tool_call>")),
     Format("json_tools", HERMES_MARKUP, _marked_json("</tool_call>")),
+    Format("deepseek", ("<｜tool", "tool▁", "```", "get_weather", '{"city"'), DEEPSEEK),
     Format(
         "qwen3_coder",
         ("<tool_call", "<function", "<parameter", "</"),

@@ -4,9 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mlx_parallm.training.batches import Batch, Micro
+from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts, Shape
+from mlx_parallm.training.objectives import Algorithm
 from mlx_parallm.training.trajectories import Trajectory
+from tests.unit.reference_objectives import reference_advantages, reference_weights
 
 
 def batch(groups: Sequence[tuple[int, Sequence[int]]]) -> Batch:
@@ -110,3 +114,123 @@ def test_the_first_answers_of_a_micro_batch() -> None:
     assert (two.prompts.tokens.shape, two.answers.shape) == ((1, 7), (2, 4))
     assert (three.prompts.tokens.shape, three.prompts.behind.tolist()) == ((2, 9), [0, 0, 1])
     assert rows(two) + rows(three) == [1, 1, 1, 1, 2]
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> list[Trajectory]:
+    """Of some groups with prompts of their own; the first token of each answer is its number."""
+    found: list[Trajectory] = []
+    for number in range(draw(st.integers(1, 4))):
+        prompt = [100 + number] * draw(st.integers(1, 40))
+        for _ in range(draw(st.integers(1, 5))):
+            length = draw(st.integers(1, 30))
+            random = np.random.default_rng(len(found))
+            found.append(
+                Trajectory(
+                    prompt,
+                    [1 + len(found)] * length,
+                    draw(st.sampled_from([0.0, 0.5, 1.0])),
+                    f"group {number}",
+                    draw(st.none() | st.just(random.normal(-1, 0.3, length).tolist())),
+                    draw(st.sampled_from([0.7, 1.0])),
+                    mask=draw(st.none() | st.just((random.random(length) < 0.7).tolist())),
+                    advantage=draw(st.none() | st.sampled_from([0.0, 2.5])),
+                )
+            )
+    return found
+
+
+def expected_batch(some: list[Trajectory], algorithm: str) -> dict[int, tuple[float, float]]:
+    """The advantage and the weight of each answer that teaches something, by its number."""
+    rewards, groups = [one.reward for one in some], [hash(one.group_id) for one in some]
+    found = reference_advantages(rewards, groups, algorithm)
+    by_group = {one.group_id: [other.reward for other in some if other.group_id == one.group_id] for one in some}
+    taught = [
+        place
+        for place, one in enumerate(some)
+        if one.advantage is not None or max(by_group[one.group_id]) > min(by_group[one.group_id])
+    ]
+    lengths = [sum(some[place].mask or [True] * len(some[place].completion_ids)) for place in taught]
+    weights = reference_weights(lengths, algorithm, 64) if taught else []
+    given = [found[place] if one.advantage is None else one.advantage for place, one in enumerate(some)]
+    return {place: (given[place], weight) for place, weight in zip(taught, weights, strict=True)}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    some=trajectories(),
+    algorithm=st.sampled_from(["grpo", "dr_grpo", "dapo", "rloo"]),
+    limit=st.integers(1, 400),
+    several=st.booleans(),
+    rounded=st.booleans(),
+)
+def test_however_it_is_cut_an_update_has_every_answer_once(
+    some: list[Trajectory], algorithm: Algorithm, limit: int, several: bool, rounded: bool
+) -> None:
+    found = Batch.of(some, algorithm, 64)
+    expected = expected_batch(some, algorithm)
+    assert found.flat == len(some) - len(expected)
+    seen: list[int] = []
+    for micro in found.micros(lambda: limit, several, rounded):
+        real = np.count_nonzero(micro.answers[:, 0])
+        assert (micro.answers[real:] == 0).all()
+        assert (micro.mask[real:] == 0).all()
+        shape = Shape(*micro.prompts.tokens.shape, *micro.answers.shape)
+        assert real == 1 or shape.tokens <= limit
+        assert micro.learnt == int(micro.mask.sum())
+        if not several and not rounded:
+            assert len(micro.prompts.tokens) == 1
+        for line in range(real):
+            place = int(micro.answers[line, 0]) - 1
+            seen.append(place)
+            check_line(micro, line, some[place], *expected[place])
+    assert sorted(seen) == sorted(expected)
+
+
+def check_line(micro: Micro, line: int, one: Trajectory, advantage: float, weight: float) -> None:
+    length = len(one.completion_ids)
+    assert micro.answers[line].tolist() == [*one.completion_ids, *[0] * (micro.answers.shape[1] - length)]
+    assert micro.mask[line, :length].tolist() == [1.0] * length if one.mask is None else list(map(float, one.mask))
+    assert (micro.mask[line, length:] == 0).all()
+    assert micro.known[line].tolist() == [float(one.logprobs is not None)]
+    assert micro.old[line, :length].tolist() == pytest.approx(one.logprobs or [0.0] * length)
+    assert micro.temperature[line].item() == pytest.approx(one.temperature)
+    assert micro.advantage[line] == pytest.approx(advantage, rel=1e-5, abs=1e-6)
+    assert micro.weight[line] == pytest.approx(weight, rel=1e-5)
+    prompt = micro.prompts.behind[line]
+    size = micro.prompts.lengths[prompt]
+    assert micro.prompts.tokens[prompt, :size].tolist() == list(one.prompt_ids)
+    assert (micro.prompts.tokens[prompt, size:] == 0).all()
+
+
+def test_a_batch_of_equal_rewards_is_empty() -> None:
+    found = Batch.of([Trajectory([1], [2], 1.0, "a"), Trajectory([1], [3], 1.0, "a")], "grpo", 8)
+    assert (found.trajectories, found.flat, len(found.weight)) == ([], 2, 0)
+    assert list(found.micros(lambda: 100)) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (Shape(1, 1, 1, 1), Shape(1, 32, 8, 32)),
+        (Shape(1, 31, 8, 32), Shape(1, 32, 8, 32)),
+        (Shape(1, 32, 9, 33), Shape(1, 64, 16, 64)),
+        (Shape(3, 95, 17, 65), Shape(3, 96, 24, 96)),
+        (Shape(5, 200, 8, 129), Shape(6, 256, 8, 192)),
+        (Shape(7, 200, 3, 600), Shape(8, 256, 3, 768)),
+        (Shape(1, 40, 3, 256), Shape(1, 64, 4, 256)),
+        (Shape(1, 40, 1, 300), Shape(1, 64, 1, 384)),
+    ],
+)
+def test_shapes_are_rounded_up_to_few(shape: Shape, expected: Shape) -> None:
+    assert shape.rounded() == expected
+    assert shape.rounded().tokens >= shape.tokens
+    assert expected.tokens == expected.prompts * expected.prompt + expected.answers * expected.answer
+
+
+def test_padded_prompts_are_filled_up_with_what_nobody_reads() -> None:
+    found = PaddedPrompts.of([[5, 6, 7], [8]], [2, 1], Shape(3, 4, 5, 0))
+    assert found.tokens.tolist() == [[5, 6, 7, 0], [8, 0, 0, 0], [0, 0, 0, 0]]
+    assert (found.lengths.tolist(), found.behind.tolist()) == ([3, 1, 1], [0, 0, 1, 0, 0])
+    plain = PaddedPrompts.of([[5, 6, 7], [8]], [2, 1])
+    assert (plain.tokens.shape, plain.behind.tolist()) == ((2, 3), [0, 0, 1])

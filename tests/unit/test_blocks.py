@@ -1,12 +1,13 @@
 """The prefix cache's book: what matches, who goes first, and that nothing is lost."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.kv.blocks import BlockPool, Chain, Match, root_of
+from mlx_parallm.kv.blocks import NEAREST, BlockPool, Chain, Match, root_of
 
 ROOT = root_of("model", "")
 
@@ -146,3 +147,181 @@ def test_nothing_is_lost_whatever_happens(seed: int, total: int, size: int) -> N
     pool.flush()
     assert pool.cached == 0
     pool.check_integrity()
+
+
+def test_blocks_are_found_by_place_and_by_hash() -> None:
+    pool = BlockPool(4, 4)
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    one, other = chain(text).hashes
+    assert put(pool, text) == [0, 1]
+    assert one in pool
+    assert root_of("x") not in pool
+    assert (pool.by_hash(other), pool[1].tokens, pool[1].parent) == (pool[1], (5, 6, 7, 8), one)
+    assert (pool[0].parent, pool[0].hash, pool[0].id, pool[0].refs) == (ROOT, one, 0, 0)
+    assert (pool.cached, pool.referenced, pool.total, pool.size) == (2, 0, 4, 4)
+    held = pool.match(chain(text), text, 8)
+    assert (held.ids, held.length, pool.referenced, pool[0].refs) == ([0, 1], 8, 2, 1)
+    pool.release(held)
+    assert (held.ids, held.length, pool.referenced) == ([], 0, 0)
+
+
+def test_roots_differ_by_every_seed_and_its_kind() -> None:
+    roots = {root_of("model", ""), root_of("model"), root_of("", "model"), root_of("model", 1), root_of("model", "1")}
+    assert len(roots) == 5
+    assert {len(root) for root in roots} == {16}
+    assert len(chain([1, 2, 3, 4]).hashes[0]) == 16
+
+
+def test_what_a_chain_has_in_common_with_another() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert chain(text).common(chain(text)) == 2
+    assert chain(text).common(chain(text[:4])) == chain(text[:4]).common(chain(text)) == 1
+    assert chain(text).common(chain([9] * 8)) == 0
+    assert chain([]).common(chain(text)) == 0
+    assert chain(text).before(0) == ROOT
+    assert chain(text).before(2) == chain(text).hashes[1]
+
+
+def test_hashes_are_the_same_on_every_machine_and_in_every_version() -> None:
+    """Blocks on an SSD are found by them after a restart."""
+    assert root_of("model", "").hex() == "9fab55edf407f1aecc945b11ab7cbdbc"
+    assert chain([1, 2, 3, 4]).hashes[0].hex() == "8c37c108eb1de4b38331fe78db7450fb"
+
+
+def test_a_match_goes_no_further_than_the_first_block_that_is_missing() -> None:
+    pool = BlockPool(8, 4)
+    text = [1] * 4 + [2] * 4 + [3] * 4
+    placed, _ = pool.commit(chain(text), text, [0, 2])
+    assert placed == [(0, 0), (2, 1)]
+    pool.release(Match([0, 1]))
+    assert pool.match(chain(text), text, 12).length == 4
+    assert pool.longest(chain(text)) == 1
+    assert pool.longest(chain([])) == 0
+
+
+@pytest.mark.parametrize(("limit", "blocks"), [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2)])
+def test_a_match_is_no_longer_than_its_limit(limit: int, blocks: int) -> None:
+    pool = BlockPool(8, 4)
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    put(pool, text)
+    match = pool.match(chain(text), text, limit)
+    assert (match.length, len(match.ids)) == (limit, blocks)
+    pool.release(match)
+
+
+def test_the_nearest_of_the_newest_siblings_is_taken() -> None:
+    pool = BlockPool(64, 4)
+    for text in ([1, 1, 1, 1], [1, 2, 2, 2], [1, 2, 3, 3]):
+        put(pool, text)
+    match = pool.match(chain([1, 2, 3, 9, 9]), [1, 2, 3, 9, 9], 4)
+    assert (match.length, pool[match.ids[0]].tokens) == (3, (1, 2, 3, 3))
+    for number in range(NEAREST - 1):
+        put(pool, [5, number, 0, 0])
+    assert pool.match(chain([1, 2, 3, 9, 9]), [1, 2, 3, 9, 9], 4).length == 3, "still among them"
+    put(pool, [5, 99, 0, 0])
+    assert pool.match(chain([1, 2, 3, 9, 9]), [1, 2, 3, 9, 9], 4).length == 0, "thousands of texts may begin alike"
+
+
+def test_blocks_that_make_room_are_handed_over_with_their_content() -> None:
+    pool = BlockPool(2, 4)
+    put(pool, [1] * 4)
+    put(pool, [2] * 4)
+    placed, gone = pool.commit(chain([3] * 4), [3] * 4, [0])
+    assert ([block.tokens for block in gone], placed, pool.evictions) == ([(1, 1, 1, 1)], [(0, 0)], 1)
+    again, gone = pool.commit(chain([3] * 8), [3] * 8, range(2))
+    assert ([number for number, _ in again], [block.tokens for block in gone]) == ([1], [(2, 2, 2, 2)])
+    none, gone = pool.commit(chain([4] * 8), [4] * 8, range(2))
+    assert (none, gone, pool.evictions) == ([], [], 2), "all are held"
+    pool.check_integrity()
+
+
+def test_a_text_does_not_push_out_its_own_beginning() -> None:
+    pool = BlockPool(2, 4)
+    put(pool, [1] * 4)
+    put(pool, [2] * 4)
+    text = [1] * 4 + [3] * 8
+    placed, gone = pool.commit(chain(text), text, range(3))
+    assert ([number for number, _ in placed], [block.tokens for block in gone]) == ([1], [(2, 2, 2, 2)])
+
+
+def test_an_end_is_kept_behind_blocks_that_are_there() -> None:
+    pool = BlockPool(4, 4)
+    text = [1, 2, 3, 4, 5, 6]
+    assert pool.commit_tail(chain(text), text) == (None, []), "its beginning is not"
+    assert pool.commit_tail(chain(text[:4]), text[:4]) == (None, []), "there is no end"
+    short, gone = pool.commit_tail(chain([5, 6]), [5, 6])
+    assert (short, gone) == (0, [])
+    assert (pool[0].tokens, pool[0].parent, pool[0].refs) == ((5, 6), ROOT, 1)
+    assert pool.commit_tail(chain([5]), [5]) == (None, []), "the longer one has it"
+    pool.release(Match([0]))
+    longer, _ = pool.commit_tail(chain([5, 6, 7]), [5, 6, 7])
+    assert (longer, pool.cached) == (0, 1), "in the place of the shorter"
+    held, _ = pool.commit_tail(chain([5, 6, 7, 8][:3]), [5, 6, 9])
+    assert (held, pool.cached) == (1, 2)
+
+
+def test_an_end_that_somebody_uses_keeps_its_place() -> None:
+    pool = BlockPool(4, 4)
+    pool.commit_tail(chain([5, 6]), [5, 6])
+    placed, _ = pool.commit(chain([5, 6, 7, 8]), [5, 6, 7, 8], [0])
+    assert placed == [(0, 1)]
+    assert pool.cached == 2
+
+
+def test_an_end_finds_no_place_where_all_are_held_and_evicts_where_not() -> None:
+    pool = BlockPool(1, 4)
+    pool.commit(chain([1] * 4), [1] * 4, [0])
+    assert pool.commit_tail(chain([2, 2]), [2, 2]) == (None, [])
+    pool.release(Match([0]))
+    tail, gone = pool.commit_tail(chain([2, 2]), [2, 2])
+    assert (tail, [block.tokens for block in gone], pool.evictions) == (0, [(1, 1, 1, 1)], 1)
+
+
+def test_a_pool_that_is_cleared_is_empty_and_as_good_as_new() -> None:
+    pool = BlockPool(3, 4)
+    put(pool, [1] * 8)
+    pool.match(chain([1] * 8), [1] * 8, 8)
+    pool.clear()
+    pool.check_integrity()
+    assert (pool.cached, pool.referenced, pool.longest(chain([1] * 8))) == (0, 0, 0)
+    assert put(pool, [2] * 12) == [0, 1, 2]
+
+
+def test_a_flush_leaves_what_is_held() -> None:
+    pool = BlockPool(3, 4)
+    put(pool, [1] * 4)
+    put(pool, [2] * 8)
+    held = pool.match(chain([1] * 4), [1] * 4, 4)
+    pool.flush()
+    assert (pool.cached, pool.longest(chain([1] * 4)), pool.longest(chain([2] * 8))) == (1, 1, 0)
+    pool.check_integrity()
+    pool.release(held)
+
+
+def test_a_refresh_passes_over_blocks_that_are_not_there_or_held() -> None:
+    pool = BlockPool(4, 4)
+    text = [1] * 4 + [2] * 4 + [3] * 4
+    put(pool, text[:8])
+    held = pool.match(chain(text[:4]), text[:4], 4)
+    pool.refresh(chain(text))
+    pool.release(held)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda pool: pool._free.pop(), "a block is lost"),
+        (lambda pool: (pool._free.pop(), pool._free.append(0)), "both free and cached"),
+        (lambda pool: pool._by_hash.update({pool[0].hash: 1}), "can't be found by its hash"),
+        (lambda pool: setattr(pool[0], "refs", 1), "users are miscounted"),
+        (lambda pool: pool._children.clear(), None),
+    ],
+)
+def test_integrity_is_checked(damage: Callable[[BlockPool], object], message: str | None) -> None:
+    pool = BlockPool(4, 4)
+    put(pool, [1] * 8)
+    pool.check_integrity()
+    damage(pool)
+    with pytest.raises(AssertionError, match=message):
+        pool.check_integrity()

@@ -41,6 +41,46 @@ def test_the_newest_are_kept_and_those_with_a_name(tmp_path: Path) -> None:
     assert checkpoints.load("named").state["updates"] == 9
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Calls that bring something to the disk or give it its name, with what they are about."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(handle: int) -> None:
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def noted_rename(source: object, target: object) -> None:
+        calls.append(("rename", f"{source} {target}"))
+        rename(source, target)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    return calls
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files are asked of Linux")
+@pytest.mark.parametrize("there", [False, True], ids=["new", "in the place of another"])
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    if there:
+        save(checkpoints, 1, "named")
+    calls = recorded(monkeypatch)
+    save(checkpoints, 2, "named")
+    named = next(place for place, (kind, what) in enumerate(calls) if kind == "rename" and what.endswith("/named"))
+    partial = calls[named][1].split(" ")[0]
+    before = [what for kind, what in calls[:named] if kind == "fsync"]
+    written = {f"{partial}/{file.name}" for file in (tmp_path / "named").iterdir()}
+    assert {"x", ARRAYS, "state.json"} == {file.name for file in (tmp_path / "named").iterdir()}
+    assert written <= set(before), "every file"
+    assert before[-1] == partial, "then the folder that names them"
+    assert calls[named + 1] == ("fsync", str(tmp_path)), "and the folder that names it, after the rename"
+    if there:
+        assert calls[named - 1][0] == "rename", "the old one is moved aside once the new one is on the disk"
+
+
 def test_the_last_written_counts_whatever_its_number(tmp_path: Path) -> None:
     """After a rollback, or a run that did not go on from the last, numbers begin anew."""
     checkpoints = Checkpoints(tmp_path, keep=2)

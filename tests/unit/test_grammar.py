@@ -23,7 +23,7 @@ from mlx_parallm.engine.grammar import (
 )
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.tool_calls import Tool
-from mlx_parallm.engine.tool_formats import ToolFormat
+from mlx_parallm.engine.tool_formats import DEEPSEEK_MARKS, ToolFormat
 from mlx_parallm.engine.tools import Thinking, chat_parser
 from mlx_parallm.errors import InvalidRequestError
 from tests.tiny import tiny
@@ -162,6 +162,7 @@ FORMATS = [
         for found in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)
     )
 ]
+DEEPSEEK = ToolFormat(*DEEPSEEK_MARKS, native=True)
 LLAMA = ToolFormat("<|python_tag|>", "", native=True, kind="bare")
 HARMONY = ToolFormat("<|channel|>", "<|call|>", native=True, kind="harmony")
 
@@ -179,7 +180,9 @@ def forced(tool_format: ToolFormat, arguments: list[str]) -> str:
     return "\n".join(f"{tool_format.start}\n{text}\n{tool_format.end}" for text in objects)
 
 
-@pytest.mark.parametrize("tool_format", [OURS, *FORMATS, LLAMA, HARMONY], ids=lambda one: f"{one.kind} {one.start}")
+@pytest.mark.parametrize(
+    "tool_format", [OURS, *FORMATS, DEEPSEEK, LLAMA, HARMONY], ids=lambda one: f"{one.kind} {one.start}"
+)
 @pytest.mark.parametrize("arguments", [['{"a": 1}'], ['{"a": 1}', '{"a": -2}']], ids=["one", "two"])
 def test_forced_calls_are_read_back_whatever_the_format(tool_format: ToolFormat, arguments: list[str]) -> None:
     if tool_format.kind == "harmony":

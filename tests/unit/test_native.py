@@ -14,12 +14,14 @@ from mlx_parallm.adapters.layers import Layout
 from mlx_parallm.adapters.mixtures import Apart
 from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.engine.batching import adapter_layout, slot_cache
-from mlx_parallm.engine.sampling import log_sum_exp
+from mlx_parallm.engine.rows import Row
+from mlx_parallm.engine.sampling import Sampler, log_sum_exp
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native import kernels
 from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.models.native.layers import Embedding, Linear, speed_up
+from mlx_parallm.types import SamplingParams
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")
@@ -163,6 +165,18 @@ def test_draws_are_those_of_mlx(size: int) -> None:
     alone, nothing = draw(logits[3:4], heats[3:4], keys[3:4], False)
     assert alone.tolist() == tokens[3:4].tolist()
     assert nothing is None
+
+
+def test_a_sampler_draws_the_same_with_the_kernel_and_without() -> None:
+    logits = 3 * mx.random.normal((6, 500), key=mx.random.key(3))
+    rows = [
+        Row([], SamplingParams(temperature=heat, logprobs=3), 0, 2**32 - 1 - place, 9, frozenset(), recorded=True)
+        for place, heat in enumerate((0.0, 0.5, 1.0, 2.0, 1.0))
+    ]
+    plain, fast = (Sampler([*rows, None], 500, draw)(logits, [0, 3, 9, 7, 7, 0]) for draw in (None, drawer()))
+    assert fast.tokens.tolist() == plain.tokens.tolist()
+    for one, other in zip(fast.arrays(), plain.arrays(), strict=True):
+        assert close(one, other)
 
 
 def test_draws_follow_the_probabilities() -> None:

@@ -1,12 +1,15 @@
-"""Objectives against numbers worked out by hand."""
+"""Objectives against numbers worked out by hand, a reference in plain NumPy, and TRL's."""
 
 import json
 import math
 from pathlib import Path
+from typing import get_args
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from mlx_parallm.training.objectives import (
     Algorithm,
@@ -19,6 +22,7 @@ from mlx_parallm.training.objectives import (
     losses,
     token_weights,
 )
+from tests.unit.reference_objectives import reference_advantages, reference_loss, reference_weights
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 5.0], np.float32)
 GROUPS = np.array([0, 0, 0, 0, 1, 1])
@@ -134,7 +138,13 @@ def test_divergence_and_logprobs() -> None:
     assert chosen_logprobs(logits, mx.array([[1]])).item() == pytest.approx(math.log(0.25), abs=1e-6)
     at_half = chosen_logprobs(logits, mx.array([[0]]), 0.5)  # probabilities squared: 4/6, 1/6, 1/6
     assert at_half.item() == pytest.approx(math.log(4 / 6), abs=1e-6)
+    by_row = chosen_logprobs(logits, mx.array([[0]]), mx.array([[[0.5]]]))
+    assert by_row.item() == pytest.approx(math.log(4 / 6), abs=1e-6)
+    at_two = chosen_logprobs(2 * logits, mx.array([[0]]), 2.0)
+    assert at_two.item() == pytest.approx(math.log(0.5), abs=1e-6)
     assert entropy(logits).item() == pytest.approx(1.5 * math.log(2), abs=1e-6)
+    shifted = mx.concatenate([logits + 3.0, mx.zeros((1, 1, 3)) - 7.0])  # no log-probabilities: they sum up to more
+    assert entropy(shifted)[:, 0].tolist() == pytest.approx([1.5 * math.log(2), math.log(3)], abs=1e-5)
     reference = losses(
         Objective("grpo", beta=0.1),
         mx.array([[-1.0, -1.0]]),
@@ -190,3 +200,96 @@ def test_gradients_of_logprobs_are_those_of_the_plain_formula(size: int) -> None
     assert mx.abs(found - expected).max().item() < 1e-6
     half = mx.grad(lambda logits: mx.sum(weights * chosen_logprobs(logits, tokens, 0.5)))(logits / 2)
     assert mx.abs(half - 2 * expected).max().item() < 1e-5
+
+
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+checked = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+@checked
+@given(
+    answers=st.lists(
+        st.tuples(st.sampled_from([-1.0, 0.0, 0.25, 1.0, 3.5]), st.integers(0, 3)), min_size=1, max_size=9
+    ),
+    algorithm=st.sampled_from(ALGORITHMS),
+)
+def test_advantages_are_those_of_the_reference(answers: list[tuple[float, int]], algorithm: Algorithm) -> None:
+    rewards, groups = zip(*answers, strict=True)
+    found = advantages(np.array(rewards, np.float32), np.array(groups, np.int64), algorithm)
+    assert found.tolist() == pytest.approx(reference_advantages(rewards, groups, algorithm), rel=1e-5, abs=1e-6)
+
+
+@checked
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    algorithm=st.sampled_from(ALGORITHMS),
+    max_length=st.integers(1, 64),
+)
+def test_token_weights_are_those_of_the_reference(lengths: list[int], algorithm: Algorithm, max_length: int) -> None:
+    found = token_weights(np.array(lengths, np.int64), algorithm, max_length)
+    assert found.dtype == np.float32
+    assert found.tolist() == pytest.approx(reference_weights(lengths, algorithm, max_length), rel=1e-5)
+
+
+objectives = st.builds(
+    Objective,
+    st.sampled_from(ALGORITHMS),
+    clip_low=st.sampled_from([0.1, 0.2, 0.5]),
+    clip_high=st.sampled_from([0.1, 0.28, 1.0]),
+    beta=st.sampled_from([0.0, 0.05, 1.0]),
+    token_limit=st.sampled_from([None, None, 1.5, 3.0]),
+    answer_limit=st.sampled_from([None, None, 1.3, 2.0]),
+)
+
+
+@settings(checked, max_examples=200)
+@given(objective=objectives, seed=st.integers(0, 2**32 - 1), shape=st.tuples(st.integers(1, 4), st.integers(1, 6)))
+def test_losses_and_gradients_are_those_of_the_reference(
+    objective: Objective, seed: int, shape: tuple[int, int]
+) -> None:
+    random = np.random.default_rng(seed)
+    old = -random.exponential(1.5, shape)
+    new = old + random.normal(0, 0.5, shape)
+    other = new + random.normal(0, 0.5, shape)
+    advantage = random.normal(0, 1, shape[0])
+    mask = (random.random(shape) < 0.8).astype(np.float64)
+    weight = random.random(shape[0])
+    reference = other if objective.beta else None
+    expected = reference_loss(objective, new, old, advantage.tolist(), mask, weight.tolist(), reference)
+    assume(expected.margin > 1e-4)
+
+    def loss(new: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        found = losses(
+            objective,
+            new,
+            mx.array(old.astype(np.float32)),
+            mx.array(advantage.astype(np.float32)),
+            mx.array(mask.astype(np.float32)),
+            None if reference is None else mx.array(reference.astype(np.float32)),
+        )
+        scaled = (found.policy + objective.beta * found.divergence) * mx.array(weight.astype(np.float32))[:, None]
+        return scaled.sum(), found.kept, found.clipped
+
+    (value, kept, clipped), gradient = mx.value_and_grad(loss)(mx.array(new.astype(np.float32)))
+    assert value.item() == pytest.approx(expected.value, rel=1e-4, abs=1e-5)
+    assert np.allclose(np.array(gradient), expected.gradient, rtol=1e-4, atol=1e-5)
+    assert np.array_equal(np.array(kept), expected.kept)
+    assert np.array_equal(np.array(clipped), expected.clipped)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_reference_s_gradients_are_its_finite_differences(algorithm: Algorithm) -> None:
+    """Where the clip is fixed (CISPO), of the loss with the ratio held."""
+    random = np.random.default_rng(4)
+    old = -random.exponential(1.5, (3, 4))
+    new, other = old + random.normal(0, 0.5, (3, 4)), old + random.normal(0, 0.5, (3, 4))
+    arguments = (old, [1.0, -0.5, 2.0], np.ones((3, 4)), [0.5, 1.0, 0.2], other)
+    objective = Objective(algorithm, beta=0.3)
+    found = reference_loss(objective, new, *arguments)
+    for place in np.ndindex(3, 4):
+        step = np.zeros((3, 4))
+        step[place] = 1e-6
+        held = step if algorithm == "cispo" else 0.0  # old moves along, so that the ratio stays
+        above = reference_loss(objective, new + step, old + held, *arguments[1:]).value
+        below = reference_loss(objective, new - step, old - held, *arguments[1:]).value
+        assert (above - below) / 2e-6 == pytest.approx(found.gradient[place], abs=1e-5)

@@ -80,6 +80,15 @@ def test_tools_are_rendered_by_the_template_or_spelled_out() -> None:
     assert talk.messages[0] == {"role": "user", "content": "hi"}, "the conversation itself is left alone"
 
 
+def test_deepseek_whose_template_shows_no_tools_is_taught_its_own_marks() -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    talk = Conversation([{"role": "user", "content": "hi"}], tools=[tool])
+    text = prompts(PLAIN + "{# <｜tool▁calls▁begin｜> #}").render(talk)
+    example = '{"name": <function-name>, "arguments": <arguments-object>}'
+    assert f"<｜tool▁calls▁begin｜>\n{example}\n<｜tool▁calls▁end｜>" in text
+    assert "<tool_call>" not in text
+
+
 def test_a_template_that_takes_single_calls_gets_them() -> None:
     template = (
         "{# tools #}{% if false %}This model only supports single tool-calls at once!{% endif %}"

@@ -1,7 +1,14 @@
 """Who runs next, tested without a model: the scheduler imports no MLX."""
 
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from mlx_parallm.engine.rows import Job, Reader, Row
-from mlx_parallm.engine.scheduler import Limits, Scheduler
+from mlx_parallm.engine.scheduler import FETCH_SECONDS, MIN_PIECE, Limits, Scheduler, wants_prompt_logprobs
+from mlx_parallm.kv.blocks import Chain, Match
 from mlx_parallm.types import Request, SamplingParams
 
 
@@ -207,3 +214,323 @@ def test_rather_than_start_a_pass_cached_tokens_are_computed_again() -> None:
     assert plan(60) == [(0, [100, 150]), (300, [400])]
     assert plan(60, step_tokens=300) == [(0, [100]), (60, [150]), (300, [400])]  # the step has no tokens left for it
     assert plan(300) == [(0, [100, 150, 400])]
+
+
+def test_the_last_piece_of_a_prompt_leaves_the_rest_of_the_budget_to_others() -> None:
+    planned = scheduler(step_tokens=100, padding=None)
+    planned.add(job(170))
+    assert run(planned) == [[100]]
+    for length in (20, 9, 2):
+        planned.add(job(length))
+    assert run(planned) == [[70], [20], [9]], "what is left of the budget is 1, and the last needs 2"
+    assert run(planned) == [[2]]
+
+
+def test_a_prompt_of_exactly_what_is_left_goes_with_the_others() -> None:
+    planned = scheduler(step_tokens=100, padding=None)
+    planned.add(job(60))
+    planned.add(job(40))
+    planned.add(job(1))
+    assert run(planned) == [[60], [40]]
+    assert run(planned) == [[1]]
+
+
+def test_a_prompt_of_one_token_fits_into_the_last_of_the_budget() -> None:
+    planned = scheduler(step_tokens=100, padding=None)
+    planned.add(job(99))
+    planned.add(job(1))
+    assert run(planned) == [[99], [1]]
+
+
+def test_a_prompt_is_cut_at_the_end_of_a_budget_only_where_a_long_piece_is_left_and_nothing_runs() -> None:
+    for left, started in ((MIN_PIECE, True), (MIN_PIECE - 1, False)):
+        planned = scheduler(step_tokens=500, padding=None)
+        planned.add(job(500 - left))
+        planned.add(job(300))
+        assert run(planned) == ([[left], [500 - left]] if started else [[500 - left]])
+    planned = scheduler(step_tokens=500, padding=None)
+    planned.running.append(job(1).rows[0])
+    planned.add(job(300))
+    planned.add(job(300))
+    assert run(planned) == [[300]]
+
+
+def test_a_prompt_that_has_all_its_pieces_is_no_longer_under_way() -> None:
+    planned = scheduler(step_tokens=100)
+    planned.add(job(200))
+    run(planned)
+    assert planned.partial is not None
+    run(planned)
+    assert planned.partial is None
+    assert (planned.idle, len(planned.running)) == (False, 1)
+
+
+def test_the_measured_rate_is_a_running_mean_and_pieces_have_a_least_size() -> None:
+    planned = scheduler(step_tokens=2048)
+    planned.note_rate(200.0)
+    planned.note_rate(400.0)
+    assert planned.prompt_rate == 300.0
+    planned.note_rate(0.001)
+    planned.note_rate(0.001)
+    planned.note_rate(0.001)
+    planned.note_rate(0.001)
+    planned.add(job(2000))
+    assert run(planned) == [[MIN_PIECE]]
+    fast = scheduler(step_tokens=2048)
+    fast.note_rate(1e9)
+    fast.add(job(5000))
+    assert run(fast) == [[2048]]
+
+
+def test_nobody_new_begins_while_admission_is_closed_and_a_prompt_under_way_goes_on() -> None:
+    planned = scheduler(step_tokens=10)
+    planned.add(job(25))
+    run(planned)
+    planned.add(job(3))
+    planned.admitting = False
+    assert run(planned) == [[10]]
+    assert run(planned) == [[5]]
+    assert run(planned) == []
+    planned.admitting = True
+    assert run(planned) == [[3]]
+
+
+def test_a_full_batch_ends_the_gather_window() -> None:
+    planned = scheduler(gather=0.1, now=0.05, max_rows=2)
+    planned.add(job(5))
+    assert planned.only_waiting
+    assert planned.seconds_until_admission() == pytest.approx(0.05)
+    planned.add(job(5))
+    assert not planned.only_waiting
+    assert run(planned) == [[5, 5]]
+
+
+def test_a_prompt_that_the_ssd_is_read_for_waits_and_others_go_first() -> None:
+    planned = scheduler(now=7.0)
+    fetched, other = job(5), job(6)
+    fetched.fetching_until = 7.5
+    planned.add(fetched)
+    assert planned.only_waiting
+    assert planned.seconds_until_admission() == FETCH_SECONDS
+    planned.add(other)
+    assert not planned.only_waiting
+    assert run(planned) == [[6]]
+    fetched.fetching_until = 7.0
+    assert run(planned) == [[5]], "the time has come"
+
+
+def test_a_prompt_that_needed_no_ssd_is_not_fetched_before_the_clock_starts() -> None:
+    planned = scheduler(now=-1.0)
+    planned.add(job(5))
+    assert run(planned) == [[5]]
+
+
+def test_streams_up_to_their_limit_run_and_others_run_beside_them() -> None:
+    planned = scheduler(max_streams=2, padding=None)
+    for length, stream in ((5, True), (6, True), (7, False)):
+        planned.add(job(length, stream=stream))
+    assert run(planned) == [[7], [6], [5]]
+    planned.add(job(8, stream=True))
+    assert run(planned) == []
+    planned.add(job(9, priority=-1))
+    assert run(planned) == [[9]], "no stream"
+    alone = scheduler(max_streams=1)
+    alone.add(job(5, n=3, stream=True))
+    assert run(alone) == [[5]], "more streams than the limit in one request go alone"
+
+
+def test_adapters_in_one_batch_are_bounded() -> None:
+    planned = scheduler(padding=None)
+    planned.limits = replace(planned.limits, max_adapters=2)
+    for adapter in ("a", None, "b", "a", "c"):
+        one = job(5)
+        one.rows[0].adapter = adapter
+        planned.add(one)
+    assert run(planned) == [[5]] * 4
+    assert [entry.rows[0].adapter for entry in planned.waiting] == ["c"]
+    planned.running = [row for row in planned.running if row.adapter != "a"]
+    assert run(planned) == [[5]]
+
+
+def test_memory_is_asked_for_one_token_more_than_the_longest() -> None:
+    asked: list[tuple[int, int]] = []
+    planned = scheduler(padding=None)
+    planned.fits = lambda rows, longest: asked.append((rows, longest)) or True  # type: ignore[func-returns-value]
+    planned.add(job(10))
+    planned.add(job(7, n=2))
+    run(planned)
+    assert asked == [(1, 11), (3, 11)]
+    planned.running[0].launched = 20
+    planned.add(job(3))
+    run(planned)
+    assert asked[-1] == (4, 10 + 20 - 1 + 1)
+
+
+def test_alone_a_prompt_begins_whatever_the_memory() -> None:
+    planned = scheduler(fits=0)
+    planned.add(job(10))
+    assert run(planned) == [[10]]
+    planned.add(job(1))
+    assert run(planned) == []
+
+
+def known(length: int, tokens: int, computed: int = 0) -> Job:
+    """A prompt with hashes, whose first tokens are like those of all others made here."""
+    made = job(length)
+    text = [1] * tokens + [length] * (length - tokens)
+    made.chain, made.match = Chain(b"root", 16).extend(text), Match()
+    made.computed = computed
+    return made
+
+
+def test_a_prompt_waits_once_for_one_much_like_it() -> None:
+    planned = scheduler(step_tokens=1000, padding=None)
+    first, second = known(100, 64), known(101, 64)
+    looked, left = [], []
+    planned.look_up, planned.let_go = looked.append, left.append
+    planned.add(first)
+    planned.add(second)
+    assert run(planned) == [[100]]
+    assert (looked, left, second.waited) == ([first, second], [second], True)
+    third = known(102, 64)
+    planned.add(third)
+    assert run(planned) == [[101]], "the second goes; the third waits for it"
+    assert run(planned) == [[102]]
+    assert left == [second, third]
+    planned.add(known(103, 64))
+    assert run(planned) == [[103]], "nothing like it is being computed"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computed", "waits"), [(64, 0, True), (63, 0, False), (80, 16, True), (79, 16, False), (64, 16, False)]
+)
+def test_waiting_pays_from_so_many_shared_tokens_on(tokens: int, computed: int, waits: bool) -> None:
+    planned = scheduler(step_tokens=1000, padding=None)
+    planned.add(known(200, 160))
+    planned.add(known(201, tokens, computed))
+    assert len(run(planned)) == (1 if waits else 2)
+
+
+@pytest.mark.parametrize("missing", ["match", "chain", "the other's chain"])
+def test_without_a_prefix_cache_nobody_waits(missing: str) -> None:
+    planned = scheduler(step_tokens=1000, padding=None)
+    first, second = known(100, 64), known(101, 64)
+    if missing == "match":
+        second.match = None
+    elif missing == "chain":
+        second.chain = None
+    else:
+        first.chain = None
+    planned.add(first)
+    planned.add(second)
+    assert len(run(planned)) == 2
+
+
+def test_a_prompt_too_long_for_the_rest_of_the_budget_lets_go_of_what_it_found_and_has_not_waited() -> None:
+    planned = scheduler(step_tokens=150, padding=None)
+    second = known(101, 64)
+    left: list[Job] = []
+    planned.let_go = left.append
+    planned.add(known(100, 64))
+    planned.add(second)
+    assert run(planned) == [[100]]
+    assert (left, second.waited) == ([second], False)
+
+
+def test_prompts_with_different_beginnings_computed_are_not_padded_together() -> None:
+    planned = scheduler(step_tokens=1000, padding=1.0)
+    planned.add(known(100, 0))
+    planned.add(known(116, 0, computed=16))
+    assert run(planned) == [[100], [100]]
+
+
+def test_padding_up_to_its_share_exactly() -> None:
+    for length, together in ((80, True), (79, False)):
+        planned = scheduler(step_tokens=1000, padding=0.125)
+        planned.add(job(100))
+        planned.add(job(length))
+        # 200 tokens computed for 180 or 179: 1.11 or 1.117 of them
+        planned.limits = replace(planned.limits, max_padding=20 / 180)
+        assert run(planned) == ([[100, length]] if together else [[100], [length]])
+
+
+def test_prompts_whose_logprobs_are_wanted_are_computed_alone_the_first_time() -> None:
+    def scored() -> Job:
+        made = job(10)
+        made.rows[0].sampling = SamplingParams(prompt_logprobs=0)
+        return made
+
+    planned = scheduler(step_tokens=1000)
+    first, second = scored(), scored()
+    second.rows[0].tokens = [1]  # it was put back
+    assert (wants_prompt_logprobs(first), wants_prompt_logprobs(second)) == (True, False)
+    assert not wants_prompt_logprobs(job(10))
+    for one in (job(10), second, first, job(10)):
+        planned.add(one)
+    assert run(planned) == [[10, 10], [10], [10]]
+
+
+def test_a_row_is_forgotten_wherever_it_is() -> None:
+    planned = scheduler(step_tokens=10)
+    running, long, waiting = job(5), job(50), job(5, n=2)
+    planned.add(running)
+    run(planned)
+    planned.add(long)
+    run(planned)
+    planned.add(waiting)
+    assert planned.jobs() == [waiting, long]
+    assert planned.remove(running.rows[0]) is None
+    assert planned.running == []
+    assert planned.remove(running.rows[0]) is None, "it is nowhere"
+    assert planned.remove(long.rows[0]) is long
+    first, second = waiting.rows
+    assert planned.remove(second) is None
+    assert planned.remove(first) is waiting
+    assert (planned.jobs(), planned.queued, planned.idle) == ([], 0, True)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Job:
+    length, n, priority = draw(st.tuples(st.integers(1, 300), st.integers(1, 3), st.integers(0, 1)))
+    made = job(length, n=n, priority=priority, stream=draw(st.booleans()))
+    adapter = draw(st.sampled_from([None, None, "a", "b"]))
+    for row in made.rows:
+        row.adapter = adapter
+    return made
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    arrivals=st.lists(st.lists(requests(), max_size=4), min_size=1, max_size=6),
+    step_tokens=st.integers(1, 200),
+    max_rows=st.integers(3, 6),
+    max_streams=st.integers(0, 3),
+    padding=st.sampled_from([None, 0.0, 0.5]),
+    rate=st.sampled_from([0.0, 30.0, 60.0]),
+)
+def test_whatever_comes_limits_hold_and_everybody_is_served(
+    arrivals: list[list[Job]],
+    step_tokens: int,
+    max_rows: int,
+    max_streams: int,
+    padding: float | None,
+    rate: float,
+) -> None:
+    planned = scheduler(step_tokens=step_tokens, max_rows=max_rows, max_streams=max_streams, padding=padding)
+    planned.prompt_rate = rate
+    every = [one for some in arrivals for one in some]
+    steps = iter(arrivals)
+    while (some := next(steps, None)) is not None or not planned.idle:
+        for one in some or []:
+            planned.add(one)
+        under_way = planned.partial
+        jobs = {id(one): one.computed for one in planned.jobs()}
+        passes = run(planned)
+        assert sum(map(sum, passes)) <= min(step_tokens, max(MIN_PIECE, int(rate * 2.5)) if rate else step_tokens)
+        assert len(planned.running) <= max_rows
+        assert len({row.adapter for row in planned.running} - {None}) <= 1
+        if under_way is not None:
+            assert under_way.computed > jobs[id(under_way)], "a prompt under way goes on in every step"
+        for row in planned.running[: 1 + len(planned.running) // 2]:  # some end
+            planned.remove(row)
+    assert all(one.remaining == 0 for one in every)

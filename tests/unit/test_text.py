@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import decoders
 
-from mlx_parallm.engine.text import Prefixes, TextStream, Vocabulary
+from mlx_parallm.engine.text import ByteDecoder, Prefixes, TextStream, Vocabulary, WindowDecoder
 from tests.unit.vocabularies import byte_level, sentence_piece, word_piece
 
 TEXT = "Héllo wörld 👩‍👩‍👧‍👦 日本語\n\n  code\tend "
@@ -72,9 +73,13 @@ def test_special_tokens_are_skipped_unless_shown() -> None:
 
 
 def test_ids_beyond_the_vocabulary_say_nothing() -> None:
-    assert "".join(streamed(TextStream(BYTES), [65, 10_000, 66])) != ""
-    assert BYTES.spell(10_000) == b""
-    assert BYTES.decode([10_000]) == ""
+    known = BYTES.tokenizer.encode("ab")
+    size = len(BYTES.tokenizer)
+    for beyond in (size, 10_000):
+        assert "".join(streamed(TextStream(BYTES), [known[0], beyond, known[1]])) == "ab"
+        assert BYTES.spell(beyond) == b""
+        assert BYTES.decode([known[0], beyond, known[1]]) == "ab"
+    assert BYTES.spell(size - 1) == b"<tool>"
 
 
 def test_what_a_token_spells() -> None:
@@ -103,7 +108,8 @@ def test_stop_strings(stop: list[str], text: str, expected: str, found: str | No
     stream = TextStream(BYTES, stop)
     assert "".join(streamed(stream, tokens, size)) == expected
     assert stream.stopped == found
-    assert stream.push(BYTES.tokenizer.encode("more")) == "" or found is None
+    if found is not None:
+        assert stream.push(BYTES.tokenizer.encode("more")) == stream.finish() == ""
 
 
 def test_text_is_withheld_only_while_a_stop_could_be_starting() -> None:
@@ -136,3 +142,134 @@ def test_prefixes() -> None:
     assert marks.find("a</think><tool>") == (1, "</think>")
     assert marks.find("nothing") is None
     assert [marks.held(text) for text in ("a<", "a</th", "<tool", "b", "")] == [1, 4, 5, 0, 0]
+
+
+def test_which_tokenizers_have_bytes_per_token() -> None:
+    """A decoder that is not known in every step is left to the tokenizer itself."""
+    for vocabulary, strips in ((Vocabulary(byte_level()), False), (Vocabulary(sentence_piece()), True)):
+        assert len(vocabulary.pieces or []) == len(vocabulary.tokenizer)
+        assert vocabulary.strips_first_space is strips
+    unstripped = Vocabulary(sentence_piece(strip=False))
+    assert (unstripped.pieces is not None, unstripped.strips_first_space) == (True, False)
+    assert Vocabulary(word_piece()).pieces is None
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    for others in (steps[1:], [*steps, decoders.Replace("x", "y")], [steps[0], decoders.Fuse(), steps[1]]):
+        changed = sentence_piece()
+        changed.backend_tokenizer.decoder = decoders.Sequence(others)
+        assert Vocabulary(changed).pieces is None
+    bare = byte_level()
+    bare.backend_tokenizer.decoder = None
+    assert Vocabulary(bare).pieces is None
+
+
+def test_every_byte_is_spelled_as_itself() -> None:
+    letters, pieces = Vocabulary(byte_level()), Vocabulary(sentence_piece())
+    alphabet = [letters.spell(token) for token in range(256)]
+    assert sorted(alphabet) == [bytes([byte]) for byte in range(256)]
+    fallback = [pieces.spell(3 + byte) for byte in range(256)]
+    assert fallback == [bytes([byte]) for byte in range(256)]
+
+
+def test_added_and_special_tokens() -> None:
+    vocabulary = Vocabulary(byte_level(["<think>"], ["<tool>"]))
+    think, tool, end = vocabulary.tokenizer.convert_tokens_to_ids(["<think>", "<tool>", "<eos>"])
+    assert vocabulary.special == {think, end}
+    assert vocabulary.added == {think, tool, end}
+    assert Vocabulary(sentence_piece()).special == {0, 1}
+
+
+def test_a_tokenizer_in_python_alone_has_no_pieces_and_no_added_tokens() -> None:
+    class Slow:
+        all_special_ids = [3]
+
+        def __len__(self) -> int:
+            return 4
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return ["x"] * len(ids)
+
+    vocabulary = Vocabulary(Slow())
+    assert (vocabulary.pieces, vocabulary.added, vocabulary.special) == (None, frozenset(), {3})
+
+
+def test_the_tokenizer_decodes_a_whole_with_and_without_special_tokens() -> None:
+    tokens = BYTES.tokenizer.encode("a<think>b ,c")
+    assert BYTES.decode(tokens) == "a<think>b ,c"
+    assert BYTES.decode(tokens, skip_special=True) == "ab ,c"
+
+
+def test_bytes_are_flushed_once_and_a_space_is_trimmed_once() -> None:
+    decoder = ByteDecoder([b"\xc3", b" a", b" "], trim=True)
+    assert (decoder.push([1]), decoder.push([1]), decoder.push([0])) == ("a", " a", "")
+    assert (decoder.flush(), decoder.flush()) == ("�", "")
+    late = ByteDecoder([b"\xc3", b"\xa9", b" "], trim=True)
+    assert (late.push([0]), late.push([1]), late.push([2])) == ("", "é", " "), "nothing was written yet, then something"
+
+
+class Spelled:
+    """A vocabulary whose tokens are bytes, and that decodes a whole at once."""
+
+    def __init__(self) -> None:
+        self.longest = 0
+
+    def decode(self, tokens: list[int], *, skip_special: bool = False) -> str:
+        self.longest = max(self.longest, len(tokens))
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("tail", [b"", b"before"])
+def test_a_window_holds_a_few_tokens_and_half_a_character_waits(tail: bytes) -> None:
+    vocabulary = Spelled()
+    decoder = WindowDecoder(vocabulary, tail)  # type: ignore[arg-type]
+    text = "aé👋b" * 60
+    parts = [decoder.push([byte]) for byte in text.encode()]
+    assert "".join(parts) == text
+    assert parts[:4] == ["a", "", "é", ""]
+    assert vocabulary.longest < 80, "the window moves on"
+    assert decoder.flush() == ""
+    assert decoder.push(list("é".encode()[:1])) == ""
+    assert (decoder.flush(), decoder.flush()) == ("�", "")
+
+
+def test_a_window_takes_several_tokens_at_once_and_none() -> None:
+    decoder = WindowDecoder(Spelled(), b"")  # type: ignore[arg-type]
+    assert [decoder.push(list(part)) for part in (b"ab", b"", b"c")] == ["ab", "", "c"]
+
+
+def test_a_window_sees_the_last_tokens_of_the_prompt_unless_a_message_begins() -> None:
+    window = Vocabulary(word_piece())
+    a, tests, ing = window.tokenizer.convert_tokens_to_ids(["a", "test", "##ing"])
+    tail = [a] * 7 + [tests]
+    assert "".join(streamed(TextStream(window, prompt_tail=tail), [ing])) == "ing"
+    assert "".join(streamed(TextStream(window, prompt_tail=tail, trim=True), [ing])) == "##ing"
+
+
+def test_a_stream_counts_the_characters_that_it_has_decoded() -> None:
+    stream = TextStream(BYTES, ["STOP"])
+    assert (stream.decoded, stream.has_stops, TextStream(BYTES).has_stops) == (0, True, False)
+    for text, decoded, withholds in (("ab", 2, False), ("cST", 5, True), ("x", 6, False)):
+        stream.push(BYTES.tokenizer.encode(text))
+        assert (stream.decoded, stream.withholds) == (decoded, withholds)
+    stream.push(BYTES.tokenizer.encode("é")[:1])
+    assert stream.finish() == "�"
+    assert stream.decoded == 7
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, ""), (1, ""), (2, "."), (3, "..")])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_stop_string_counts_from_its_token_on(min_tokens: int, expected: str, size: int) -> None:
+    tokens = BYTES.tokenizer.encode("....")
+    assert "".join(streamed(TextStream(BYTES, ["."], min_tokens=min_tokens), tokens, size)) == expected
+
+
+def test_what_was_withheld_comes_out_once_at_the_end() -> None:
+    stream = TextStream(BYTES, ["STOP"])
+    assert stream.push(BYTES.tokenizer.encode("a STO")) == "a "
+    assert (stream.finish(), stream.finish()) == ("STO", "")
+    assert not stream.withholds
+
+
+def test_of_two_stops_at_one_place_the_first_given_counts() -> None:
+    assert Prefixes(["ab", "abc"]).find("xabc") == (1, "ab")
+    assert Prefixes(["abc", "ab"]).find("xabc") == (1, "abc")
+    assert Prefixes([]).held("x") == 0

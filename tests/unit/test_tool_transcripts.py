@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.engine.tool_calls import Piece
-from mlx_parallm.engine.tool_formats import ToolFormat
+from mlx_parallm.engine.tool_formats import DEEPSEEK_MARKS, ToolFormat
 from mlx_parallm.engine.tools import Parser, Thinking, chat_parser
 from tests.golden.tool_transcripts import FORMATS, TOOLS, Format, Transcript
 
@@ -20,10 +21,12 @@ Result = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, names and
 
 SPECIAL = {
     "ours": ToolFormat("<tool_call>", "</tool_call>", native=False),
+    "deepseek": ToolFormat(*DEEPSEEK_MARKS, native=True),
     "llama": ToolFormat("<|python_tag|>", "", native=True, kind="bare"),
     "llama4": ToolFormat("<|python_start|>", "<|python_end|>", native=True, kind="bare"),
     "harmony": ToolFormat("<|channel|>", "<|call|>", native=True, kind="harmony"),
 }
+HURRIED = "MUTANT_UNDER_TEST" in os.environ  # `make mutate` runs these thousands of times
 CASES = [
     pytest.param(form, transcript, id=f"{form.parser}-{transcript.title}")
     for form in FORMATS
@@ -105,7 +108,7 @@ def test_one_character_at_a_time(form: Format, transcript: Transcript) -> None:
 def test_cut_off_anywhere(form: Format, transcript: Transcript) -> None:
     """No markup in content, and calls are beginnings of those of the whole."""
     *_, expected = read(make(form), [transcript.text])
-    for at in range(len(transcript.text)):
+    for at in range(0, len(transcript.text), 13 if HURRIED else 1):
         text = transcript.text[:at]
         parts = [text[start : start + 4] for start in range(0, at, 4)]
         whole = read(make(form), [text], cut_off=True)
@@ -150,7 +153,7 @@ def pieces(form: Format) -> st.SearchStrategy[str]:
 
 
 def fuzz(form: Format) -> Callable[[], None]:
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=15 if HURRIED else 60, deadline=None, derandomize=True, database=None)
     @given(text=pieces(form), size=st.integers(1, 9), cut_off=st.booleans())
     def check(text: str, size: int, cut_off: bool) -> None:
         parts = [text[at : at + size] for at in range(0, len(text), size)]

@@ -10,7 +10,7 @@ from mlx_lm.tool_parsers import json_tools, mistral, pythonic, qwen3_coder
 from mlx_parallm.engine import harmony
 from mlx_parallm.engine.text import TextStream, Vocabulary
 from mlx_parallm.engine.tool_calls import CallDelta, Piece
-from mlx_parallm.engine.tool_formats import ToolFormat
+from mlx_parallm.engine.tool_formats import DEEPSEEK_MARKS, ToolFormat
 from mlx_parallm.engine.tools import ChatParser, Parser, Thinking, chat_parser
 from mlx_parallm.server.generation import Choice, Collected
 from mlx_parallm.types import Delta
@@ -259,6 +259,24 @@ def test_format_of_llama() -> None:
     assert ToolFormat.of(TokenizerWrapper(fourth)).start == "<|python_start|>"
 
 
+@pytest.mark.parametrize(
+    ("template", "special", "marks"),
+    [
+        ("{{ tools }} <|python_tag|>", ["<|python_tag|>"], ("<|python_tag|>", "")),
+        ("{{ tools }} <|python_start|>", ["<|python_start|>"], ("<|python_start|>", "<|python_end|>")),
+        (LLAMA_TEMPLATE.replace('"', '\\"'), [], ("", "")),
+        ("{{ tools }}", ["<|python_tag|>", "<|python_start|>"], None),
+        ("{{ tools }} <|python_tag|> <|python_start|>", [], None),
+        ("{{ toolset }} <|python_tag|>", ["<|python_tag|>"], None),
+    ],
+)
+def test_marks_of_llama(template: str, special: list[str], marks: tuple[str, str] | None) -> None:
+    inner = byte_level(special)._tokenizer
+    inner.chat_template = template
+    expected = OURS if marks is None else ToolFormat(*marks, native=True, kind="bare")
+    assert ToolFormat.of(TokenizerWrapper(inner)) == expected
+
+
 LLAMA = ToolFormat("<|python_tag|>", "", native=True, kind="bare")
 
 
@@ -349,6 +367,42 @@ def test_harmony_that_the_prompt_has_begun() -> None:
     choice, collected = harmony_choice(text, "stop", inside_thinking=True)
     assert ("".join(collected.reasoning), "".join(collected.content)) == ("hm", "yes")
     assert choice.reasoning_tokens == 3
+
+
+DEEPSEEK_TOKENS = [*DEEPSEEK_MARKS, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
+
+
+def deepseek(template: str | None, special: list[str]) -> ToolFormat:
+    inner = byte_level(special)._tokenizer
+    inner.chat_template = template
+    return ToolFormat.of(TokenizerWrapper(inner))
+
+
+def test_format_of_deepseek() -> None:
+    """By its marks; its own templates show no tools, so a request's are spelled out for it."""
+    own = "{{ '<｜tool▁calls▁begin｜>' + message['tool_calls'] }}"
+    assert deepseek(own, []) == deepseek(None, DEEPSEEK_TOKENS) == ToolFormat(*DEEPSEEK_MARKS, native=False)
+    assert deepseek("{{ tools }}", DEEPSEEK_TOKENS) == ToolFormat(*DEEPSEEK_MARKS, native=True)
+
+
+@pytest.mark.parametrize("fence", ["", "\n```json\n"], ids=["V3.1", "V3"])
+def test_special_tokens_of_deepseek_are_read_and_not_shown(fence: str) -> None:
+    tokenizer = byte_level([*DEEPSEEK_TOKENS, "<think>", "</think>"])
+    tool_format, thinking = ToolFormat.of(tokenizer), Thinking.of(tokenizer)
+    assert thinking == THINKING
+    head = "function<｜tool▁sep｜>add\n```json\n" if fence else "add<｜tool▁sep｜>"
+    call = f'<｜tool▁call▁begin｜>{head}{{"a": 1}}{"```" if fence else ""}<｜tool▁call▁end｜>'
+    text = f"hm</think>Yes.{DEEPSEEK_MARKS[0]}{call}{call}{DEEPSEEK_MARKS[1]}"
+    visible = tokenizer.convert_tokens_to_ids([*tool_format.marks, "<think>", "</think>"])
+    parser = chat_parser(tool_format, thinking=thinking, inside_thinking=True, tools=TOOLS)
+    choice = Choice(0, 0, TextStream(Vocabulary(tokenizer), visible=visible, trim=True), parser)
+    collected = Collected()
+    for delta in (Delta("id", 0, tokenizer.encode(text)), Delta("id", 0, [], finish_reason="stop")):
+        if news := choice.take(delta):
+            collected.add(news)
+    assert ("".join(collected.reasoning), "".join(collected.content)) == ("hm", "Yes.")
+    assert [(one.name, one.arguments) for one in collected.calls] == [("add", '{"a": 1}')] * 2
+    assert choice.finish_reason == "tool_calls"
 
 
 def test_long_calls_take_linear_time() -> None:

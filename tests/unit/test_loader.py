@@ -96,7 +96,7 @@ def test_folders_that_cannot_be_loaded(changes: dict[str, Any], message: str, tm
 
 
 def test_missing_parts(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="is not a model folder"):
+    with pytest.raises(ModelLoadError, match="holds no model: it has no config.json"):
         load(str(tmp_path), name="m")
     save_tiny(tiny("llama"), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
@@ -110,7 +110,7 @@ def test_missing_parts(tmp_path: Path) -> None:
 def test_unknown_hub_names() -> None:
     with pytest.raises(ModelLoadError, match="no local folder"):
         load("nobody/nothing", name="m")
-    with pytest.raises(ModelLoadError, match="no local folder"):
+    with pytest.raises(ModelLoadError, match="there is no folder"):
         load("./nowhere/at/all", name="m")
 
 

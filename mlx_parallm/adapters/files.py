@@ -227,6 +227,8 @@ def _npz(data: bytes, max_bytes: int) -> Tensors:
     except (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
         raise AdapterError(f"the adapter's weights are not a sound npz file: {error}") from error
     for name, array in tensors.items():
+        if not isinstance(array, np.ndarray):  # NumPy hands out other files of the archive as they are
+            raise AdapterError(f"the adapter's npz file holds {name!r}, which is no array")
         if array.dtype.kind != "f":
             raise AdapterError(f"{name} is {array.dtype}, and weights must be floating point numbers")
     return {name: array.astype(np.float32) for name, array in tensors.items()}

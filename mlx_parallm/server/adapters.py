@@ -297,7 +297,7 @@ def _validated(fields: Any) -> UpdateWeightsBody:
 def _decoded(tensors: str) -> bytes:
     try:
         return base64.b64decode(tensors, validate=True)
-    except binascii.Error as error:
+    except (binascii.Error, ValueError) as error:  # the second for text that is not ASCII
         raise InvalidRequestError(f"tensors is not base64: {error}", param="tensors") from error
 
 

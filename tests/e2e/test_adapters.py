@@ -133,6 +133,7 @@ def test_uploads(client: httpx.Client, expected: dict[str | None, list[int]], fo
         (client.post("/upload_adapter", data={"name": "up"}, files={**form, "config": ("c", b"[]")}), None),
         (client.post("/upload_adapter", data={"name": "up"}, files={**form, "weights": ("w", weights[:-9])}), None),
         (client.post("/update_adapter_weights", json={**body, "tensors": "?"}), "tensors"),
+        (client.post("/update_adapter_weights", json={**body, "tensors": "üS"}), "tensors"),
         (client.post("/update_adapter_weights", content=b"{", headers={"Content-Type": "application/json"}), None),
         (client.post("/update_adapter_weights", json=[1]), None),
         (raw(dora[:-9], name="up"), None),

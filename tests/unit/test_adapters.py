@@ -1,7 +1,9 @@
 """Adapters: read from the files of mlx-lm and PEFT, checked, and added to each row as mlx-lm adds them to a model."""
 
+import io
 import json
 import pickle
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -457,6 +459,13 @@ def test_npz(tmp_path: Path) -> None:
     assert read_folder(tmp_path, LIMIT)[0].parts[PATHS[0]].b.max() == 3
 
 
+def zipped(name: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(name, "a")
+    return buffer.getvalue()
+
+
 def bad_files() -> list[tuple[str, dict[str, Any], bytes, str]]:
     config, weights = peft_files()
     sound = save(weights)
@@ -488,6 +497,7 @@ def bad_files() -> list[tuple[str, dict[str, Any], bytes, str]]:
         ("pattern", {**config, "alpha_pattern": {"(": 3}}, sound, "alpha_pattern can't be used"),
         ("look-ahead", {**config, "alpha_pattern": {"(?=q)": 3}}, sound, "alpha_pattern can't be used"),
         ("large pattern", {**config, "alpha_pattern": {"((a{99}){99}){99}": 3}}, sound, "alpha_pattern can't be used"),
+        ("no array in it", config, zipped("a.txt"), "'a.txt', which is no array"),
         ("rank", {**config, "r": 8}, sound, "config says r = 8, and .* has rank 4"),
         ("rank of a layer", {**config, "rank_pattern": {"q_proj": 2}}, sound, "says r = 2, and .* has rank 4"),
         ("no rank", {**config, "r": "many"}, sound, "says r = 'many'"),

@@ -96,7 +96,7 @@ def test_folders_that_cannot_be_loaded(changes: dict[str, Any], message: str, tm
 
 
 def test_missing_parts(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="holds no model: it has no config.json"):
+    with pytest.raises(ModelLoadError, match=r"holds no model: it has no config\.json"):
         load(str(tmp_path), name="m")
     save_tiny(tiny("llama"), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")

@@ -50,7 +50,7 @@ from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, device_name, give_memory_back, spare
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.memory import LORA_RANK, plan_memory, size_text
+from mlx_parallm.models.memory import LORA_RANK, plan_memory, size_text, wire_memory
 from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.types import Delta, MemoryPlan, Request
 
@@ -385,6 +385,7 @@ class Engine:
         tuning = self._tuning or Tuning.of(device_kind())
         self._ahead = tuning.ahead
         self.memory = plan
+        wire_memory()
         spare.allow(plan.kept)
         layout = self.layout
         self.adapters = Registry(layout, config.max_loras, config.max_cpu_loras)

@@ -23,7 +23,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine, plan_engines
 from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
 from mlx_parallm.models.loader import load
-from mlx_parallm.models.memory import size_text, wire_memory
+from mlx_parallm.models.memory import size_text
 from mlx_parallm.platforms import raise_open_files
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_exposure, keys_of
@@ -120,7 +120,6 @@ def start_engines(sources: Mapping[str, str | None], config: ServeConfig, dispat
             engines.append(Engine(loader, config, dispatcher))
             with progress(f"loading {name}" + (", the embedded model" if source is None else f" from {source}")):
                 engines[-1].load()
-        wire_memory()
         for engine, plan in zip(engines, plan_engines(engines, config), strict=True):
             with progress(f"warming up {engine.model.name}, {size_text(engine.model.weight_bytes)} of weights"):
                 engine.start(plan)

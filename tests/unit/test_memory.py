@@ -112,3 +112,21 @@ def test_a_flag_for_rows_is_the_whole_process() -> None:
 def test_what_can_not_work_names_the_number_that_would() -> None:
     with pytest.raises(ModelLoadError, match=r"8.0 GiB .* may hold 4.0 GiB: --memory-limit 10240MiB"):
         plan_memory([8 * GIB], [0], ServeConfig(memory_limit=4 * GIB))
+
+
+def test_a_mac_keeps_some_memory_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only Metal can run, with its answers stood in for: the limits are asked for, and room is left."""
+    wired: list[int] = []
+    info = {"memory_size": 16 * GIB, "max_recommended_working_set_size": 12 * GIB}
+    monkeypatch.setattr(memory, "device_kind", lambda: "metal")
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    monkeypatch.setattr(memory.mx, "set_wired_limit", wired.append)
+    assert memory.wire_memory() == 12 * GIB
+    info["max_recommended_working_set_size"] = 15 * GIB
+    assert memory.wire_memory() == 14 * GIB
+    assert wired == [12 * GIB, 14 * GIB]
+    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: GIB)
+    monkeypatch.setattr(memory, "mac_available_memory", lambda: 4 * GIB)
+    assert memory.usable_memory("metal") == GIB + 4 * GIB * 9 // 10
+    monkeypatch.setattr(memory, "mac_available_memory", lambda: 100 * GIB)
+    assert memory.usable_memory("metal") == 12 * GIB

@@ -126,7 +126,8 @@ def test_uploads(client: httpx.Client, expected: dict[str | None, list[int]], fo
     assert (third.status_code, third.json()["policy_version"]) == (200, 8), third.text
     assert ask(client, "up") == expected["dora"]
     for answer, param in (
-        (client.post("/upload_adapter", data={"name": "up"}), "weights"),
+        (client.post("/upload_adapter", data={"name": "up"}), None),
+        (client.post("/upload_adapter", data={"name": "up"}, files={"config": form["config"]}), "weights"),
         (client.post("/upload_adapter", files=form), "name"),
         (client.post("/upload_adapter", content=b"garbage", headers={"Content-Type": "multipart/form-data"}), None),
         (client.post("/upload_adapter", data={"name": "a b"}, files=form), "name"),

@@ -194,7 +194,7 @@ def deep(levels: int) -> dict[str, Any]:
         ({"prompt": "a", "logprobs": "yes"}, "logprobs"),
         ({"prompt": "a", "logprobs_mode": "cooked"}, "logprobs_mode"),
         ({"prompt": "a", "policy_version": -1}, "policy_version"),
-        ({"prompt": "a", "metadata": deep(300)}, "metadata"),
+        ({"prompt": "a", "metadata": deep(300)}, None),
         ({"prompt": "a", "metadata": {"a": "x" * 70_000}}, "metadata"),
         ({"prompt": "a", "lora_adapter": "p@" + "9" * 5000}, "lora_adapter"),
         ({"prompt": "a", "max_tokens": 10**9}, "max_tokens"),

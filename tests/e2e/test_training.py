@@ -364,10 +364,12 @@ def test_several_adapters_learn_each_from_its_own(tiny_folder: Path, flags: list
     flags = [*flags, "--train-adapter", "one", "--train-adapter", "two", "--checkpoint-dir", str(tmp_path)]
     with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         assert status(client)["adapters"] == ["one", "two"]
-        rollout(client, n=4, model="two", scoring_function="shorter", submit=True)
+        group = rollout(client, n=8, model="two", scoring_function="shorter", submit=True, seed=5)[0]
+        assert len({sample["reward"] for sample in group["samples"]}) > 1, "nothing can be learnt from equal rewards"
         two = client.get("/v1/training/status", params={"adapter": "two"}).json()
-        assert (status(client)["trajectories_ready"], two["trajectories_ready"]) == (0, 4)
-        assert post(client, "/v1/training/update", {"adapter": "two"})["published"]
+        assert (status(client)["trajectories_ready"], two["trajectories_ready"]) == (0, 8)
+        report = post(client, "/v1/training/update", {"adapter": "two"})
+        assert report["published"], report
         assert status(client)["policy_version"] == 1
         assert client.get("/v1/training/status", params={"adapter": "two"}).json()["policy_version"] == 2
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError
@@ -67,6 +67,18 @@ def test_no_prefix_of_admin_routes_is_idle_and_none_covers_a_users_route() -> No
         assert any(not path.startswith(tuple(others)) for path in ADMIN), f"{prefix} could be left out"
         assert not any(path.startswith(prefix) for path in USER | OPEN), prefix
     assert OPEN_PATHS == OPEN
+
+
+async def test_the_route_gets_the_request_s_own_body() -> None:
+    async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse((await receive())["body"])(scope, receive, send)
+
+    guards = OriginGuard(Authentication(echo, keys("user")), None, [])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guards), base_url="http://x") as calls:
+        answer = await calls.post("/v1/completions", content=b"{}", headers={"content-type": "application/json"})
+        assert answer.status_code == 401
+        headers = {"content-type": "application/json", "authorization": "Bearer open"}
+        assert (await calls.post("/v1/completions", content=b'{"a": 1}', headers=headers)).text == '{"a": 1}'
 
 
 async def test_without_keys_everybody_may_do_everything() -> None:
@@ -198,7 +210,8 @@ async def test_any_name_where_nothing_binds_it(hosts: list[str] | None) -> None:
 
 
 async def test_a_host_that_is_no_name() -> None:
-    assert (await ask(local(), "/v1/models", headers={"Host": "[::1"}))[0] == 403
+    status, _, message = await ask(local(), "/v1/models", headers={"Host": "[::1X"})
+    assert (status, "does not answer to '[::1x'" in message) == (403, True)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
@@ -276,7 +289,9 @@ async def test_the_refusal_says_what_to_send() -> None:
     assert "'Content-Type: application/octet-stream'; it came as" in await message(
         "/update_adapter_weights", "text/plain"
     )
+    assert (await message("/update_adapter_weights", "text/plain")).startswith("the body must be JSON, sent with")
     form = await message("/update_adapter_weights", "application/x-www-form-urlencoded")
+    assert form.startswith("the body must be JSON, sent with")
     assert "as a form (application/x-www-form-urlencoded), which is what curl -d" in form
     for path in UPLOAD_PATHS - {"/update_adapter_weights"}:
         assert (await message(path, "text/plain")).startswith("the files must come as a form: curl -F name=NAME")

@@ -190,7 +190,10 @@ def test_however_it_is_cut_an_update_has_every_answer_once(
 def check_line(micro: Micro, line: int, one: Trajectory, advantage: float, weight: float) -> None:
     length = len(one.completion_ids)
     assert micro.answers[line].tolist() == [*one.completion_ids, *[0] * (micro.answers.shape[1] - length)]
-    assert micro.mask[line, :length].tolist() == [1.0] * length if one.mask is None else list(map(float, one.mask))
+    assert micro.mask[line, :length].tolist() == ([1.0] * length if one.mask is None else list(map(float, one.mask)))
+    arrays = (micro.mask, micro.old, micro.known, micro.advantage, micro.weight, micro.temperature)
+    assert {array.dtype for array in arrays} == {np.dtype(np.float32)}, "the device computes in no other"
+    assert {micro.answers.dtype, micro.prompts.tokens.dtype} == {np.dtype(np.int64)}
     assert (micro.mask[line, length:] == 0).all()
     assert micro.known[line].tolist() == [float(one.logprobs is not None)]
     assert micro.old[line, :length].tolist() == pytest.approx(one.logprobs or [0.0] * length)

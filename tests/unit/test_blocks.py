@@ -215,6 +215,8 @@ def test_the_nearest_of_the_newest_siblings_is_taken() -> None:
         put(pool, text)
     match = pool.match(chain([1, 2, 3, 9, 9]), [1, 2, 3, 9, 9], 4)
     assert (match.length, pool[match.ids[0]].tokens) == (3, (1, 2, 3, 3))
+    newest = pool.match(chain([1, 2, 9, 9, 9]), [1, 2, 9, 9, 9], 4)
+    assert (newest.length, pool[newest.ids[0]].tokens) == (2, (1, 2, 3, 3)), "of those that share as much, the newest"
     for number in range(NEAREST - 1):
         put(pool, [5, number, 0, 0])
     assert pool.match(chain([1, 2, 3, 9, 9]), [1, 2, 3, 9, 9], 4).length == 3, "still among them"

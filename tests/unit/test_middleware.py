@@ -115,6 +115,14 @@ async def test_a_client_that_has_left_without_an_answer(caplog: pytest.LogCaptur
     assert (ended.status, ended.client) == (CLIENT_LEFT, "-")
 
 
+async def test_the_route_gets_the_request_s_own_body() -> None:
+    async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse((await receive())["body"])(scope, receive, send)
+
+    async with client(RequestLog(BodyLimit(echo, 10, 10))) as calls:
+        assert (await calls.post("/v1/completions", content=b"hello")).text == "hello"
+
+
 async def test_what_is_no_http_passes() -> None:
     seen: list[Scope] = []
 

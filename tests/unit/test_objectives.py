@@ -131,6 +131,12 @@ def test_what_is_too_far_from_the_sampler_is_left_out() -> None:
     assert answers.tolist() == [[1, 1], [1, 1], [0, 0]]  # mean ratios 1, sqrt(5) = 2.236 and 2.5
 
 
+def test_what_is_at_the_limit_is_kept() -> None:
+    old, new = mx.zeros((1, 1)), mx.array([[float(np.float32(np.log(2.0)))]])
+    for objective in (Objective("grpo", token_limit=2.0), Objective("grpo", answer_limit=2.0)):
+        assert losses(objective, new, old, mx.ones((1,)), mx.ones((1, 1))).kept.item() == 1
+
+
 def test_divergence_and_logprobs() -> None:
     found = divergence(mx.array([-1.0, -1.0]), mx.array([-1.0, -2.0]))
     assert found.tolist() == pytest.approx([0.0, math.exp(-1) + 1 - 1], abs=1e-6)

@@ -38,6 +38,9 @@ def test_a_name_means_its_newest_version() -> None:
     assert (found.find("p"), found.find("p", 1)) == (second, first)
     assert (found.newest(first), found.versions("p")) == (second, [first, second])
     assert (first.label, first.source, first.name) == ("p@1", "file of p", "p")
+    configured = found.publish("c", first.packed, "bytes", config={"rank": 2})
+    assert (configured.config, first.config) == ({"rank": 2}, None)
+    found.unload("c")
     assert ("p" in found, "q" in found, len(found), found.versions("q")) == (True, False, 1, [])
     assert [entry.name for entry in found] == ["p"]
     assert set(found.targets) == {"first", "second"}

@@ -301,6 +301,23 @@ def test_json_that_calls_no_tool_is_content(text: str, size: int) -> None:
     assert (piece.content, piece.calls) == (text, ())
 
 
+def test_a_bare_call_of_a_tool_that_nobody_offered_is_left_out(size: int) -> None:
+    text = '{"name": "add", "parameters": {}}; {"name": "other", "parameters": {}}'
+    piece = run(ChatParser(tool_format=LLAMA, tools=TOOLS), text, size)
+    assert (joined(piece), piece.content) == ([("add", {})], "")
+
+
+def test_bare_python_calls_may_hold_brackets_in_strings(size: int) -> None:
+    piece = run(ChatParser(tool_format=LLAMA, tools=TOOLS), '[add(a="]", b=2), add(b=1)] done', size)
+    assert (joined(piece), piece.content) == ([("add", {"a": "]", "b": 2}), ("add", {"b": 1})], "done")
+
+
+def test_marks_of_llama_between_bare_calls_are_no_content(size: int) -> None:
+    text = '<|python_tag|>{"name": "add", "parameters": {}}<|eom_id|>{"name": "add", "parameters": {"a": 1}}'
+    piece = run(ChatParser(tool_format=LLAMA, tools=TOOLS), text, size)
+    assert (joined(piece), piece.content) == ([("add", {}), ("add", {"a": 1})], "")
+
+
 def test_text_after_a_bare_call(size: int) -> None:
     text = '{"name": "add", "parameters": {"a": 1}}\n\nI have added. {"name": "add", "parameters": {}}'
     piece = run(ChatParser(tool_format=LLAMA, tools=TOOLS), text, size)

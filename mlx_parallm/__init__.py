@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from mlx_parallm.blas import preload
+from mlx_parallm.platforms import keep_open_files_limit
 from mlx_parallm.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")
 os.environ.setdefault("MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE", "512")
 preload()  # before any module of ours can import MLX
+keep_open_files_limit()  # before mlx-lm is imported
 
 
 def __getattr__(name: str) -> object:

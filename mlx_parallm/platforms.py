@@ -29,6 +29,24 @@ def _is_apple_silicon() -> bool:
     return answer.stdout.strip() == "1"
 
 
+MLX_LM_LIMITS = (2048, 4096)  # what mlx-lm sets as it is imported
+
+
+def keep_open_files_limit() -> None:
+    """Has mlx-lm leave the limit of open files alone: it fails where less is allowed, and lowers it where more is."""
+    if platform.system() == "Windows":
+        return
+    import resource
+
+    original = resource.setrlimit
+
+    def setrlimit(kind: int, limits: tuple[int, int]) -> None:
+        if kind != resource.RLIMIT_NOFILE or tuple(limits) != MLX_LM_LIMITS:
+            original(kind, limits)
+
+    resource.setrlimit = setrlimit
+
+
 def raise_open_files() -> int:
     """Every connection is an open file, and a Mac allows 256 unless asked; the limit that holds now."""
     import resource

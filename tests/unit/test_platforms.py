@@ -71,3 +71,18 @@ def test_a_checkpoint_reaches_the_drive_itself(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(os, "fsync", synced.append)
     checkpoints._write(tmp_path / "file", b"content")
     assert len(synced) == 1
+
+
+def test_mlx_lm_leaves_the_limit_of_open_files_alone() -> None:
+    """It sets 2048 and 4096 as it is imported: an error where 256 are allowed, a loss where more are."""
+    code = "import mlx_parallm, mlx_lm, resource as r; print(*r.getrlimit(r.RLIMIT_NOFILE))"
+
+    def limited(soft: int, hard: int) -> str:
+        def limit() -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=True).stdout.strip()
+
+    assert limited(256, 256) == "256 256"
+    assert limited(300, 9000) == "300 9000"

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.admission import check_sampling
+from mlx_parallm.engine.admission import check_choices, check_sampling
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.text import TextStream, Vocabulary
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnavailableError
@@ -174,8 +174,7 @@ class LLM:
         if len(tokens) >= self.model.context_length:
             raise ContextLengthError.of(self.model.context_length, len(tokens), param=f"prompt.{number}")
         check_sampling(sampling, self.model.vocab_size)
-        if sampling.n > self.config.max_batch_size:
-            raise InvalidRequestError(f"n is {sampling.n}, over max_batch_size {self.config.max_batch_size}", param="n")
+        check_choices(sampling.n, self.config.max_batch_size)
         streams = [
             TextStream(self._vocabulary, sampling.stop, min_tokens=sampling.min_tokens, trim=chat, prompt_tail=tokens)
             for _ in range(sampling.n)

@@ -60,6 +60,11 @@ def _check_stops(sampling: SamplingParams, vocab_size: int) -> None:
         _check_token(token, vocab_size, "stop_token_ids")
 
 
+def check_choices(n: int, max_rows: int) -> None:
+    if not 1 <= n <= max_rows:
+        raise InvalidRequestError(f"n must be between 1 and {max_rows}, not {n}", param="n")
+
+
 def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises when a text has an id that is not the model's; `param` is the field that it came in."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
@@ -87,8 +92,7 @@ class Admission:
         """A row for each choice, or an error that says what is wrong."""
         sampling = request.sampling
         check_sampling(sampling, self._model.vocab_size)
-        if not 1 <= sampling.n <= self._max_rows:
-            raise InvalidRequestError(f"n must be between 1 and {self._max_rows}, not {sampling.n}", param="n")
+        check_choices(sampling.n, self._max_rows)
         room = self._room(request)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from mlx_parallm.adapters.registry import Version
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.admission import check_choices
 from mlx_parallm.engine.prompts import Conversation, Prompt
 from mlx_parallm.engine.text import TextStream
 from mlx_parallm.engine.tools import Parser, chat_parser
@@ -205,6 +206,7 @@ class OpenAI:
         request: Request,
         kind: str,
     ) -> Generation:
+        check_choices(sampling[0].n, self._config.max_batch_size)  # before anything is made for each of them
         collects = self._collects(body, served)
         generation = Generation(
             served.engine,

@@ -65,6 +65,13 @@ TABLE = [
     chat(None, metadata=nested(300)),  # type: ignore[arg-type]
     text(None, guided_json=nested(300)),  # type: ignore[arg-type]
     Bad("/tokenize", {"messages": HELLO, "chat_template_kwargs": nested(300)}, None),
+    # more choices than there are rows, and far more than there is memory to make an object for each
+    text("n", None, n=33),
+    text("n", None, n=2**62),
+    chat("n", None, n=10**12),
+    Bad("/generate/", {"prompts": ["a"], "n": 10**12}, "n", code=None),
+    Bad("/generate", {"prompt": "a", "n": 10**12, "use_beam_search": False}, "n", code=None),
+    Bad("/generate", {"text": "a", "sampling_params": {"n": 10**12}}, "n", code=None),
     # what OpenAI has replaced, and what a tool's answer needs
     chat("functions", functions=[{"name": "f"}]),
     chat("function_call", function_call="auto"),

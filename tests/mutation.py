@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,21 @@ def known_modules() -> list[str]:
 
 
 def report(modules: Iterable[str]) -> float:
-    print(f"{'module':<24} {'mutants':>8} {'caught':>8} {'survived':>9} {'share':>7}")  # noqa: T201
-    total = caught = 0
-    for module in modules:
-        codes = [code for code in verdicts(module).values() if code is not None]  # None: not run
-        killed = sum(code not in SURVIVED for code in codes)
-        total, caught = total + len(codes), caught + killed
-        if codes:
-            line = f"{module:<24} {len(codes):>8} {killed:>8} {len(codes) - killed:>9} {killed / len(codes):>7.1%}"
-            print(line)  # noqa: T201
-    share = caught / max(total, 1)
-    print(f"{'all':<24} {total:>8} {caught:>8} {total - caught:>9} {share:>7.1%}")  # noqa: T201
-    return share
+    """Prints the shares, of the mutants that were run; those not run yet are counted beside them."""
+    print(f"{'module':<24} {'run':>6} {'of':>6} {'caught':>7} {'survived':>9} {'share':>7}")  # noqa: T201
+    rows = [(module, *_counts(verdicts(module).values())) for module in modules]
+    run, every, caught = (sum(numbers) for numbers in list(zip(*rows, strict=True))[1:])
+    for name, *numbers in [*rows, ("all", run, every, caught)]:
+        some, whole, killed = numbers
+        share = killed / max(some, 1)
+        print(f"{name:<24} {some:>6} {whole:>6} {killed:>7} {some - killed:>9} {share:>7.1%}")  # noqa: T201
+    return caught / max(run, 1)
+
+
+def _counts(codes: Collection[int | None]) -> tuple[int, int, int]:
+    """How many were run, how many there are, and how many were caught."""
+    run = [code for code in codes if code is not None]
+    return len(run), len(codes), sum(code not in SURVIVED for code in run)
 
 
 def main(modules: list[str]) -> int:

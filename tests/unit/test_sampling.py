@@ -1,6 +1,7 @@
 """The sampler against a reference in plain NumPy: what can be drawn, with what probability, and how often it is."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -90,7 +91,8 @@ def batches(draw: st.DrawFn) -> Batch:
     for one in rows:
         if one is not None:
             one.recorded = draw(st.booleans())
-    return numbers.normal(0, 3, (count, size)).astype(np.float32), rows, places
+    spread = draw(st.sampled_from([0.3, 3.0]))
+    return numbers.normal(0, spread, (count, size)).astype(np.float32), rows, places
 
 
 def close(found: float, expected: float) -> bool:
@@ -251,6 +253,22 @@ def test_a_token_at_the_edge_of_min_p_and_of_top_p() -> None:
         kept = sample(logits[None], [row(SamplingParams(top_p=top_p, logprobs=4, processed_logprobs=True))], [None])
         assert kept.scores is not None
         assert np.isfinite(np.array(kept.scores.top_logprobs)).sum() == count
+
+
+def test_each_cut_is_made_of_what_the_cut_before_it_has_left() -> None:
+    """Top-p counts the probabilities of the top k alone, and of what min-p has kept."""
+    logits = np.log(np.array([0.2, 0.15, 0.1, *[0.055] * 10], np.float32) * np.linspace(1, 0.99, 13, dtype=np.float32))
+    for params, count in (
+        (SamplingParams(top_k=3, top_p=0.5), 2),  # 0.44 and 0.33 of the three; of all, 0.2, 0.15 and 0.1
+        (SamplingParams(min_p=0.4, top_p=0.5), 2),
+        (SamplingParams(top_p=0.5), 4),
+        (SamplingParams(min_p=0.4, top_k=2, top_p=0.9), 2),
+    ):
+        one = row(replace(params, logprobs=13, processed_logprobs=True))
+        kept = sample(logits[None], [one], [None]).scores
+        assert kept is not None
+        expected = reference(logits, params, Context()).processed
+        assert np.isfinite(np.array(kept.top_logprobs)).sum() == np.isfinite(expected).sum() == count
 
 
 def test_a_step_without_random_rows_needs_no_numbers() -> None:

@@ -1,7 +1,7 @@
 """Incremental text equals text decoded at once, whatever the tokenizer; stop strings end it where they begin."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import decoders
@@ -29,6 +29,10 @@ def test_pieces_add_up_to_the_whole(tokenizer: TokenizerWrapper, size: int) -> N
         assert "".join(streamed(TextStream(vocabulary, trim=True), tokens, size)) == whole
 
 
+unhurried = settings(deadline=None)  # on a busy machine any example may take long
+
+
+@unhurried
 @given(st.text(), st.integers(1, 4))
 def test_any_text_survives(text: str, size: int) -> None:
     for vocabulary in (BYTES, PIECES):
@@ -37,6 +41,7 @@ def test_any_text_survives(text: str, size: int) -> None:
         assert "".join(streamed(TextStream(vocabulary, trim=True), tokens, size)) == whole
 
 
+@unhurried
 @given(st.lists(st.integers(0, 255)))
 def test_any_bytes_decode_like_the_tokenizer(tokens: list[int]) -> None:
     parts = streamed(TextStream(BYTES), tokens)
@@ -126,6 +131,7 @@ def test_stop_may_be_included_and_must_come_late_enough() -> None:
         assert "".join(streamed(TextStream(BYTES, ["."], min_tokens=4), tokens, size)) == "ab.cd"
 
 
+@unhurried
 @given(
     st.text(alphabet="abc", max_size=30),
     st.lists(st.text(alphabet="abc", min_size=1, max_size=3), min_size=1, max_size=3),

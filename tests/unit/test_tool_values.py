@@ -324,6 +324,12 @@ MUSE_CALL = '<atem:invoke name="f"><atem:parameter name='
         (MUSE, MUSE_CALL + '"x">"q"</atem:parameter></atem:invoke>', [("f", {"x": "q"})]),
         (MUSE, MUSE_CALL + '"i">5</atem:parameter></atem:invoke>', [("f", {"i": 5})]),
         (MUSE, MUSE_CALL + '"s">5</atem:parameter></atem:invoke>', [("f", {"s": "5"})]),
+        (MUSE, MUSE_CALL + '"i">"5"</atem:parameter></atem:invoke>', [("f", {"i": "5"})]),
+        (
+            KIMI_K3,
+            '<|open|>call tool="f"<|sep|><|open|>argument key="x" type="string"<|sep|>5<|close|>argument<|sep|>',
+            [("f", {"x": "5"})],
+        ),
         (
             KIMI_K3,
             (

@@ -184,6 +184,22 @@ def test_mlx_lm_formats(parser: Any, text: str, expected: list[Any], size: int) 
     assert piece.content == ""
 
 
+def test_a_format_that_only_mlx_lm_knows_is_read_by_its_parser(size: int) -> None:
+    def parse(text: str, tools: list[Any]) -> Any:
+        assert tools == TOOLS
+        if text == "two":
+            return [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]
+        return {"half": [{"name": "add"}, {}], "none": [], "one": {"name": "add", "arguments": {"b": 2}}}[text]
+
+    tool_format = ToolFormat("<c>", "</c>", native=True, parse=parse)
+    expected = {"one": [("add", {"b": 2})], "two": [("add", {"a": 1}), ("add", {})]}
+    for body in ("one", "two", "half", "none", "unknown"):
+        piece = run(ChatParser(tool_format=tool_format, tools=TOOLS), f"<c>{body}</c>", size)
+        assert joined(piece) == expected.get(body, [])
+        assert piece.content == ("" if body in expected else f"<c>{body}</c>")
+    assert run(ChatParser(tool_format=tool_format, tools=TOOLS), "<c>one", size, cut_off=True) == Piece()
+
+
 def test_reasoning_then_content(size: int) -> None:
     piece = run(ChatParser(thinking=THINKING), "<think>\nhm, </thin\n</think>\n\nThe answer.", size)
     assert (piece.reasoning, piece.content) == ("hm, </thin\n", "The answer.")

@@ -52,8 +52,9 @@ def test_open_files_are_raised_to_what_is_allowed() -> None:
         return ended.stdout.strip()
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = min(300, hard)  # where the tests themselves may open no more
     assert limited(256, hard).startswith(f"{min(8192, hard)} ")
-    assert limited(256, 300) == "300 300 300"
+    assert limited(256, few) == f"{few} {few} {few}"
 
 
 def test_a_checkpoint_reaches_the_drive_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,5 +85,7 @@ def test_mlx_lm_leaves_the_limit_of_open_files_alone() -> None:
         command = [sys.executable, "-c", code]
         return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=True).stdout.strip()
 
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert limited(256, 256) == "256 256"
-    assert limited(300, 9000) == "300 9000"
+    soft, many = min(300, hard), min(9000, hard)
+    assert limited(soft, many) == f"{soft} {many}"

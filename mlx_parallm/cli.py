@@ -52,7 +52,7 @@ def train_main(argv: Sequence[str] | None = None) -> int:
     return _run(parser.parse_args(argv))
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Says what is wrong in one line, with the nearest flag for one that does not exist."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -73,8 +73,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} ({self.prog} --help lists all)\n")
 
 
-def _parser(name: str, description: str) -> Parser:
-    parser = Parser(prog=name, description=description, allow_abbrev=False)
+def _parser(name: str, description: str) -> CommandParser:
+    parser = CommandParser(prog=name, description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{name} {__version__}")
     return parser
 

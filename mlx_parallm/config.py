@@ -60,10 +60,13 @@ def _parse_bool(text: str | bool) -> bool:
 
 
 def _parse_number(value: Any, kind: type) -> Any:
+    problem = f"{value!r} is not a {'whole ' if kind is int else ''}number"
+    if isinstance(value, bool):  # YAML's true is no 1
+        raise ConfigError(problem)
     try:
-        return kind(str(value)) if not isinstance(value, bool) else int("true")
+        return kind(str(value))
     except ValueError:
-        raise ConfigError(f"{value!r} is not a {'whole ' if kind is int else ''}number") from None
+        raise ConfigError(problem) from None
 
 
 def _parse_list(value: str | Sequence[str]) -> tuple[str, ...]:
@@ -508,7 +511,7 @@ def _place(error: yaml.MarkedYAMLError) -> str:
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:
-    """How to go on after a name that is none."""
+    """The valid name that is most like an unknown one, as the end of an error message."""
     close = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=0)
     return f"; did you mean {close[0]!r}?" if close else ""
 

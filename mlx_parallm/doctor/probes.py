@@ -28,7 +28,7 @@ ADAPTER = "doctor"
 
 
 @dataclass(slots=True)
-class Answer:
+class Measured:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # when each piece arrived
@@ -53,7 +53,7 @@ class Probe:
         adapter: str | None = None,
         midway: Callable[[], None] | None = None,
         **sampling: object,
-    ) -> list[Answer]:
+    ) -> list[Measured]:
         """All at one moment; what comes back, in their order. `midway` is called when each has some tokens."""
         settings = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": STEPS, **sampling})  # type: ignore[arg-type]
         inbox: SimpleQueue[tuple[int, Delta]] = SimpleQueue()
@@ -69,7 +69,7 @@ class Probe:
             )
             for number, prompt in enumerate(prompts)
         ]
-        answers, open_ = [Answer() for _ in prompts], len(prompts)
+        answers, open_ = [Measured() for _ in prompts], len(prompts)
         self._engine.submit_all(requests)
         while open_:
             number, delta = inbox.get(timeout=300)

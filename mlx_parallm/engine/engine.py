@@ -131,9 +131,18 @@ class Engine:
         """Waits until the model is loaded and warm. `plan`: its part of the memory; None: it is the only model."""
         if not self._thread.is_alive():
             self.load()
-        self._plans.put(plan or plan_engines([self], self._config)[0])
+        if plan is None:
+            plan = self._plan_alone()
+        self._plans.put(plan)
         self._ready.wait()
         self._raise_load_error()
+
+    def _plan_alone(self) -> MemoryPlan:
+        try:
+            return plan_engines([self], self._config)[0]
+        except ParallmError:
+            self.stop()  # the thread holds the weights and waits for a plan
+            raise
 
     def _raise_load_error(self) -> None:
         if self._load_error is not None:

@@ -109,7 +109,7 @@ def _pattern(quoting: Quoting, ends: tuple[str, ...], closing: str, broken: bool
     return re.compile("|".join(parts) or r"(?!)", re.DOTALL), Prefixes(marks)
 
 
-class Block(Protocol):
+class CallBlock(Protocol):
     """One block of calls. Calls go to `Calls` as they are found."""
 
     def push(self, text: str) -> str | None:

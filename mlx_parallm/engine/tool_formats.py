@@ -21,7 +21,7 @@ from mlx_parallm.engine.tool_blocks import (
     NAME,
     NO_QUOTES,
     PYTHON_QUOTES,
-    Block,
+    CallBlock,
     Head,
     JsonBlock,
     Quoting,
@@ -141,7 +141,7 @@ class ToolFormat:
         module = str(getattr(self.parse, "__module__", None)).rpartition(".")[2]
         return NOTATIONS.get(module) or Notation(read=partial(_read_with, self.parse))
 
-    def block(self, text: str, calls: Calls, tools: Sequence[Tool]) -> Block | None:
+    def block(self, text: str, calls: Calls, tools: Sequence[Tool]) -> CallBlock | None:
         """A reader for the block that begins with this text; None as long as that does not say how to read it."""
         notation = self.notation
         beginning = _BLOCK_BEGINNING.match(text.lstrip())
@@ -160,7 +160,7 @@ class ToolFormat:
             found = guessed if guessed and all(call.name in names for call in guessed) else None
         return found
 
-    def bare_block(self, text: str, calls: Calls, tools: Sequence[Tool]) -> Block:
+    def bare_block(self, text: str, calls: Calls, tools: Sequence[Tool]) -> CallBlock:
         """A reader for calls without marks, which `bare_call` has found at the beginning of the text."""
         names = {tool["function"]["name"] for tool in tools}
         if _BARE_JSON.match(text, partial=True):

@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.engine import harmony
 from mlx_parallm.engine.text import Prefixes
-from mlx_parallm.engine.tool_blocks import Block
+from mlx_parallm.engine.tool_blocks import CallBlock
 from mlx_parallm.engine.tool_calls import Calls, Piece, Tool
 from mlx_parallm.engine.tool_formats import ToolFormat, bare_call
 
@@ -108,7 +108,7 @@ class ChatParser:
         self._names = {tool["function"]["name"] for tool in tools}
         self._parallel = parallel
         self._calls = Calls(parallel=parallel)
-        self._block: Block | None = None
+        self._block: CallBlock | None = None
         self._mark: list[str] = []  # what opened the block, and white space after it
         self._buffer = ""  # text that is not decided yet
         self._gap: list[str] = []  # white space that is content only if more content follows

@@ -1,5 +1,7 @@
 """Memory: nothing grows with the steps of a batch that never empties, and a budget that can't work is told at start."""
 
+import threading
+
 import mlx.core as mx
 import pytest
 
@@ -71,6 +73,7 @@ def test_a_budget_that_the_machine_has_not_does_not_start() -> None:
         pass
     with pytest.raises(ModelLoadError, match=r"--memory-limit \d+MiB"), driver("llama", memory_limit=10_000):
         pass
+    assert not [thread for thread in threading.enumerate() if thread.name == "engine"], "it still holds the weights"
 
 
 def test_the_budget_is_kept_and_told() -> None:

@@ -26,6 +26,7 @@ from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.background import Background, Steps
 from mlx_parallm.engine.batching import adapter_layout, batch_cache, check_room, prefix_cache, warm_blocks, warm_up
 from mlx_parallm.engine.book import Book
+from mlx_parallm.engine.describe import describe
 from mlx_parallm.engine.errands import Errands
 from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.policies import Policies
@@ -47,10 +48,10 @@ from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.metrics import EngineMetrics
-from mlx_parallm.models.device import device_kind, device_name, give_memory_back, spare
+from mlx_parallm.models.device import device_kind, give_memory_back, spare
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.memory import LORA_RANK, plan_memory, size_text, wire_memory
+from mlx_parallm.models.memory import LORA_RANK, plan_memory, wire_memory
 from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.types import Delta, MemoryPlan, Request
 
@@ -277,53 +278,7 @@ class Engine:
 
     def describe(self) -> list[tuple[str, str]]:
         """What start-up tells people: label and value."""
-        model = self.model
-        ways = {
-            "SlotCache": "in slots of one batch",
-            "MergedCache": "in mlx-lm's batch caches",
-            "SerialCache": "computed one by one: this model can't be batched",
-        }
-        return [
-            ("model", f"{model.name} ({model.precision}, {size_text(model.weight_bytes)} of weights)"),
-            ("device", device_name()),
-            ("context", f"{model.context_length} tokens"),
-            (
-                "batch",
-                f"up to {self._config.max_batch_size} answers at once, {ways[type(self._runner.cache).__name__]}",
-            ),
-            ("exactness", self._exactness_line()),
-            ("memory", self._memory_line()),
-            ("cache", self._cache_line()),
-        ]
-
-    def _exactness_line(self) -> str:
-        if self.model.precision == "float32":
-            return "an answer is the same alone and in a batch, token for token"
-        return f"in {self.model.precision} an answer may part from the one alone where two tokens are all but equal"
-
-    def _cache_line(self) -> str:
-        """Where the beginnings of prompts are kept."""
-        if self._prefix is None:
-            return "prompts are not kept (--num-blocks 0)"
-        disk, kept = self._prefix.disk, f"prompts are kept in memory ({size_text(self._prefix.max_bytes)})"
-        if disk is None:
-            return f"{kept}; not on SSD{' (--no-ssd)' if not self._config.ssd else ''}"
-        if disk.problem is not None:
-            return f"{kept}; not on SSD: {disk.problem}"
-        return f"{kept} and on SSD in {disk.folder} (at most {self._config.ssd_max_bytes / 1e9:g} GB)"
-
-    def _memory_line(self) -> str:
-        plan = self.memory
-        parts = {
-            "weights": plan.weights,
-            "running rows": plan.rows,
-            "cached prompts": plan.blocks,
-            "adapters": plan.adapters,
-            "training": plan.training,
-            "freed memory that MLX keeps": plan.kept,
-        }
-        told = ", ".join(f"{size_text(part)} {name}" for name, part in parts.items() if part)
-        return f"at most {size_text(plan.limit)} in all: {told}"
+        return describe(self.model, self._runner.cache, self._prefix, self.memory, self._config)
 
     # The engine thread from here on.
 

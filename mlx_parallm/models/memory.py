@@ -101,14 +101,6 @@ def largest_memory(kind: DeviceKind) -> int:
     return held + available_memory()
 
 
-def room_left(limit: int) -> int:
-    """Bytes that may still be taken: by the limit of the process, and by what the machine has now."""
-    within = limit - mx.get_active_memory()
-    if device_kind() == "cpu":
-        within = min(within, available_memory())
-    return max(0, within)
-
-
 def wire_memory() -> int:
     """On a Mac, keeps weights and caches from being paged out, with room left for the system; the bytes that may be."""
     if device_kind() != "metal":

@@ -351,20 +351,31 @@ def log_lines(client: httpx.Client) -> list[dict[str, Any]]:
     return [json.loads(line) for line in server.tail().splitlines() if line.startswith("{")]
 
 
+def outcome_of(client: httpx.Client, identity: str) -> dict[str, Any]:
+    def found() -> list[dict[str, Any]]:
+        return [line for line in log_lines(client) if line.get("request_id") == identity and "outcome" in line]
+
+    eventually(lambda: bool(found()))
+    return found()[0]
+
+
 def test_a_stream_that_was_cut_is_logged_as_such(guarded: httpx.Client) -> None:
     """Its status is 200, sent long before its end: the log says how it ended."""
-    headers = bearer("open") | {"X-Request-Id": "cut-1"}
     body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with guarded.stream("POST", "/v1/completions", json=body | {"n": 2}, headers=headers) as response:
-        text = "".join(response.iter_lines())
-    if "request_timeout" in text:
-        eventually(lambda: any(line.get("request_id") == "cut-1" and "outcome" in line for line in log_lines(guarded)))
-        line = next(line for line in log_lines(guarded) if line.get("request_id") == "cut-1" and "outcome" in line)
-        assert (line["status"], line["level"], line["outcome"]) == (200, "WARNING", "cut off: request_timeout")
+    headers = bearer("open") | {"X-Request-Id": "cut-1"}
+    with guarded.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert guarded.post("/pause?mode=keep", headers=bearer("sesame")).status_code == 200  # until its time is up
+        text = "".join(lines)
+    assert guarded.post("/resume", headers=bearer("sesame")).status_code == 200
+    assert "request_timeout" in text
+    line = outcome_of(guarded, "cut-1")
+    assert (line["status"], line["level"], line["outcome"]) == (200, "WARNING", "cut off: request_timeout")
     headers["X-Request-Id"] = "left-1"
     with guarded.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         next(response.iter_lines())
-    eventually(lambda: any(line.get("outcome") == "the client left" for line in log_lines(guarded)))
+    assert outcome_of(guarded, "left-1")["outcome"] == "the client left"
 
 
 def test_head_is_answered(client: httpx.Client) -> None:

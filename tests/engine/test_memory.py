@@ -1,19 +1,15 @@
 """Memory: nothing grows with the steps of a batch that never empties, and a budget that can't work is told at start."""
 
 import threading
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import snapshots
-from tests.engine.harness import Bare, driver
+from tests.engine.harness import Bare, driver, driver_of
 from tests.tiny import tiny
-
-
-def buffers_after(drive: object, pending: object, count: int) -> int:
-    pending.wait_for_tokens(count)  # type: ignore[attr-defined]
-    return drive.engine._ask(mx.get_active_memory)  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.mark.parametrize("kind", ["jamba", "hybrid", "gemma3"])
@@ -82,6 +78,12 @@ def test_the_budget_is_kept_and_told() -> None:
         assert plan.limit == 1 << 28
         assert plan.weights == drive.engine.model.weight_bytes
         assert plan.weights + plan.rows + plan.blocks + plan.adapters + plan.training + plan.kept <= plan.limit
+        assert "the same alone and in a batch" in dict(drive.engine.describe())["exactness"]
         told = dict(drive.engine.describe())["memory"]
         for part in ("256 MiB in all", "weights", "running rows", "cached prompts", "adapters", "MLX keeps"):
             assert part in told
+
+
+def test_rounding_is_admitted_where_there_is_some() -> None:
+    with driver_of(lambda: replace(tiny("llama", dtype=mx.bfloat16), precision="bfloat16")) as drive:
+        assert "in bfloat16, rounding differs" in dict(drive.engine.describe())["exactness"]

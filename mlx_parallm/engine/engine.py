@@ -302,6 +302,7 @@ class Engine:
         # MLX aborts the process at exit when a thread leaves streams behind.
         mx.synchronize()
         mx.clear_streams()
+        spare.release(self)
 
     def _run(self) -> None:
         try:
@@ -350,7 +351,7 @@ class Engine:
         self._ahead = tuning.ahead
         self.memory = plan
         wire_memory()
-        spare.allow(plan.kept)
+        spare.allow(self, plan.kept)
         layout = self.layout
         self.adapters = Registry(layout, config.max_loras, config.max_cpu_loras)
         forward = Forward(self.model.module, layout.selection)

@@ -40,13 +40,26 @@ class Spare:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._asked: dict[object, int] = {}
         self._limit = 0
+        self._before = 0  # MLX's limit before anybody asked
 
-    def allow(self, size: int) -> None:
+    def allow(self, owner: object, size: int) -> None:
         """So much may be kept; of several that ask, the one that needs most decides."""
         with self._lock:
-            self._limit = max(self._limit, size)
-            mx.set_cache_limit(self._limit)
+            first = not self._asked
+            self._asked[owner] = size
+            self._limit = max(self._asked.values())
+            before = mx.set_cache_limit(self._limit)
+            self._before = before if first else self._before
+
+    def release(self, owner: object) -> None:
+        """This one needs nothing any more; behind the last, the limit is what it was before the first."""
+        with self._lock:
+            if self._asked.pop(owner, None) is not None:
+                self._limit = max(self._asked.values(), default=self._before)
+                mx.set_cache_limit(self._limit)
+        give_memory_back()
 
     def trim(self) -> None:
         """To be called often: it costs nothing where there is nothing to do."""

@@ -38,6 +38,12 @@ STEP = [5] * 6
 
 
 @pytest.mark.skipif(device_kind() != "cpu", reason="other allocators drop other buffers")
+def current_limit() -> int:
+    limit = mx.set_cache_limit(0)
+    mx.set_cache_limit(limit)
+    return limit
+
+
 def test_at_its_limit_mlx_asks_for_every_steps_memory_anew() -> None:
     """Why there is a `Spare`. Where this fails, MLX has changed, and it may go."""
     mx.set_cache_limit(40 * MB)
@@ -48,7 +54,7 @@ def test_at_its_limit_mlx_asks_for_every_steps_memory_anew() -> None:
 
 def test_what_is_in_use_stays_and_what_is_not_goes() -> None:
     spare = Spare()
-    spare.allow(80 * MB)
+    spare.allow("a", 80 * MB)
     use(10, 11, 12)
     use(*STEP)
     spare.trim()
@@ -61,7 +67,7 @@ def test_what_is_in_use_stays_and_what_is_not_goes() -> None:
 
 def test_nothing_goes_while_there_is_room() -> None:
     spare = Spare()
-    spare.allow(80 * MB)
+    spare.allow("a", 80 * MB)
     use(10, 11, 12)
     kept = mx.get_cache_memory()
     spare.trim()
@@ -70,6 +76,19 @@ def test_nothing_goes_while_there_is_room() -> None:
 
 def test_who_needs_most_decides() -> None:
     spare = Spare()
-    spare.allow(80 * MB)
-    spare.allow(20 * MB)
-    assert mx.set_cache_limit(0) == 80 * MB
+    spare.allow("a", 80 * MB)
+    spare.allow("b", 20 * MB)
+    assert current_limit() == 80 * MB
+    spare.release("a")
+    assert current_limit() == 20 * MB
+
+
+def test_behind_the_last_the_limit_is_what_it_was_and_nothing_is_kept() -> None:
+    before = current_limit()
+    spare = Spare()
+    spare.allow("a", 80 * MB)
+    use(10, 11, 12)
+    assert mx.get_cache_memory() > 0
+    spare.release("a")
+    assert current_limit() == before
+    assert mx.get_cache_memory() == 0

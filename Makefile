@@ -8,6 +8,8 @@ ARGS ?=
 PIP_FLAGS ?= --quiet
 VENV := .venv
 BIN := $(VENV)/bin
+# Two processes share the tests, file by file, with a thread each for their matrix products.
+TESTS = MKL_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --constraint constraints.txt
 
 .PHONY: help serve chat test test-all mutate check format bench rl-demo rl-demo-long clean
@@ -30,10 +32,10 @@ chat: $(VENV)/.installed
 	@exec $(BIN)/parallm chat $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(TESTS) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(TESTS) $(ARGS)
 
 mutate: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.mutation $(ARGS)

@@ -234,7 +234,19 @@ class ServeConfig:
     )
     train_seed: int = _option(0, "of all that is random in training", section="rl_training", parse=int, key="seed")
     checkpoint_interval: int = _option(
-        500, "updates from one to the next", section="checkpointing", parse=int, key="interval"
+        500,
+        "updates between two checkpoints that stay, beside the one called latest (default: 500)",
+        section="checkpointing",
+        parse=int,
+        key="interval",
+    )
+    checkpoint_seconds: float = _option(
+        60.0,
+        "seconds after a change of the training state until it is written to the checkpoint called latest, which a "
+        "restart goes on from; it is always written on shutdown; 0: only then (default: 60)",
+        section="checkpointing",
+        parse=float,
+        key="seconds",
     )
     keep_n_checkpoints: int = _option(
         10, "older ones go, but for those with a name", section="checkpointing", parse=int
@@ -292,6 +304,7 @@ class ServeConfig:
             "ssd_ttl_days",
             "update_frequency",
             "scoring_timeout",
+            "checkpoint_seconds",
         ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")

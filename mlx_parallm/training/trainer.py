@@ -205,6 +205,7 @@ class Trainer:
         self.optimizer.init(self._stacks)
         mx.eval(self.optimizer.state)
         self.updates = 0  # optimiser steps that stand
+        self.kept_snapshots = 0  # that somebody holds beside it
         self._reference_kl = 0.0
         self.activation_bytes = 0  # most that a micro-batch has taken
         self._largest = 0, 0  # the most memory that a micro-batch has taken, rehearsals included, and its tokens
@@ -228,7 +229,7 @@ class Trainer:
     @property
     def working_bytes(self) -> int:
         """Of what an update holds beside activations: those, their gradients, and all of it as it was before."""
-        return 2 * self.nbytes + sum(array.nbytes for array in self._stacks.values())
+        return (2 + self.kept_snapshots) * self.nbytes + sum(array.nbytes for array in self._stacks.values())
 
     def adapter(self) -> Adapter:
         return self.tree.adapter()

@@ -45,6 +45,11 @@ from mlx_parallm.training.training import Training
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")
 RAW_FIELDS = ("name", "lora_name", "adapter_name", "version", "config", "model")
 UPLOADS = ("/v1/adapters/upload", "/upload_adapter")
+REPLACED = (
+    "the next update would replace what is loaded under its name; load it under another name, or start the server with "
+    "another --train-adapter"
+)
+UNLOADED = "it stays while the server runs; start it without this --train-adapter"
 UPLOAD_FORM = {
     "type": "object",
     "required": ["name", "weights"],
@@ -181,18 +186,13 @@ class Adapters:
         """Forgets an adapter and all its versions; running requests finish with it."""
         served = self._table.with_adapter(body.name)
         version = served.engine.adapters.find(body.name)
-        self._check_untrained(body.name)
+        self._check_untrained(body.name, UNLOADED)
         await asyncio.to_thread(served.engine.policies.unload, body.name)
         return _changed(version, f"{body.name!r} is unloaded")
 
-    def _check_untrained(self, name: str) -> None:
+    def _check_untrained(self, name: str, remedy: str = REPLACED) -> None:
         if self._training is not None and name in self._training.sessions:
-            raise ConflictError(
-                f"{name!r} is being trained here, and the next update would replace what is loaded under its name: "
-                "load it under another name, or start the server with another --train-adapter",
-                param="name",
-                code="adapter_in_training",
-            )
+            raise ConflictError(f"{name!r} is being trained here: {remedy}", param="name", code="adapter_in_training")
 
     async def rollback(self, body: RollbackBody) -> Response:
         """Lets the name mean an earlier version again; without `version`, the one before. The training of an adapter
@@ -263,7 +263,7 @@ class Adapters:
     async def vllm_unload(self, body: VllmUnloadBody) -> Response:
         """Forgets an adapter and all its versions; running requests finish with it."""
         served = self._table.with_adapter(body.lora_name)
-        self._check_untrained(body.lora_name)
+        self._check_untrained(body.lora_name, UNLOADED)
         await asyncio.to_thread(served.engine.policies.unload, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

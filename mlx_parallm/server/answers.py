@@ -63,6 +63,9 @@ class CompletionLogprobs(Answer):
     text_offset: list[int] = Field(description="Where each token begins in the choice's text")
 
 
+REWARDS = "One for each choice, in the last chunk of a stream whose answers are scored"
+
+
 class PolicyChoice(Answer):
     """What trainers are told of a choice, when they send any of their fields."""
 
@@ -112,6 +115,7 @@ class Completion(PolicyAnswer):
 
 class CompletionChunk(Completion):
     usage: Usage | None = None  # type: ignore[assignment]
+    rewards: list[float | None] | None = Field(None, description=REWARDS)
 
 
 class TopLogprob(Answer):
@@ -211,6 +215,7 @@ class ChatChunk(PolicyAnswer):
     system_fingerprint: str
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    rewards: list[float | None] | None = Field(None, description=REWARDS)
 
 
 class Model(Answer):

@@ -206,7 +206,6 @@ class TrainingRoutes:
             if body.trajectories is not None:
                 trajectories = [self._numbered(one, session, number) for number, one in enumerate(body.trajectories)]
                 _check_distinct(trajectories)
-                session.buffer.counts.collected += len(trajectories)
             return session.update(
                 trajectories, publish=body.update_inference, checkpoint_name=body.checkpoint_name, durable=True
             )

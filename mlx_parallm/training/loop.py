@@ -181,13 +181,14 @@ class Loop:
         answers = self._asker.ask(problems, sampling, session.name, chance.getrandbits(31), f"step {step}")
         drawn = time.perf_counter()
         trajectories = self._trajectories(step, answers, chance)
-        session.buffer.counts.collected += len(trajectories)
         scores = [score for group in answers for _, score in group if score is not None]
         reward = sum(scores) / max(1, len(scores))
         following = self._next_level(level, reward)
         # With the update's checkpoint: where to go on from.
-        session.extra = {"step": step, "level": following, "successes": self._successes[-CURRICULUM_WINDOW:]}
-        report = session.update(trajectories) if trajectories else None
+        notes = {"step": step, "level": following, "successes": self._successes[-CURRICULUM_WINDOW:]}
+        report = session.update(trajectories, extra=notes) if trajectories else None
+        if report is None:
+            session.extra = notes
         records = [record for group in answers for record, _ in group]
         news = StepNews(
             step,

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -209,19 +209,20 @@ class Session:
         assert self._journal is not None
         kept = self.checkpoints.latest() if resume else None
         self._last_version = self.checkpoints.last_version()
-        waiting = [] if kept is None else kept.waiting()
+        before = [] if kept is None else kept.waiting()
+        later = []
         for entry in self._journal.read(0 if kept is None else int(kept.state.get("journal", 0))):
             if "version" in entry:
                 self._last_version = max(self._last_version, int(entry["version"]))
             elif "trajectory" in entry:
-                waiting.append(entry["trajectory"])
+                later.append(entry["trajectory"])
         if resume:
-            self.buffer.restore(list(_readable(waiting)))
+            found = list(_readable([*before, *later]))
+            self.buffer.restore(found, {} if kept is None else kept.state.get("counts", {}), len(later))
         if kept is None:
             return None, None
         self._restore(kept)
         self.totals.restore(kept.state.get("totals", {}))
-        self.buffer.counts.restore(kept.state.get("counts", {}))
         log.info(
             "%s goes on from checkpoint %s: %d updates, %d trajectories wait",
             self.name, kept.path.name, self.trainer.updates, len(self.buffer),
@@ -340,6 +341,8 @@ class Session:
                 if taken:
                     self.buffer.put_back(taken)
                 raise
+            if taken is None:
+                self.buffer.count(collected=len(trajectories))
             if extra is not None:
                 self.extra = dict(extra)
             self._changed.set()
@@ -426,7 +429,7 @@ class Session:
         totals.used += outcome.used
         totals.skipped += outcome.skipped
         totals.off_policy += int(outcome.metrics.get("off_policy", 0))
-        self.buffer.counts.flat += outcome.skipped
+        self.buffer.count(flat=outcome.skipped)
         if outcome.adapter is None:
             totals.refused += 1
             totals.last_reason = outcome.reason
@@ -572,7 +575,7 @@ class Session:
         """All of it at one moment, by reference: arrays stay as they are."""
         assert self._journal is not None
         snapshot, adapter = self._on_engine(lambda: (self.trainer.snapshot(), self.trainer.adapter()))
-        waiting, journal = self.buffer.freeze(self._journal.rotate)
+        waiting, counts, journal = self.buffer.freeze(self._journal.rotate)
         good = self._good[1] if self._good is not None else None
         if good is not None and good.parameters is snapshot.parameters:  # after a rollback: it is the one that is kept
             good = None
@@ -593,7 +596,7 @@ class Session:
             "recent_rewards": list(self._rewards),
             "recent_deviations": list(self._deviations),
             "totals": self.totals.state(),
-            "counts": asdict(self.buffer.counts),
+            "counts": counts,
             "seed": self.config.seed,
             "metrics": self.totals.metrics,
             "extra": self.extra,

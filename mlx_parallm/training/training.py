@@ -194,7 +194,6 @@ class Training:
             ):
                 raise InvalidRequestError(f"a trajectory has tokens outside the vocabulary of {size}")
             self.ledger.check(one)
-        session.buffer.counts.collected += len(trajectories)
         return session.update(trajectories)
 
     def add(
@@ -328,6 +327,7 @@ class Training:
         self, request_id: str, reward: float, index: int | None, group_id: str | None, adapter: str | None
     ) -> Session:
         """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
+        self.session()
         record = self.ledger.find(request_id, index)
         session = self.session(adapter) if adapter is not None else self.session_of(record)
         self._keep(session, [(record, reward, group_id or "")])

@@ -11,7 +11,7 @@ import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from mlx_parallm.engine.rows import Row
@@ -358,6 +358,12 @@ class Buffer:
             self._make_room({one.group_id for one in trajectories})
             self._changed.notify_all()
 
+    def count(self, collected: int = 0, flat: int = 0) -> None:
+        """Trajectories that an update took from elsewhere, and those that it could not learn from."""
+        with self._changed:
+            self.counts.collected += collected
+            self.counts.flat += flat
+
     def _make_room(self, keep: Collection[str] = ()) -> None:
         """Drops the oldest groups, those to keep last."""
         while self._size > self._max:
@@ -390,17 +396,19 @@ class Buffer:
             self._make_room()
             self._changed.notify_all()
 
-    def restore(self, trajectories: Sequence[Trajectory]) -> None:
-        """Takes what an earlier process has kept; nobody is told."""
+    def restore(self, trajectories: Sequence[Trajectory], counts: Mapping[str, int], later: int) -> None:
+        """Takes what an earlier process has kept; nobody is told. The last ones, `later`, were not counted yet."""
         with self._changed:
+            self.counts.restore(counts)
+            self.counts.collected += later
             self._put(trajectories)
             self._make_room()
             self._changed.notify_all()
 
-    def freeze(self, work: Callable[[], T]) -> tuple[list[Trajectory], T]:
-        """What waits, and what `work` gives, with nothing added in between."""
+    def freeze(self, work: Callable[[], T]) -> tuple[list[Trajectory], dict[str, int], T]:
+        """What waits, the counts, and what `work` gives, with nothing added in between."""
         with self._changed:
-            return [one for group in self._groups.values() for one in group], work()
+            return [one for group in self._groups.values() for one in group], asdict(self.counts), work()
 
     def ready(self) -> int:
         """Trajectories that have others to be compared with."""

@@ -10,8 +10,9 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
+from mlx_parallm.training.learner import Pace
 from mlx_parallm.training.objectives import AGGREGATION, chosen_logprobs
-from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer, _Pace
+from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer
 from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.training.tree import LearningTree, LoRAConfig, PromptCache, answer_logits, can_share_prompts
 from tests.engine.harness import as_served
@@ -350,7 +351,7 @@ def test_dora_learns_too() -> None:
 
 
 def test_pieces_find_their_size() -> None:
-    pace = _Pace(0.5, 0)
+    pace = Pace(0.5, 0)
     for _ in range(10):
         pace.note(pace.budget(), 0.01)
     assert pace.budget() == 8192
@@ -363,7 +364,7 @@ def test_pieces_find_their_size() -> None:
     for _ in range(20):
         pace.note(pace.budget(), 5.0)
     assert pace.budget() == 32
-    assert _Pace(0.5, 77).budget() == 77
+    assert Pace(0.5, 77).budget() == 77
 
 
 def test_whatever_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

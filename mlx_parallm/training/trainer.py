@@ -70,7 +70,7 @@ class RLConfig:
     total_steps: int = 1000  # after which linear and cosine have come to nothing
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    max_length: int = 512  # of an answer, for Dr. GRPO's weights
+    max_length: int | None = None  # for Dr. GRPO's weights; None: the most tokens that answers of the update could have
     max_kl: float = 1.0  # nats a token by which one update may move the policy
     max_parameter_norm: float = 1e4
     microstep_seconds: float = 0.5  # about how long a piece of an update takes …
@@ -214,7 +214,7 @@ class Trainer:
         """`busy`: whether anybody waits meanwhile; while nobody does, pieces are larger."""
         self._busy = busy
         begun = time.perf_counter()
-        batch = Batch.of(trajectories, self.config.algorithm, self.config.max_length)
+        batch = self._batch(trajectories)
         rewards = np.array([one.reward for one in trajectories], np.float32)
         metrics = {
             "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
@@ -223,8 +223,8 @@ class Trainer:
             "flat_trajectories": float(batch.flat),
         }
         if not batch.trajectories:
-            return Outcome(metrics, 0, batch.flat, None, "no group has answers with different rewards")
-        before = self.snapshot()
+            return Outcome(metrics, 0, len(trajectories), None, "no group has answers with different rewards")
+        before, used = self.snapshot(), len(batch.trajectories)
         try:
             sample: _Sample | None = None
             for _ in range(self.config.epochs):
@@ -241,12 +241,12 @@ class Trainer:
             if not isinstance(error, Refused):
                 raise
             seconds = time.perf_counter() - begun
-            return Outcome(metrics, len(batch.trajectories), batch.flat, None, str(error), seconds)
+            return Outcome(metrics, used, len(trajectories) - used, None, str(error), seconds)
         self.learner.updates += 1
         metrics["learning_rate"] = self.learner.learning_rate
         seconds = time.perf_counter() - begun
         metrics["tokens_per_second"] = metrics["tokens"] * self.config.epochs / max(seconds, 1e-6)
-        return Outcome(metrics, len(batch.trajectories), batch.flat, self.adapter(), "", seconds)
+        return Outcome(metrics, used, len(trajectories) - used, self.adapter(), "", seconds)
 
     def rehearse(self) -> None:
         """Updates that are forgotten: where kernels are built at their first use, nobody should wait for that later."""
@@ -260,12 +260,15 @@ class Trainer:
             before = self.snapshot()
             for _ in self.update(made):
                 continue
-            for micro in Batch.of(made, self.config.algorithm, self.config.max_length).micros(
-                lambda: MAX_MICRO, self.tree.mixes_prompts, self.rounded
-            ):
+            for micro in self._batch(made).micros(lambda: MAX_MICRO, self.tree.mixes_prompts, self.rounded):
                 mx.eval(self._gradient(self.parameters, micro))
             self.go_back(before)
         self.activation_bytes = 0
+
+    def _batch(self, trajectories: Sequence[Trajectory]) -> Batch:
+        """Answers without an advantage are computed only for their divergence to the reference."""
+        config = self.config
+        return Batch.of(trajectories, config.algorithm, config.max_length, keep_flat=config.beta > 0)
 
     def _step(self, batch: Batch) -> Generator[None, None, tuple[Sums, float, _Sample]]:
         sums = Sums()

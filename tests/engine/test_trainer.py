@@ -275,6 +275,26 @@ def test_groups_without_a_difference_are_skipped_and_counted() -> None:
     assert (outcome.used, outcome.skipped) == (4, 4)
 
 
+def test_with_a_penalty_flat_groups_are_drawn_back_to_the_model() -> None:
+    flat = made(lambda _: 1.0)
+    for beta, published in ((0.0, False), (0.5, True)):
+        trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2, beta=beta, max_kl=100.0))
+        for seed in range(3):
+            assert run(trainer, made(seed=seed)).adapter is not None
+        outcome = run(trainer, flat)
+        assert (outcome.adapter is not None) == published
+        assert (outcome.used, outcome.skipped) == ((8, 0) if published else (0, 8))
+        assert outcome.metrics["flat_trajectories"] == 8
+
+
+def test_a_divergence_is_told_only_by_the_update_that_measured_it() -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2))
+    told = ["kl" in run(trainer, made(seed=seed)).metrics for seed in range(6)]
+    assert told == [True, False, False, False, True, False]
+    always = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2, beta=0.1))
+    assert all("kl" in run(always, made(seed=seed)).metrics for seed in range(3))
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [

@@ -208,14 +208,19 @@ class ServeConfig:
         32, "trajectories of an update, about", section="rl_training", parse=int, key="batch_size"
     )
     train_epochs: int = _option(1, "optimiser steps on one batch", section="rl_training", parse=int, key="epochs")
-    clip_low: float = _option(0.2, "how far a token's probability may fall", section="rl_training", parse=float)
-    clip_high: float = _option(0.2, "how far it may rise", section="rl_training", parse=float)
+    clip_low: float = _option(
+        0.2,
+        "share by which a token's probability may fall (rloo, gspo: an answer's)",
+        section="rl_training",
+        parse=float,
+    )
+    clip_high: float = _option(0.2, "share by which it may rise", section="rl_training", parse=float)
     beta: float = _option(0.0, "weight of the KL divergence to the model", section="rl_training", parse=float)
     token_limit: float | None = _option(
         None, "tokens that were drawn this many times likelier or less are left out", section="rl_training", parse=float
     )
     answer_limit: float | None = _option(
-        None, "the same for whole answers, by their mean", section="rl_training", parse=float
+        None, "the same for whole answers, by the geometric mean over their tokens", section="rl_training", parse=float
     )
     max_kl: float = _option(
         1.0, "nats a token by which an update may move the policy", section="rl_training", parse=float

@@ -61,7 +61,7 @@ class Progress:
             rate = news.rollout_tokens / max(news.rollout_seconds, 1e-6)
             parts += [
                 f"reward [bold]{news.reward:.3f}[/]",
-                f"KL {metrics.get('kl', 0.0):.3f}",
+                *([f"KL {metrics['kl']:.3f}"] if "kl" in metrics else []),
                 f"entropy {metrics.get('entropy', 0.0):.2f}",
                 f"{rate:.0f} tok/s",
                 f"{news.rollout_seconds:.1f} + {news.update_seconds:.1f} s",

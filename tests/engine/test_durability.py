@@ -50,7 +50,7 @@ def test_a_shutdown_writes_all_of_it(tmp_path: Path) -> None:
         assert found["history"] == history
         assert len(history) == 3
         assert (found["updates_published"], found["trajectories_used"]) == (3, 24)
-        assert found["trajectories_collected"] == 8
+        assert found["trajectories_collected"] == 32
         hold(one.driver.ask(PROMPTS[0], adapter="policy", **GREEDY), answer)
         assert session.update(random_trajectories(3)).version == 5
 

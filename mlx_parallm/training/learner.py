@@ -6,6 +6,7 @@ torch's. Engine thread only, but for the configs.
 """
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,12 +17,16 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.host import to_numpy
+from mlx_parallm.models.memory import available_memory
 from mlx_parallm.training.tree import Stacks
 
 Parameters = dict[str, mx.array]
 Schedule = Literal["constant", "linear", "cosine"]
 MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
 TOO_LONG = 0.67  # of the time that a piece should take, over the time it took
+
+
+ALONE = 4  # times longer may a piece take while nobody is served
 
 
 class Refused(Exception):
@@ -77,6 +82,40 @@ class Pace:
         factor = self.seconds / max(seconds, 1e-6)
         if factor < TOO_LONG or (factor > 1 and 2 * tokens >= self.tokens):
             self.tokens = int(min(MAX_MICRO, max(self.least, self.tokens * min(2.0, max(0.5, factor)))))
+
+
+class Budget:
+    """How many tokens the next piece of a step may have: by how long the last ones took, and by the memory at hand."""
+
+    def __init__(
+        self, seconds: float, fixed: int = 0, *, least: int = MIN_MICRO, at_hand: Callable[[], int] | None = None
+    ) -> None:
+        """`seconds` that a piece should take while somebody waits; `fixed`: it has always so many tokens; `at_hand`:
+        bytes that it may take."""
+        self._at_hand = at_hand or (lambda: available_memory() // 2)
+        self._paces = {
+            busy: Pace(times * seconds, fixed, least, 2 * times * least) for busy, times in ((True, 1), (False, ALONE))
+        }
+        self._pace = self._paces[True]
+        self.largest = 0, 0  # the most memory that a piece has taken, and its tokens
+
+    def tokens(self, busy: bool) -> int:
+        """`busy`: somebody waits meanwhile."""
+        self._pace = self._paces[busy]
+        taken, tokens = self.largest
+        return self._pace.budget(MAX_MICRO if taken <= 0 else max(1, int(self._at_hand() * tokens / taken)))
+
+    def run(self, tokens: int, work: Callable[[], None], timed: bool = True) -> int:
+        """Does a piece of so many tokens, and learns from it; the memory that it took. `timed`: its time tells how many
+        tokens to take next."""
+        begun, held = time.perf_counter(), mx.get_active_memory()
+        mx.reset_peak_memory()
+        work()
+        taken = int(mx.get_peak_memory()) - held
+        self.largest = max(self.largest, (taken, tokens))
+        if timed:
+            self._pace.note(tokens, time.perf_counter() - begun)
+        return taken
 
 
 class Learner:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -24,9 +25,9 @@ from mlx_parallm.training.batches import Batch, Micro
 from mlx_parallm.training.learner import (
     MAX_MICRO,
     MIN_MICRO,
+    Budget,
     Learner,
     OptimizerConfig,
-    Pace,
     Parameters,
     Refused,
     Schedule,
@@ -47,7 +48,6 @@ from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits, s
 __all__ = ["Outcome", "RLConfig", "Snapshot", "Trainer"]
 
 MIN_ROUNDED = 1024  # where shapes are rounded: smaller pieces would take no less time
-ALONE = 4  # times longer may a piece take while nobody is served
 REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
 CHECKED = 2  # answers by which an update is checked; where shapes are rounded, all of the first micro-batch
 
@@ -175,17 +175,13 @@ class Trainer:
         self._reference = shared_tree(model)
         self.kept_snapshots = 0  # that somebody holds beside it
         self.activation_bytes = 0  # most that a micro-batch has taken
-        self._largest = 0, 0  # the most memory that a micro-batch has taken, rehearsals included, and its tokens
         self._shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # that have occurred, where they are rounded
         self._gradient = mx.value_and_grad(self._loss)
         self._busy: Callable[[], bool] = lambda: True
         # CUDA plans attention anew for every shape, forwards and back: that takes longer than to compute some padding.
         self.rounded = device_kind() == "cuda" and self.tree.mixes_prompts
         least = MIN_ROUNDED if self.rounded else MIN_MICRO
-        self._paces = {
-            busy: Pace(times * config.microstep_seconds, config.microbatch_tokens, least, 2 * times * least)
-            for busy, times in ((True, 1), (False, ALONE))
-        }
+        self.budget = Budget(config.microstep_seconds, config.microbatch_tokens, least=least, at_hand=self._at_hand)
 
     @property
     def parameters(self) -> Parameters:
@@ -275,16 +271,9 @@ class Trainer:
         sums = Sums()
         first: _Sample | None = None
         total: Parameters = {}
-        pace = self._paces[self._busy()]
 
-        def budget() -> int:
-            nonlocal pace
-            pace = self._paces[self._busy()]
-            return pace.budget(self._room())
-
-        for micro in batch.micros(budget, self.tree.mixes_prompts, self.rounded):
-            begun, held = time.perf_counter(), mx.get_active_memory()
-            mx.reset_peak_memory()
+        def work(micro: Micro) -> None:
+            nonlocal total, first
             (_, values, scores), found = self._gradient(self.parameters, micro)
             total = self.learner.add(total, found)
             if first is None:
@@ -293,11 +282,10 @@ class Trainer:
             mx.eval(total, values, first.scores)
             sums.add(to_numpy(values).tolist())
             self.learner.restore()
-            taken = mx.get_peak_memory() - held
+
+        for micro in batch.micros(lambda: self.budget.tokens(self._busy()), self.tree.mixes_prompts, self.rounded):
+            taken = self.budget.run(micro.tokens, partial(work, micro), self._is_known(micro))
             self.activation_bytes = max(self.activation_bytes, taken)
-            self._largest = max(self._largest, (taken, micro.tokens))
-            if self._is_known(micro):
-                pace.note(micro.tokens, time.perf_counter() - begun)
             yield
         if not math.isfinite(sums.loss):
             raise Refused(f"the loss is {sums.loss}")
@@ -308,13 +296,9 @@ class Trainer:
         assert first is not None
         return sums, norm, first
 
-    def _room(self) -> int:
-        """How many tokens a micro-batch may have, by the memory at hand and what they took so far."""
-        taken, tokens = self._largest
-        if taken <= 0:
-            return MAX_MICRO
-        at_hand = available_memory() // 2 if self._memory is None else self._memory - self.working_bytes
-        return max(1, int(at_hand * tokens / taken))
+    def _at_hand(self) -> int:
+        """Bytes for a micro-batch."""
+        return available_memory() // 2 if self._memory is None else self._memory - self.working_bytes
 
     def _is_known(self, micro: Micro) -> bool:
         """Whether the time that it took tells how many tokens to take: a new shape's was for its plans, too."""

@@ -172,7 +172,7 @@ def test_a_micro_batch_has_no_more_tokens_than_memory_holds() -> None:
         run(trainer, made())
     whole = max(seen)
     assert seen[-1] == whole
-    taken, tokens = trainer._largest
+    taken, tokens = trainer.budget.largest
     trainer._memory = trainer.working_bytes + int(taken / tokens * whole / 3)
     seen.clear()
     assert run(trainer, made()).adapter is not None

@@ -44,6 +44,7 @@ class Record:
     finish_reason: str = "stop"
     max_tokens: int | None = None  # that it was allowed
     choices: int = 1  # of its request
+    mask: tuple[bool, ...] | None = None  # tokens that the model drew, where others wrote some; None: all
 
     @property
     def id(self) -> str:
@@ -144,6 +145,7 @@ class Trajectory:
             record.temperature,
             record.spans,
             request_id=record.id,
+            mask=record.mask,
             source=(record.request, record.index),
             max_tokens=record.max_tokens,
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.training.datasets import Row, read_rows, split
 from mlx_parallm.words import WORDS
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -23,6 +24,11 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Problem:
     messages: tuple[Mapping[str, str], ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """What is asked: two problems with the same are one."""
+        return tuple((message["role"], message["content"]) for message in self.messages)
 
 
 class Task(ABC):
@@ -34,6 +40,10 @@ class Task(ABC):
 
     @abstractmethod
     def problem(self, random: random.Random, level: int) -> Problem: ...
+
+    def held_out(self) -> Sequence[Problem] | None:
+        """Those that are never learnt from, where the task has them apart; None: they are drawn like others."""
+        return None
 
     @abstractmethod
     def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
@@ -179,6 +189,36 @@ class Gsm8k(Task):
         return float(
             bool(numbers) and float(numbers[-1].replace(",", "")) == float(metadata["answer"].replace(",", ""))
         )
+
+
+class Rows(Task):
+    """Prompts from the rows of a file, some of them held out. A row's fields are what its answers are scored by; there
+    is no score but that of the components of a reward."""
+
+    name = "dataset"
+    max_tokens = 256
+
+    def __init__(self, path: str, held_out_share: float = 0.1, seed: int = 0) -> None:
+        rows = read_rows(path)
+        problems = {problem.key: problem for problem in map(_problem, rows)}
+        self._problems, self._held_out = split(list(problems.values()), held_out_share, seed)
+        if not self._held_out:
+            raise ConfigError("at least one row must be held out: give an --eval-share above 0")
+
+    def problem(self, random: random.Random, level: int) -> Problem:
+        return random.choice(self._problems)
+
+    def held_out(self) -> Sequence[Problem]:
+        return self._held_out
+
+    def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
+        raise ConfigError("a dataset has no score of its own: give --reward")
+
+
+def _problem(row: Row) -> Problem:
+    messages = row.messages("prompt", "user")
+    facts = {name: value for name, value in row.fields.items() if name != "prompt"}
+    return Problem(tuple({"role": one["role"], "content": one["content"]} for one in messages), facts)
 
 
 def find_task(name: str) -> Task:

@@ -196,7 +196,9 @@ class ServeConfig:
         "grpo", "what the policy is trained to do", section="rl_training",
         choices=("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"),
     )  # fmt: skip
-    learning_rate: float = _option(1e-5, "of AdamW", section="rl_training", parse=float)
+    learning_rate: float = _option(
+        5e-4, "learning rate of AdamW, as in TRL (default: 5e-4, for LoRA)", section="rl_training", parse=float
+    )
     lr_schedule: str = _option(
         "constant", "how it changes", section="rl_training", choices=("constant", "linear", "cosine"), key="schedule"
     )

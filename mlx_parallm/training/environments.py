@@ -22,9 +22,13 @@ from typing import Any
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.prompts import Conversation, Message, Prompts
 from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.tool_calls import Piece
 from mlx_parallm.engine.tool_formats import ToolFormat
-from mlx_parallm.engine.tools import Piece, Thinking, chat_parser
-from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.engine.tools import Thinking, chat_parser
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.training.components import Component
+from mlx_parallm.training.loop import Answer, Asker
+from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.tasks import Problem, Task
 from mlx_parallm.training.trajectories import Record
@@ -44,6 +48,9 @@ class Environment(ABC):
     max_turns = 4  # answers of the model
     max_tokens = 64  # of each
     levels = 1  # of difficulty
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}  # of the episode, for the log: success, number of calls, …
 
     @abstractmethod
     def reset(self, seed: int, level: int = 1) -> list[Message]:
@@ -123,11 +130,21 @@ class Episode:
         )
 
 
-class EpisodeAsker:
+def make_asker(
+    engine: Engine, rollouts: Rollouts, rewards: Rewards, task: Task, components: Sequence[Component] = ()
+) -> Asker:
+    """What puts a task's problems to a policy: episodes for an environment, single answers for all others."""
+    if isinstance(task, EnvironmentTask):
+        return EpisodeAsker(engine, rollouts, task)
+    return Asker(engine, rollouts, rewards, task, components)
+
+
+class EpisodeAsker(Asker):
     """Plays episodes with a policy, all of a step's side by side, turn by turn."""
 
     def __init__(self, engine: Engine, rollouts: Rollouts, task: EnvironmentTask) -> None:
-        self.task = task
+        self.task: Task = task
+        self._make = task.make
         self.failures = 0  # episodes whose environment failed
         self._engine = engine
         self._rollouts = rollouts
@@ -143,11 +160,9 @@ class EpisodeAsker:
 
     def ask(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
-    ) -> list[list[tuple[Record, float | None]]]:
+    ) -> list[list[Answer]]:
         """For each problem `sampling.n` episodes, with what they were worth; None where the environment failed."""
-        episodes = [
-            self._begin(problem, group) for group, problem in enumerate(problems) for _ in range(sampling.n)
-        ]
+        episodes = [self._begin(problem, group) for group, problem in enumerate(problems) for _ in range(sampling.n)]
         single = replace(sampling, n=1)
         with ThreadPoolExecutor(STEPS_AT_ONCE, thread_name_prefix="environment") as pool:
             for turn in range(max(episode.environment.max_turns for episode in episodes)):
@@ -165,13 +180,14 @@ class EpisodeAsker:
                     episode.take(record)
                 for episode, stepped in [(one, pool.submit(self._step, one)) for one in active]:
                     self._wait(episode, stepped)
-        found: list[list[tuple[Record, float | None]]] = [[] for _ in problems]
+        found: list[list[Answer]] = [[] for _ in problems]
         for episode in episodes:
-            found[episode.group].append((episode.record(), None if episode.failed else episode.reward))
+            reward = None if episode.failed else episode.reward
+            found[episode.group].append(Answer(episode.record(), reward, dict(episode.environment.metrics)))
         return found
 
     def _begin(self, problem: Problem, group: int) -> Episode:
-        environment = self.task.make()
+        environment = self._make()
         messages = environment.reset(int(problem.metadata["seed"]), int(problem.metadata["level"]))
         conversation = Conversation([dict(message) for message in messages], self._tools(environment))
         return Episode(environment, list(messages), self._prompts.chat(conversation).tokens, group)
@@ -284,9 +300,11 @@ def _value(node: ast.expr) -> int:
 
 
 class Calculator(Environment):
-    """Sums of three-digit numbers. The model may write `calc(…)`, is told the result, and answers with it.
+    """Sums of three-digit numbers. The model may write `calc(…)`, is told the result, and answers with it alone.
 
-    Half of the reward is for a call of the calculator with the right sum, half for the right answer at the end.
+    Half of the reward is for a call of the calculator with the right sum, half for the right number and nothing else at
+    the end; a fifth where the number stands among other words. The embedded model copies the call from the example, and
+    has to learn what to do with its result.
     """
 
     max_turns = 2
@@ -294,24 +312,26 @@ class Calculator(Environment):
 
     def reset(self, seed: int, level: int = 1) -> list[Message]:
         chance = random.Random(seed)
+        self.turns = 0
         self.numbers = [chance.randint(100, 999) for _ in range(2)]
-        question = f"What is {self.numbers[0]} + {self.numbers[1]}?"
         return [
-            {"role": "system", "content": "Use the calculator. To use it, write calc(2 + 3) and nothing else."},
-            {"role": "user", "content": question},
+            {"role": "system", "content": "Use the calculator."},
+            {"role": "user", "content": "What is 12 + 30?"},
+            {"role": "assistant", "content": "calc(12 + 30)"},
+            {"role": "user", "content": f"What is {self.numbers[0]} + {self.numbers[1]}?"},
         ]
 
     def step(self, messages: list[Message]) -> tuple[list[Message], float, bool]:
-        content = messages[-1]["content"]
-        right = sum(self.numbers)
-        if len([message for message in messages if message["role"] == "assistant"]) == 1:
-            if (found := CALL.search(content)) is not None:
-                result = evaluate(found[1])
-                said = "That is no sum." if result is None else f"The calculator says {result}. What is the answer?"
-                return [{"role": "user", "content": said}], 0.5 if result == right else 0.1, False
-        numbers = NUMBER.findall(content)
-        answered = bool(numbers) and numbers[-1].replace(",", "") == str(right)
-        return [], 0.5 if answered else 0.0, True
+        content, right = messages[-1]["content"].strip(), str(sum(self.numbers))
+        self.turns += 1
+        if self.turns == 1 and (found := CALL.search(content)) is not None:
+            result = evaluate(found[1])
+            said = "That is no sum." if result is None else f"The calculator says {result}. What is the answer?"
+            return [{"role": "user", "content": said}], 0.5 if str(result) == right else 0.1, False
+        numbers = [number.replace(",", "") for number in NUMBER.findall(content)]
+        alone = content.removesuffix(".").replace(",", "") == right
+        self.metrics["success"] = float(alone)
+        return [], 0.5 if alone else 0.2 if right in numbers else 0.0, True
 
 
 BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}

@@ -369,6 +369,19 @@ class Session:
         self._count(report, len(trajectories))
         return report
 
+    def begin_with(self, adapter: Adapter) -> int:
+        """Another adapter than a new one, before the first update: its version."""
+
+        def take() -> tuple[Adapter, Snapshot]:
+            trainer = self.trainer
+            trainer.learner.set_parameters(trainer.tree.parameters_of(adapter))
+            return trainer.adapter(), trainer.snapshot()
+
+        with self._lock:
+            number = self._publish(*self._on_engine(take))
+            self._changed.set()
+            return number
+
     def checkpoint(self, name: str | None = None) -> str:
         """Writes one now."""
         if self.checkpoints is None:

@@ -57,7 +57,7 @@ class RLConfig:
     """How a policy learns."""
 
     algorithm: Algorithm = "grpo"
-    learning_rate: float = 1e-5
+    learning_rate: float = 5e-4
     batch_size: int = 32  # trajectories of an update, about
     epochs: int = 1  # optimiser steps on one batch
     clip_low: float = 0.2

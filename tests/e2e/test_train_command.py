@@ -2,6 +2,7 @@
 
 import json
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -163,10 +164,14 @@ def test_wrong_settings_are_said_at_once(tiny_folder: Path, tmp_path: Path) -> N
         assert word in done.stderr + done.stdout
 
 
+TAKEN = socket.create_server(("127.0.0.1", 0))
+
+
 def offline(folder: Path, out: Path, *flags: str) -> list[str]:
     """A run on a port that is taken: it must not want it."""
     return [
-        *(sys.executable, "-m", "mlx_parallm", "train", "--model-path", str(folder), "--no-ssd", "--port", "1"),
+        *(sys.executable, "-m", "mlx_parallm", "train", "--model-path", str(folder), "--no-ssd"),
+        *("--port", str(TAKEN.getsockname()[1])),
         *("--lora-rank", "4", "--checkpoint-dir", str(out), *flags),
     ]
 

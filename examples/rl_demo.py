@@ -23,7 +23,8 @@ from rich.table import Table
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine, News
 from mlx_parallm.models.loader import load
-from mlx_parallm.training.loop import Asker, Loop, LoopConfig
+from mlx_parallm.training.environments import make_asker
+from mlx_parallm.training.loop import Loop, LoopConfig
 from mlx_parallm.training.report import LOG, PLOT, Progress, plot
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
@@ -43,7 +44,7 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=int, default=16)
     add("--prompts", type=int, default=4)
     add("--group-size", type=int, default=6)
-    add("--learning-rate", type=float, default=5e-4)
+    add("--learning-rate", type=float, default=2e-3)
     add("--layers", type=int, default=8, help="the last so many blocks learn")
     add("--seeds", type=int, default=3)
     add("--held-out", type=int, default=24)
@@ -65,7 +66,7 @@ class Demo:
         ledger = Ledger()
         self._engine.recorder = ledger
         rollouts = Rollouts(self._engine, ledger, 32)
-        self._asker = Asker(self._engine, rollouts, Rewards(), find_task(args.task))
+        self._asker = make_asker(self._engine, rollouts, Rewards(), find_task(args.task))
 
     def run(self, name: str, seed: int, learning_rate: float, shuffled: bool = False) -> tuple[float, float]:
         """Held-out scores before and after."""

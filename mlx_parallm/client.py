@@ -66,6 +66,7 @@ class Sample:
     finish_reason: str
     policy_spans: list[tuple[int, int, int]]  # (first token, the one after the last, version)
     metadata: dict[str, Any]
+    mixed_policy: bool = False  # several versions made it: each log-probability is of the one that its span names
 
 
 class InferenceClient:

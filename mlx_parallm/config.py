@@ -196,7 +196,9 @@ class ServeConfig:
         "grpo", "what the policy is trained to do", section="rl_training",
         choices=("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"),
     )  # fmt: skip
-    learning_rate: float = _option(1e-5, "of AdamW", section="rl_training", parse=float)
+    learning_rate: float = _option(
+        5e-4, "learning rate of AdamW, as in TRL (default: 5e-4, for LoRA)", section="rl_training", parse=float
+    )
     lr_schedule: str = _option(
         "constant", "how it changes", section="rl_training", choices=("constant", "linear", "cosine"), key="schedule"
     )
@@ -208,14 +210,19 @@ class ServeConfig:
         32, "trajectories of an update, about", section="rl_training", parse=int, key="batch_size"
     )
     train_epochs: int = _option(1, "optimiser steps on one batch", section="rl_training", parse=int, key="epochs")
-    clip_low: float = _option(0.2, "how far a token's probability may fall", section="rl_training", parse=float)
-    clip_high: float = _option(0.2, "how far it may rise", section="rl_training", parse=float)
+    clip_low: float = _option(
+        0.2,
+        "share by which a token's probability may fall (rloo, gspo: an answer's)",
+        section="rl_training",
+        parse=float,
+    )
+    clip_high: float = _option(0.2, "share by which it may rise", section="rl_training", parse=float)
     beta: float = _option(0.0, "weight of the KL divergence to the model", section="rl_training", parse=float)
     token_limit: float | None = _option(
         None, "tokens that were drawn this many times likelier or less are left out", section="rl_training", parse=float
     )
     answer_limit: float | None = _option(
-        None, "the same for whole answers, by their mean", section="rl_training", parse=float
+        None, "the same for whole answers, by the geometric mean over their tokens", section="rl_training", parse=float
     )
     max_kl: float = _option(
         1.0, "nats a token by which an update may move the policy", section="rl_training", parse=float
@@ -234,7 +241,19 @@ class ServeConfig:
     )
     train_seed: int = _option(0, "of all that is random in training", section="rl_training", parse=int, key="seed")
     checkpoint_interval: int = _option(
-        500, "updates from one to the next", section="checkpointing", parse=int, key="interval"
+        500,
+        "updates between two checkpoints that stay, beside the one called latest (default: 500)",
+        section="checkpointing",
+        parse=int,
+        key="interval",
+    )
+    checkpoint_seconds: float = _option(
+        60.0,
+        "seconds after a change of the training state until it is written to the checkpoint called latest, which a "
+        "restart goes on from; it is always written on shutdown; 0: only then (default: 60)",
+        section="checkpointing",
+        parse=float,
+        key="seconds",
     )
     keep_n_checkpoints: int = _option(
         10, "older ones go, but for those with a name", section="checkpointing", parse=int
@@ -292,6 +311,7 @@ class ServeConfig:
             "ssd_ttl_days",
             "update_frequency",
             "scoring_timeout",
+            "checkpoint_seconds",
         ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")

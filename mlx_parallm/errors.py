@@ -5,6 +5,7 @@ ParallmError                     500 server_error
 │   ├── ContextLengthError       400 code context_length_exceeded
 │   ├── UnprocessableError       422
 │   │   └── GrammarError         422 code grammar_failed: a grammar that went over its limits while it was followed
+│   ├── ConflictError            409 what is asked for can't be, as things stand
 │   └── PayloadTooLargeError     413
 ├── AuthenticationError          401 authentication_error
 ├── PermissionDeniedError        403 permission_error
@@ -69,6 +70,10 @@ class UnprocessableError(InvalidRequestError):
 
 class GrammarError(UnprocessableError):
     default_code = "grammar_failed"
+
+
+class ConflictError(InvalidRequestError):
+    status = 409
 
 
 class PayloadTooLargeError(InvalidRequestError):

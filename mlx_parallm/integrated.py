@@ -1,6 +1,6 @@
 """`RLIntegratedServer`: serving and training from Python, over one model in one process.
 
-    server = RLIntegratedServer(lora_config=LoRAConfig(rank=16, alpha=32), rl_config=RLConfig(learning_rate=1e-5))
+    server = RLIntegratedServer(lora_config=LoRAConfig(rank=16, alpha=32), rl_config=RLConfig(learning_rate=5e-4))
     await asyncio.gather(server.run_inference(port=8000), server.run_training_loop())
 
 The two coroutines may be run together or alone; the model is loaded once, by whichever comes first.
@@ -18,7 +18,8 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.run import SWITCH_INTERVAL, Server, listen, start_engines
 from mlx_parallm.server.state import Dispatcher
-from mlx_parallm.training.loop import Asker, Loop, LoopConfig, StepNews
+from mlx_parallm.training.environments import make_asker
+from mlx_parallm.training.loop import Loop, LoopConfig, StepNews
 from mlx_parallm.training.rewards import Score
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import Task, find_task
@@ -105,7 +106,7 @@ class RLIntegratedServer:
         training = self._training
         assert training is not None
         found = find_task(task) if isinstance(task, str) else task
-        asker = Asker(training.engine, training.rollouts, training.rewards, found)
+        asker = make_asker(training.engine, training.rollouts, training.rewards, found)
         prompts = prompts_per_step or max(1, self._rl.batch_size // group_size)
         settings = LoopConfig(
             steps=steps, prompts_per_step=prompts, group_size=group_size, **{"seed": self._rl.seed, **options}

@@ -47,6 +47,7 @@ class Packed:
     groups: dict[int, PackedGroup]
     digest: str  # of all that it holds: names the blocks that the prefix cache keeps of it
     given_rank: int = 0
+    given_bytes: int = 0  # as it came, without what fills it up to the model's groups
 
     @property
     def nbytes(self) -> int:
@@ -280,7 +281,9 @@ class Layout:
             group, number = self._seats[path]
             by_group.setdefault(group, {})[number] = path
         groups = {group: self._packed(self.groups[group], paths, adapter, rank) for group, paths in by_group.items()}
-        return Packed(rank, groups, _digest(rank, groups), adapter.rank)
+        count = sum(part.a.size + part.b.size for part in adapter.parts.values())
+        lengths = sum(part.m.nbytes for part in adapter.parts.values() if part.m is not None)
+        return Packed(rank, groups, _digest(rank, groups), adapter.rank, count * self.dtype.size + lengths)
 
     def _packed(self, group: Group, paths: Mapping[int, str], adapter: Adapter, rank: int) -> PackedGroup:
         layers = len(group.paths)

@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
 News = list[tuple[Request, Delta]]
-Recorder = Callable[[Request, int, Row], None]
+Recorder = Callable[[Request, int, Row, int | None], None]
 DEADLINE_CHECK_SECONDS = 0.1
 SPARE_SECONDS = 2.0  # for which an idle engine keeps freed memory: fresh memory costs more than it seems
 FLUSH_SECONDS = 30.0
@@ -575,7 +575,7 @@ class Engine:
         for row, reader in self._book.entries(request_id, index):
             if error is not None:
                 self._news.append((reader.request, Delta(request_id, reader.index, finish_reason="error", error=error)))
-            row.visible = visible
+            reader.visible = visible
             self._end(row, reader, "error" if error else "abort")
 
     def _expire(self) -> None:
@@ -668,7 +668,7 @@ class Engine:
     def _end(self, row: Row, reader: Reader, reason: str) -> None:
         self._book.strike(row, reader)
         if self.recorder is not None and row.recorded and reason != "error":
-            self.recorder(reader.request, reader.index, row)
+            self.recorder(reader.request, reader.index, row, reader.visible)
         if not self._book.entries(reader.request.id):
             self.metrics.count_finish(reason)
             self.metrics.request_seconds.observe(time.monotonic() - reader.arrival)

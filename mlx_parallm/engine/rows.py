@@ -22,6 +22,7 @@ class Reader:
     arrival: float
     sent: int = 0
     told: bool = False
+    visible: int | None = None  # tokens that it saw, where a stop string has ended the choice for it
 
     @property
     def eager(self) -> bool:
@@ -44,7 +45,6 @@ class Row:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     recorded: bool = False  # for those who learn from what was drawn
     drawn: list[float] = field(default_factory=list)  # log-probabilities of tokens at their temperature, the last's too
-    visible: int | None = None  # tokens that its reader saw, where a stop string has ended it
     launched: int = 0  # generated tokens asked of the device, read or not
     position: int | None = None  # in the running batch
     epoch: int = 0  # counts the places it has left: results asked for in an earlier one are void

@@ -8,6 +8,7 @@ import base64
 import binascii
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mlx_parallm.adapters.registry import Registry, Route, Version
 from mlx_parallm.adapters.weights import AdapterError
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError
 from mlx_parallm.server import answers
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import BASE, ModelTable, ServedModel, is_number, parse_label
@@ -44,6 +45,11 @@ from mlx_parallm.training.training import Training
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")
 RAW_FIELDS = ("name", "lora_name", "adapter_name", "version", "config", "model")
 UPLOADS = ("/v1/adapters/upload", "/upload_adapter")
+REPLACED = (
+    "the next update would replace what is loaded under its name; load it under another name, or start the server with "
+    "another --train-adapter"
+)
+UNLOADED = "it stays while the server runs; start it without this --train-adapter"
 UPLOAD_FORM = {
     "type": "object",
     "required": ["name", "weights"],
@@ -180,30 +186,32 @@ class Adapters:
         """Forgets an adapter and all its versions; running requests finish with it."""
         served = self._table.with_adapter(body.name)
         version = served.engine.adapters.find(body.name)
-        self._check_untrained(body.name)
+        self._check_untrained(body.name, UNLOADED)
         await asyncio.to_thread(served.engine.policies.unload, body.name)
         return _changed(version, f"{body.name!r} is unloaded")
 
-    def _check_untrained(self, name: str) -> None:
+    def _check_untrained(self, name: str, remedy: str = REPLACED) -> None:
         if self._training is not None and name in self._training.sessions:
-            raise InvalidRequestError(f"{name!r} is being trained", param="name", code="adapter_in_use")
+            raise ConflictError(f"{name!r} is being trained here: {remedy}", param="name", code="adapter_in_training")
 
     async def rollback(self, body: RollbackBody) -> Response:
-        """Lets the name mean an earlier version again; without `version`, the one before. An adapter that is trained
-        goes on from a checkpoint: the one that is named, or that was written of a version no longer kept."""
+        """Lets the name mean an earlier version again; without `version`, the one before. The training of an adapter
+        goes back too, with its optimiser. Where the version is no longer kept, or a checkpoint is named, it goes on
+        from the checkpoint, as a new version."""
         served = self._table.with_adapter(body.name)
         session = None if self._training is None else self._training.sessions.get(body.name)
-        known = body.version is None or any(
-            version.number == body.version for version in served.engine.adapters.versions(body.name)
-        )
-        if body.checkpoint is not None or (session is not None and not known):
-            if session is None:
-                raise InvalidRequestError(
-                    f"{body.name!r} is not trained here, so it has no checkpoints", param="checkpoint"
-                )
-            kept, number = await asyncio.to_thread(session.restore, body.checkpoint, body.version)
-            version = served.engine.adapters.find(body.name, number)
-            return _changed(version, f"{body.name!r} goes on from checkpoint {kept}, as version {number}")
+        if session is not None:
+            work = (
+                partial(session.rollback, body.version)
+                if body.checkpoint is None
+                else partial(session.restore, body.checkpoint, body.version)
+            )
+            message, number = await asyncio.to_thread(work)
+            return _changed(served.engine.adapters.find(body.name, number), message)
+        if body.checkpoint is not None:
+            raise InvalidRequestError(
+                f"{body.name!r} is not trained here, so it has no checkpoints", param="checkpoint"
+            )
         version = await asyncio.to_thread(served.engine.policies.rollback, body.name, body.version)
         return _changed(version, f"{version.label} is what {version.name!r} means now")
 
@@ -255,7 +263,7 @@ class Adapters:
     async def vllm_unload(self, body: VllmUnloadBody) -> Response:
         """Forgets an adapter and all its versions; running requests finish with it."""
         served = self._table.with_adapter(body.lora_name)
-        self._check_untrained(body.lora_name)
+        self._check_untrained(body.lora_name, UNLOADED)
         await asyncio.to_thread(served.engine.policies.unload, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -263,6 +271,7 @@ class Adapters:
         self, served: ServedModel, name: str, data: bytes, config: Mapping[str, Any] | None, number: int | None
     ) -> Version:
         self._table.check_free(name)
+        self._check_untrained(name)
         registry, limit = served.engine.adapters, self._config.max_lora_bytes
         if config is None and name in registry:
             config = registry.find(name).config
@@ -275,6 +284,7 @@ class Adapters:
 
     async def _load(self, served: ServedModel, name: str, path: str, number: int | None) -> Version:
         self._table.check_free(name)
+        self._check_untrained(name)
         return await asyncio.to_thread(load_folder, served.engine, name, path, self._config, number)
 
 
@@ -345,7 +355,7 @@ def _describe(served: ServedModel, version: Version, current: int) -> dict[str, 
         "current": version.number == current,
         "parent": served.name,
         "rank": version.packed.given_rank,
-        "bytes": version.packed.nbytes,
+        "bytes": version.packed.given_bytes,
         "pinned_requests": version.rows,
         "pinned": version.pinned,
         "requests": version.requests,

@@ -63,12 +63,24 @@ class CompletionLogprobs(Answer):
     text_offset: list[int] = Field(description="Where each token begins in the choice's text")
 
 
+REWARDS = "One for each choice, in the last chunk of a stream whose answers are scored"
+
+
 class PolicyChoice(Answer):
     """What trainers are told of a choice, when they send any of their fields."""
 
     policy_version: int | None = Field(None, description="The adapter version that made its newest token; 0: none")
     policy_spans: list[tuple[int, int, int]] | None = Field(
         None, description="[first token, the one after the last, version] over its tokens"
+    )
+    mixed_policy: bool | None = Field(
+        None,
+        description="Several versions made it (follow_policy): its log-probabilities are those of no single policy",
+    )
+    reward: float | None = Field(
+        None,
+        description="What the scoring_function gave it; streams send `rewards`, one for each choice, in a chunk of its "
+        "own at the end",
     )
 
 
@@ -103,6 +115,7 @@ class Completion(PolicyAnswer):
 
 class CompletionChunk(Completion):
     usage: Usage | None = None  # type: ignore[assignment]
+    rewards: list[float | None] | None = Field(None, description=REWARDS)
 
 
 class TopLogprob(Answer):
@@ -202,6 +215,7 @@ class ChatChunk(PolicyAnswer):
     system_fingerprint: str
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    rewards: list[float | None] | None = Field(None, description=REWARDS)
 
 
 class Model(Answer):
@@ -370,6 +384,7 @@ class Generated(Answer):
                 "logprobs": [-0.01, -0.2, -0.1],
                 "finish_reason": "length",
                 "policy_spans": [[0, 3, 3]],
+                "mixed_policy": False,
                 "metadata": {"batch_size": 4, "latency_ms": 81.5, "current_policy_version": 3},
             }
         }
@@ -383,6 +398,9 @@ class Generated(Answer):
     logprobs: list[float] | None = Field(description="One for each of completion_ids")
     finish_reason: Literal["stop", "length", "abort"]
     policy_spans: list[tuple[int, int, int]]
+    mixed_policy: bool = Field(
+        description="Several versions made it (follow_policy): its log-probabilities are those of no single policy"
+    )
     metadata: dict[str, Any]
 
 
@@ -417,7 +435,6 @@ class Updated(Answer):
     loss: float | None
     trajectories_used: int
     trajectories_skipped: int = Field(description="Of groups whose rewards are all the same")
-    refused: str | None = Field(description="Why it was not published")
     rolled_back: str | None = Field(description="The alarm that brought the last good version back")
     checkpoint: str | None
     metrics: dict[str, float]
@@ -443,12 +460,14 @@ class TrainingStatus(Answer):
     last_refusal: str | None = None
     loss: float | None = None
     reward_mean: float | None = None
-    kl: float | None = Field(None, description="To the model without the adapter, nats a token")
+    kl: float | None = Field(None, description="To the model without the adapter, nats a token, when last measured")
+    kl_measured_at_update: int | None = Field(None, description="The number of the update that measured it")
     updates_per_second: float | None = None
     metrics: dict[str, float] | None = Field(
         None,
         description="Of the last update: mismatch_kl, max_logprob_gap, clip_fraction, effective_sample_size, …",
     )
+    history: list[dict[str, Any]] | None = Field(None, description="The last 100 updates, the oldest first")
     available_checkpoints: list[str] | None = None
     adapters: list[str] | None = None
     scoring_functions: list[str] | None = None

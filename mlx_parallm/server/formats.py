@@ -76,6 +76,13 @@ class Format(ABC):
         return event(self._chunk([self._choice(choice, news)]))
 
     def closing(self) -> bytes:
+        rewards = self.generation.rewards
+        if rewards is not None:  # they are known when all choices have ended
+            found = [rewards.get(choice.index) for choice in self.generation.choices]
+            return event({**self._chunk([]), "rewards": found}) + self._last_usage()
+        return self._last_usage()
+
+    def _last_usage(self) -> bytes:
         if not self.wishes.usage:
             return b""
         return event({**self._envelope, "object": self.part, "choices": [], **self._fingerprint, "usage": self.usage()})
@@ -105,8 +112,12 @@ class Format(ABC):
     def _policy(self, choice: Choice, ended: bool) -> dict[str, Any]:
         if not self.wishes.policy:
             return {}
-        version: dict[str, Any] = {"policy_version": choice.policy_version}
-        return version | ({"policy_spans": choice.policy_spans} if ended else {})
+        found: dict[str, Any] = {"policy_version": choice.policy_version}
+        if ended:
+            found |= {"policy_spans": choice.policy_spans, "mixed_policy": choice.mixed_policy}
+        if self.generation.rewards is not None:
+            found["reward"] = self.generation.rewards.get(choice.index)
+        return found
 
     def _frame(self, choice: Choice) -> tuple[bytes, bytes]:
         """The bytes around a chunk's text. The mark between them needs no escaping and can't occur elsewhere."""

@@ -128,7 +128,7 @@ class OwnForm(Form):
             "text": news.piece.content,
             "logprobs": self._logprobs(news.scores),
             "finish_reason": news.finish_reason,
-            **({"policy_spans": choice.policy_spans, "metadata": self._metadata()} if ended else {}),
+            **(self._at_the_end(choice) if ended else {}),
         }
 
     def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
@@ -140,7 +140,13 @@ class OwnForm(Form):
             "text": self._text(result),
             "logprobs": self._logprobs(result.scores),
             "finish_reason": choice.finish_reason,
+            **self._at_the_end(choice),
+        }
+
+    def _at_the_end(self, choice: Choice) -> dict[str, Any]:
+        return {
             "policy_spans": choice.policy_spans,
+            "mixed_policy": choice.mixed_policy,
             "metadata": self._metadata(),
         }
 
@@ -190,6 +196,7 @@ class VllmForm(Form):
             "finish_reasons": [choice.finish_reason for choice in choices],
             "policy_version": choices[0].policy_version,
             "policy_spans": [choice.policy_spans for choice in choices],
+            "mixed_policy": [choice.mixed_policy for choice in choices],
         }
         if self.body.logprobs is not None:
             rest["logprobs"] = [[_separate(score) for score in result.scores] for result in results]
@@ -236,6 +243,7 @@ class SglangForm(Form):
             "e2e_latency": self.seconds,
             "weight_version": str(choice.policy_version),
             "policy_spans": choice.policy_spans,
+            "mixed_policy": choice.mixed_policy,
         }
         if self.body.logprobs is not None:
             meta["output_token_logprobs"] = [self._triple(score.token, score.logprob) for score in result.scores]

@@ -82,6 +82,11 @@ class Choice:
             if first < min(end, self.completion_tokens)
         ]
 
+    @property
+    def mixed_policy(self) -> bool:
+        """Whether several adapter versions made it: then its log-probabilities are those of no single policy."""
+        return len(self.policy_spans) > 1
+
     def take(self, delta: Delta) -> News | None:
         """What there is to tell, or None while there is nothing."""
         if self.finish_reason is not None:
@@ -183,7 +188,8 @@ class Generation:
         label: str = "",
     ) -> None:
         self.version = version  # of the adapter that answers; None: the model alone
-        self.on_done: Callable[[], None] | None = None  # is called once, when all choices have ended well
+        self.score: Callable[[], asyncio.Future[dict[int, float]]] | None = None  # when all choices have ended well
+        self.rewards: dict[int, float] | None = None  # by the choices' numbers, where they were to be scored
         self.prompts = prompts
         self.n = sampling[0].n
         self.choices = [make_choice(index, index // self.n) for index in range(len(prompts) * self.n)]
@@ -260,9 +266,17 @@ class Generation:
             self._open -= 1
             if self._open == 0:
                 self._ended = True
-                if self.on_done is not None:
-                    self.on_done()
-                self.listener.on_end(None)
+                if self.score is None:
+                    self.listener.on_end(None)
+                else:
+                    self.score().add_done_callback(self._on_scores)
+
+    def _on_scores(self, scores: "asyncio.Future[dict[int, float]]") -> None:
+        """The answer is whole; where scoring has failed, it has no rewards."""
+        failed = scores.cancelled() or scores.exception() is not None
+        self.rewards = {} if failed else scores.result()
+        assert self.listener is not None
+        self.listener.on_end(None)
 
     def _fail(self, error: ParallmError) -> None:
         self.cancel()

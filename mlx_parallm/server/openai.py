@@ -207,7 +207,7 @@ class OpenAI:
         kind: str,
     ) -> Generation:
         check_choices(sampling[0].n, self._config.max_batch_size)  # before anything is made for each of them
-        collects = self._collects(body, served)
+        collects = self._collects(body, served, version)
         generation = Generation(
             served.engine,
             prompts,
@@ -223,22 +223,27 @@ class OpenAI:
             label=body.request_id or request.scope["request_id"],
         )
         if collects is not None:
-            generation.on_done = partial(collects, generation)
+            generation.score = partial(collects, generation)
         return generation
 
-    def _collects(self, body: GenerationBody, served: ServedModel) -> Callable[[Generation], None] | None:
+    def _collects(
+        self, body: GenerationBody, served: ServedModel, version: Version | None
+    ) -> "Callable[[Generation], asyncio.Future[dict[int, float]]] | None":
         """What is done with answers that are to be learnt from."""
         if not body.collect_trajectory:
             return None
         training = self._training
         if training is None or training.engine is not served.engine or not training.enabled:
             raise InvalidRequestError(NOT_ENABLED, param="collect_trajectory", code="training_disabled")
+        training.check_trained(None if version is None else version.name)
         name = body.scoring_function
         if name is None:
             return None  # its reward comes later, as feedback
         training.rewards.check(name)
         metadata = body.metadata or {}
-        return lambda generation: training.collect(Collection(generation.recorded(), name, metadata))
+        return lambda generation: asyncio.wrap_future(
+            training.collect(Collection(generation.recorded(), name, metadata))
+        )
 
     async def respond(
         self, body: GenerationBody, request: Request, generation: Generation, form: AnswerFormat

@@ -195,7 +195,8 @@ class TrainingCollector(Collector):
         self._training = training
 
     def collect(self) -> Iterator[Metric]:
-        sessions = self._training.sessions
+        # A server that does not train has them too, at zero: who draws a graph should not have to wait for an event.
+        sessions: dict[str, Session | None] = {**self._training.sessions} or {"": None}
         gauges: tuple[tuple[str, str, Callable[[Session], float]], ...] = (
             ("rl_training_loss", "Loss of the last update", lambda one: one.totals.metrics.get("loss", 0.0)),
             (
@@ -203,17 +204,21 @@ class TrainingCollector(Collector):
                 "Mean reward of the last update",
                 lambda one: one.totals.metrics.get("reward_mean", 0.0),
             ),
-            ("rl_kl", "KL divergence to the model", lambda one: one.totals.metrics.get("kl", 0.0)),
+            ("rl_kl", "KL divergence to the model when last measured, nats a token", lambda one: one.totals.kl or 0.0),
             ("rl_updates_per_second", "Updates published a second", lambda one: one.totals.updates_per_second),
             ("rl_trajectories_buffered", "Trajectories that wait", lambda one: len(one.buffer)),
         )
         for name, text, read in gauges:
             family: Any = GaugeMetricFamily(PREFIX + name, text, labels=["adapter"])
-            for session in sessions.values():
-                family.add_metric([session.name], read(session))
+            for label, session in sessions.items():
+                family.add_metric([label], read(session) if session is not None else 0.0)
             yield family
         counters: tuple[tuple[str, str, Callable[[Session], float]], ...] = (
             ("rl_trajectories_collected", "Trajectories", lambda one: one.buffer.counts.collected),
+            ("rl_trajectories_used", "Trajectories that updates learnt from", lambda one: one.totals.used),
+            ("rl_trajectories_flat", "Trajectories of groups without a difference", lambda one: one.buffer.counts.flat),
+            ("rl_trajectories_stale", "Trajectories that were too old", lambda one: one.buffer.counts.stale),
+            ("rl_trajectories_dropped", "Trajectories that had to make room", lambda one: one.buffer.counts.dropped),
             ("rl_updates", "Updates published", lambda one: one.totals.updates),
             ("rl_updates_refused", "Updates that were not published", lambda one: one.totals.refused),
             ("rl_rollbacks", "Returns to the last good version", lambda one: one.totals.rollbacks),
@@ -221,8 +226,8 @@ class TrainingCollector(Collector):
         )
         for name, text, count in counters:
             counter: Any = CounterMetricFamily(PREFIX + name, text, labels=["adapter"])
-            for session in sessions.values():
-                counter.add_metric([session.name], count(session))
+            for label, session in sessions.items():
+                counter.add_metric([label], count(session) if session is not None else 0.0)
             yield counter
         background = self._training.engine.metrics.background
         yield CounterMetricFamily(f"{PREFIX}training_seconds", "Of the engine's, for training", background.seconds)

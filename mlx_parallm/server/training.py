@@ -18,14 +18,20 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from mlx_parallm.engine.admission import check_ids
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from mlx_parallm.errors import (
+    ConflictError,
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    ParallmError,
+)
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.openai import Workers
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schemas import MAX_TOKENS, Body, ChatMessage
-from mlx_parallm.training.session import Report
+from mlx_parallm.training.session import Report, Session
 from mlx_parallm.training.training import Training
 from mlx_parallm.training.trajectories import Record, Trajectory
 from mlx_parallm.types import SamplingParams
@@ -48,7 +54,9 @@ class TrajectoryBody(Body):
     reward: float
     policy_version: int | None = Field(None, ge=0)
     request_id: str | None = None
-    index: int = Field(0, ge=0, description="Which of the request's choices")
+    index: int | None = Field(
+        None, ge=0, description="Which of the request's choices; may be left out where it has one"
+    )
     temperature: float = Field(1.0, gt=0, description="At which it was drawn")
     mask: list[bool] | None = Field(None, description="Tokens of the answer to learn from; default: all")
     advantage: float | None = Field(None, description="Instead of the one by its group")
@@ -85,9 +93,9 @@ class FeedbackBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"request_id": "chatcmpl-1f3a", "reward": 1.0}})
     request_id: str = Field(min_length=1, max_length=300, description="An answer's id, X-Request-Id, or one's own")
     reward: float
-    index: int = Field(0, ge=0, description="Which of its choices")
+    index: int | None = Field(None, ge=0, description="Which of its choices; may be left out where it has one")
     group_id: str | None = Field(None, max_length=300, description="Default: answers to one prompt are a group")
-    adapter: str | None = None
+    adapter: str | None = Field(None, description="Which adapter learns from it; default: the one that answered")
 
 
 class CheckpointBody(Body):
@@ -154,6 +162,17 @@ class ScoreBody(Body):
         return [self.input] if isinstance(self.input, str) else list(self.input or ())
 
 
+def _check_distinct(trajectories: Sequence[Trajectory]) -> None:
+    """An answer has one reward in an update."""
+    seen: dict[tuple[str, int], int] = {}
+    for number, one in enumerate(trajectories):
+        if one.source is not None and (first := seen.setdefault(one.source, number)) != number:
+            raise InvalidRequestError(
+                f"trajectory {number}: this is the same answer as trajectory {first}, {one.request_id!r}",
+                param=f"trajectories.{number}.request_id",
+            )
+
+
 class TrainingRoutes:
     def __init__(self, training: Training, served: ServedModel, workers: Workers) -> None:
         self._training = training
@@ -185,14 +204,20 @@ class TrainingRoutes:
         def work() -> Report:
             trajectories = None
             if body.trajectories is not None:
-                trajectories = [
-                    self._trajectory(one, session.name, number) for number, one in enumerate(body.trajectories)
-                ]
-                session.buffer.counts.collected += len(trajectories)
-            return session.update(trajectories, publish=body.update_inference, checkpoint_name=body.checkpoint_name)
+                trajectories = [self._numbered(one, session, number) for number, one in enumerate(body.trajectories)]
+                _check_distinct(trajectories)
+            return session.update(
+                trajectories, publish=body.update_inference, checkpoint_name=body.checkpoint_name, durable=True
+            )
 
         report = await self._run(work)
         outcome = report.outcome
+        if outcome.adapter is None and not report.rolled_back:
+            raise ConflictError(
+                f"the update was refused: {outcome.reason}; version {report.version} goes on serving",
+                param="trajectories",
+                code="update_refused",
+            )
         return JSONResponse(
             {
                 "policy_version": report.version,
@@ -200,7 +225,6 @@ class TrainingRoutes:
                 "loss": outcome.metrics.get("loss"),
                 "trajectories_used": outcome.used,
                 "trajectories_skipped": outcome.skipped,
-                "refused": outcome.reason or None,
                 "rolled_back": report.rolled_back or None,
                 "checkpoint": report.checkpoint,
                 "metrics": outcome.metrics,
@@ -211,22 +235,39 @@ class TrainingRoutes:
         """On threads of its own: others, that resume or stop the server, must never wait for one."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _trajectory(self, body: TrajectoryBody, adapter: str, number: int) -> Trajectory:
+    def _numbered(self, body: TrajectoryBody, session: Session, number: int) -> Trajectory:
+        """Errors say which trajectory and which of its fields is wrong."""
+        try:
+            return self._trajectory(body, session)
+        except ParallmError as error:
+            error.message = f"trajectory {number}: {error.message}"
+            error.param = f"trajectories.{number}" + (f".{error.param}" if error.param else "")
+            raise
+
+    def _trajectory(self, body: TrajectoryBody, session: Session) -> Trajectory:
         ledger = self._training.ledger
+        if body.policy_version is not None and body.policy_version > session.last_version:
+            raise InvalidRequestError(
+                f"version {body.policy_version} of {session.name!r} does not exist yet: the newest is "
+                f"{session.last_version}",
+                param="policy_version",
+            )
         group = "" if body.group_id is None else str(body.group_id)
         if body.prompt_ids is None or body.completion_ids is None:
             assert body.request_id is not None
             record = ledger.find(body.request_id, body.index)
             found = Trajectory.recorded(record, body.reward, group)
-            found.off_policy = record.policy != adapter
+            found.off_policy = record.policy != session.name
             found.mask, found.advantage = body.mask, body.advantage
             found.__post_init__()
             return found
         for name, ids in (("prompt_ids", body.prompt_ids), ("completion_ids", body.completion_ids)):
-            check_ids(ids, self._served.model.vocab_size, f"trajectories.{number}.{name}")
+            check_ids(ids, self._served.model.vocab_size, name)
         if len(body.prompt_ids) + len(body.completion_ids) > self._served.context_length:
             raise ContextLengthError(
-                f"a trajectory is longer than the context of {self._served.context_length}", param="trajectories"
+                f"{len(body.prompt_ids)} tokens of the prompt and {len(body.completion_ids)} of the answer are more "
+                f"than the context of {self._served.context_length}",
+                param="completion_ids",
             )
         length, version = len(body.completion_ids), body.policy_version
         found = Trajectory(
@@ -251,7 +292,9 @@ class TrainingRoutes:
 
     async def feedback(self, body: FeedbackBody) -> Response:
         """The server has kept the answer's tokens and their log-probabilities: with this reward it is learnt from."""
-        session = self._training.feedback(body.request_id, body.reward, body.index, body.group_id, body.adapter)
+        session = await self._run(
+            partial(self._training.feedback, body.request_id, body.reward, body.index, body.group_id, body.adapter)
+        )
         return JSONResponse(
             {
                 "status": "success",
@@ -296,13 +339,13 @@ class TrainingRoutes:
         training = self._training
         if body.scoring_function is not None:
             training.rewards.check(body.scoring_function)
-        if body.submit:
-            training.session()
-            if body.scoring_function is None:
-                raise InvalidRequestError("submit needs a scoring_function", param="submit")
+        if body.submit and body.scoring_function is None:
+            raise InvalidRequestError("submit needs a scoring_function", param="submit")
         if body.n > training.config.max_batch_size:
             raise InvalidRequestError(f"n must be at most {training.config.max_batch_size}", param="n")
         adapter = self._adapter(body.model)
+        if body.submit:
+            training.check_trained(adapter)
         prompts = [await self._tokens(prompt) for prompt in body.prompts]
         params.check_prompt_ids(prompts, self._served.model.vocab_size)
         for prompt in prompts:
@@ -319,19 +362,17 @@ class TrainingRoutes:
 
         def work() -> list[list[tuple[Record, float | None]]]:
             label = f"rollout-{uuid.uuid4().hex[:12]}"
-            drawn = training.rollouts.draw(prompts, sampling, adapter=adapter, seed=body.seed, label=label)
+            drawn = training.rollouts.draw(
+                prompts, sampling, adapter=adapter, seed=body.seed, label=label, redraw=False
+            )
             return self._scored(drawn, body)
 
         groups = await self._run(work)
         if body.submit:
-            training.submit(
-                [
-                    (record, reward, record.label.rsplit("-", 1)[0] + f"-{number}")
-                    for number, group in enumerate(groups)
-                    for record, reward in group
-                    if reward is not None
-                ]
-            )
+            scored = [
+                (record, reward, record.label) for group in groups for record, reward in group if reward is not None
+            ]
+            await self._run(partial(training.submit, scored))
         shown = await self._run(lambda: [self._group(group) for group in groups])
         return JSONResponse({"groups": shown})
 
@@ -394,7 +435,7 @@ class TrainingRoutes:
             "prompt_ids": group[0][0].prompt_ids,
             "samples": [
                 {
-                    "request_id": record.label,
+                    "request_id": record.id,
                     "index": record.index,
                     "completion_ids": record.completion_ids,
                     "text": self._training.vocabulary.decode(record.completion_ids, skip_special=True),

@@ -35,17 +35,17 @@ class Shape:
 
     def rounded(self) -> "Shape":
         """One of few. Prompts are always padded, if by one token: that is another computation."""
-        answer = _round(self.answer, ROUND_TOKENS)
+        answer = round_up(self.answer, ROUND_TOKENS)
         rows = min(ROUND_ANSWERS, max(1, ROUND_UP_TO // answer))
         return Shape(
-            _round(self.prompts, 1),
-            _round(self.prompt + 1, ROUND_TOKENS),
-            _round(self.answers, 1 << (rows.bit_length() - 1)),
+            round_up(self.prompts, 1),
+            round_up(self.prompt + 1, ROUND_TOKENS),
+            round_up(self.answers, 1 << (rows.bit_length() - 1)),
             answer,
         )
 
 
-def _round(number: int, least: int) -> int:
+def round_up(number: int, least: int) -> int:
     """Up to a power of two or what is halfway between two, or a multiple of the least."""
     step = max(least, 1 << max(0, number.bit_length() - 2))
     return -(-number // step) * step
@@ -115,10 +115,21 @@ class Batch:
     trajectories: list[Trajectory]
     advantage: Floats
     weight: Floats
-    flat: int  # trajectories of groups that teach nothing
+    flat: int  # trajectories of groups without a difference
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory], algorithm: Algorithm, max_length: int) -> "Batch":
+    def of(
+        cls,
+        trajectories: Sequence[Trajectory],
+        algorithm: Algorithm,
+        max_length: int | None = None,
+        keep_flat: bool = False,
+    ) -> "Batch":
+        """`max_length`: for Dr. GRPO's weights; None: what the longest answer was allowed.
+
+        `keep_flat`: groups without a difference stay, with an advantage of 0: for their divergence to the reference.
+        Whether they stay or go, weights are those among all trajectories.
+        """
         names = {name: number for number, name in enumerate(dict.fromkeys(one.group_id for one in trajectories))}
         groups = np.array([names[one.group_id] for one in trajectories], np.int64)
         rewards = np.array([one.reward for one in trajectories], np.float32)
@@ -126,15 +137,16 @@ class Batch:
         for place, one in enumerate(trajectories):
             if one.advantage is not None:
                 found[place] = one.advantage
-        kept = [
+        teaching = [
             place
             for place, one in enumerate(trajectories)
             if one.advantage is not None or np.ptp(rewards[groups == groups[place]]) > 0
         ]
-        some = [trajectories[place] for place in kept]
-        lengths = np.array([_learnt(one) for one in some], np.int64)
-        weight = token_weights(lengths, algorithm, max_length) if some else np.zeros(0, np.float32)
-        return cls(some, found[kept], weight, len(trajectories) - len(some))
+        kept = list(range(len(trajectories))) if keep_flat else teaching
+        lengths = np.array([_learnt(one) for one in trajectories], np.int64)
+        longest = max_length or max(map(_allowed, trajectories), default=1)
+        weight = token_weights(lengths, algorithm, longest)
+        return cls([trajectories[place] for place in kept], found[kept], weight[kept], len(rewards) - len(teaching))
 
     def micros(self, budget: Callable[[], int], several: bool = True, rounded: bool = False) -> Iterator[Micro]:
         """`budget`: tokens that the next may have; one answer may have more. `several`: prompts in one.
@@ -212,6 +224,11 @@ class Batch:
                 old[line, :length] = one.logprobs
             known[line], temperature[line] = one.logprobs is not None, one.temperature
         return Micro(prompts, answers, mask, old, known[:, None], advantage, weight, temperature[:, None, None])
+
+
+def _allowed(one: Trajectory) -> int:
+    """How many tokens the answer could have had, where that is known."""
+    return getattr(one, "max_tokens", None) or len(one.completion_ids)
 
 
 def _learnt(one: Trajectory) -> int:

@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 STATE = "state.json"
 ADAPTER = "adapters.safetensors"
 ARRAYS = "trainer.safetensors"
+BUFFER = "buffer.jsonl"  # trajectories that wait
 BEST = "best-performance"
+LATEST = "latest"  # what a restart goes on from, written again and again
 STEP = re.compile(r"step-(\d+)")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 PARTIAL = ".partial-"
@@ -45,6 +47,17 @@ class Checkpoint:
     path: Path
     state: dict[str, Any]
     arrays: dict[str, Any]
+
+    @property
+    def served_version(self) -> int | None:
+        """The version that was served when it was written."""
+        found = self.state.get("served_version", self.state.get("policy_version"))
+        return None if found is None else int(found)
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """Trajectories that were in the buffer."""
+        path = self.path / BUFFER
+        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
 
 
 def adapter_files(adapter: Adapter, scale: float, rank: int, source: str) -> dict[str, bytes]:
@@ -189,11 +202,23 @@ class Checkpoints:
                 return self.load(name)
         raise InvalidRequestError(f"there is no version {version}, and no checkpoint of it", param="version")
 
-    def number_for(self, kept: Checkpoint | None) -> int:
-        """What the first version is to be called: as in the checkpoint that it is of, unless others came later."""
-        newest = max((number for _, number in self._versions()), default=0)
-        own = None if kept is None else kept.state.get("policy_version")
-        return newest if own == newest > 0 else newest + 1
+    def last_version(self) -> int:
+        """The newest number that any of them knows to have been given out."""
+        return self._largest("last_version", "served_version", "policy_version")
+
+    def last_journal(self) -> int:
+        """The newest file of the journal that any of them names."""
+        return self._largest("journal")
+
+    def _largest(self, *fields: str) -> int:
+        found = [0]
+        for name in self.names():
+            try:
+                state = json.loads((self.folder / name / STATE).read_text())
+                found += [int(state[field]) for field in fields if state.get(field) is not None]
+            except (OSError, ValueError, AttributeError, TypeError):
+                continue
+        return max(found)
 
     def _versions(self) -> list[tuple[str, int]]:
         """Names with the versions they were written of, the oldest first."""
@@ -223,18 +248,18 @@ def _write(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
-        _to_disk(file.fileno())
+        to_disk(file.fileno())
 
 
 def _sync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
-        _to_disk(handle)
+        to_disk(handle)
     finally:
         os.close(handle)
 
 
-def _to_disk(descriptor: int) -> None:
+def to_disk(descriptor: int) -> None:
     """On a Mac fsync leaves data in the drive's own cache: a checkpoint must outlast a loss of power."""
     full_sync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_sync is not None:

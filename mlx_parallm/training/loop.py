@@ -9,7 +9,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.prompts import Conversation, Prompts
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.training.components import Component
 from mlx_parallm.training.rewards import Item, Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Report, Session
@@ -66,6 +67,31 @@ class StepNews:
     report: Report | None = None
     held_out: float | None = None
     samples: list[str] = field(default_factory=list)
+    components: Mapping[str, float] = field(default_factory=dict)  # the mean of each part of the reward
+    held_out_components: Mapping[str, float] = field(default_factory=dict)
+
+    def parts(self) -> list[str]:
+        """For a line in the terminal."""
+        found: list[str] = []
+        if self.report is not None:
+            metrics = self.report.outcome.metrics
+            rate = self.rollout_tokens / max(self.rollout_seconds, 1e-6)
+            found += [
+                f"reward [bold]{self.reward:.3f}[/]",
+                *(f"{name} {value:.3f}" for name, value in self.components.items()),
+                *([f"KL {metrics['kl']:.3f}"] if "kl" in metrics else []),
+                f"entropy {metrics.get('entropy', 0.0):.2f}",
+                f"{rate:.0f} tok/s",
+                f"{self.rollout_seconds:.1f} + {self.update_seconds:.1f} s",
+                f"v{self.report.version}",
+            ]
+            if self.report.rolled_back:
+                found.append(f"[red]rolled back: {self.report.rolled_back}[/]")
+            elif self.report.outcome.reason:
+                found.append(f"[yellow]refused: {self.report.outcome.reason}[/]")
+        if self.held_out is not None:
+            found.append(f"held out [bold green]{self.held_out:.3f}[/]")
+        return found
 
     def flat(self) -> dict[str, Any]:
         """For a line of JSON."""
@@ -78,6 +104,8 @@ class StepNews:
             "update_seconds": self.update_seconds,
             "held_out": self.held_out,
         }
+        found |= {f"reward/{name}": value for name, value in self.components.items()}
+        found |= {f"held_out/{name}": value for name, value in self.held_out_components.items()}
         if self.report is not None:
             found |= {
                 "policy_version": self.report.version,
@@ -89,23 +117,45 @@ class StepNews:
         return found
 
 
-class Asker:
-    """Puts problems to a policy and scores its answers."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`score`: None where a part of the reward could not be had. `parts`: of the reward, by name, before weights."""
 
-    def __init__(self, engine: Engine, rollouts: Rollouts, rewards: Rewards, task: Task) -> None:
+    record: Record
+    score: float | None
+    parts: Mapping[str, float | None]
+
+
+Groups = Sequence[Sequence[Answer]]
+
+
+class Asker:
+    """Puts problems to a policy and scores its answers: by the task, or by components of a reward."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rollouts: Rollouts,
+        rewards: Rewards,
+        task: Task,
+        components: Sequence[Component] = (),
+    ) -> None:
         self.task = task
+        self._components = components
         self._rollouts = rollouts
         self._rewards = rewards
         self._prompts = Prompts(engine.model.tokenizer)
         self._vocabulary = Vocabulary(engine.model.tokenizer)
         rewards.add(task.name, task.scores)
+        for one in components:
+            rewards.add(_scorer(one), one.scores)
 
     def tokens(self, problem: Problem) -> list[int]:
         return self._prompts.chat(Conversation([dict(message) for message in problem.messages])).tokens
 
     def ask(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
-    ) -> list[list[tuple[Record, float | None]]]:
+    ) -> list[list[Answer]]:
         """For each problem, its answers with their scores."""
         drawn = self._rollouts.draw(
             [self.tokens(problem) for problem in problems], sampling, adapter=adapter, seed=seed, salt=salt
@@ -120,11 +170,39 @@ class Asker:
             for problem, records in zip(problems, drawn, strict=True)
             for record in records
         ]
-        scores = iter(self._rewards.score(self.task.name, items))
-        return [[(record, next(scores)) for record in records] for records in drawn]
+        scored = iter(self._scored(items))
+        return [[Answer(record, *next(scored)) for record in records] for records in drawn]
+
+    def _scored(self, items: Sequence[Item]) -> list[tuple[float | None, dict[str, float | None]]]:
+        if not self._components:
+            return [(score, {}) for score in self._rewards.score(self.task.name, items)]
+        columns = {one.name: self._rewards.score(_scorer(one), items) for one in self._components}
+        found: list[tuple[float | None, dict[str, float | None]]] = []
+        for row in zip(*columns.values(), strict=True):
+            known = [score for score in row if score is not None]
+            weighted = (one.weight * score for one, score in zip(self._components, known, strict=False))
+            found.append((sum(weighted) if len(known) == len(row) else None, dict(zip(columns, row, strict=True))))
+        return found
 
     def text(self, record: Record) -> str:
         return self._vocabulary.decode(record.completion_ids, skip_special=True)
+
+
+def _scorer(component: Component) -> str:
+    """What it is called among the scoring functions."""
+    return f"reward/{component.name}"
+
+
+def _mean(scores: Iterable[float | None]) -> float:
+    known = [score for score in scores if score is not None]
+    return sum(known) / max(1, len(known))
+
+
+def _means(groups: Groups) -> dict[str, float]:
+    """Of each part of the reward."""
+    answers = [answer for group in groups for answer in group]
+    names = answers[0].parts if answers else ()
+    return {name: _mean(answer.parts[name] for answer in answers) for name in names}
 
 
 class Loop:
@@ -142,7 +220,13 @@ class Loop:
         self._stopping = threading.Event()
         task = asker.task
         self._length = config.answer_tokens or task.max_tokens
-        self._held_out = self._problems(random.Random(f"held-out {task.name}"), config.eval_problems, config.level, ())
+        own = task.held_out()
+        self._held_out = (
+            self._problems(random.Random(f"held-out {task.name}"), config.eval_problems, config.level, ())
+            if own is None
+            else list(own)[: config.eval_problems]
+        )
+        self._apart = self._held_out if own is None else own  # never learnt from
         self._successes: list[float] = []
 
     def stop(self) -> None:
@@ -156,13 +240,15 @@ class Loop:
         self._successes = list(session.extra.get("successes", []))
         found: list[StepNews] = []
         if not begin:
-            self._tell(found, StepNews(0, 0.0, level, 0.0, 0, 0.0, held_out=self.evaluate()))
+            first = StepNews(0, 0.0, level, 0.0, 0, 0.0)
+            self._look(first)
+            self._tell(found, first)
         for step in range(begin + 1, config.steps + 1):
             if self._stopping.is_set():
                 break
             news, level = self._step(step, level)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-                news.held_out = self.evaluate()
+                self._look(news)
             self._tell(found, news)
         return found
 
@@ -174,21 +260,21 @@ class Loop:
         """What it has to tell, and the level of the next."""
         config, session = self._config, self._session
         chance = random.Random(f"{config.seed} {step}")
-        problems = self._problems(chance, config.prompts_per_step, level, self._held_out)
+        problems = self._problems(chance, config.prompts_per_step, level, self._apart)
         sampling = SamplingParams(temperature=config.temperature, max_tokens=self._length, n=config.group_size)
         begun = time.perf_counter()
         # A salt for each step: nothing is reused from before, so a step is the same after a restart.
         answers = self._asker.ask(problems, sampling, session.name, chance.getrandbits(31), f"step {step}")
         drawn = time.perf_counter()
         trajectories = self._trajectories(step, answers, chance)
-        session.buffer.counts.collected += len(trajectories)
-        scores = [score for group in answers for _, score in group if score is not None]
-        reward = sum(scores) / max(1, len(scores))
+        reward = _mean(answer.score for group in answers for answer in group)
         following = self._next_level(level, reward)
         # With the update's checkpoint: where to go on from.
-        session.extra = {"step": step, "level": following, "successes": self._successes[-CURRICULUM_WINDOW:]}
-        report = session.update(trajectories) if trajectories else None
-        records = [record for group in answers for record, _ in group]
+        notes = {"step": step, "level": following, "successes": self._successes[-CURRICULUM_WINDOW:]}
+        report = session.update(trajectories, extra=notes) if trajectories else None
+        if report is None:
+            session.extra = notes
+        records = [answer.record for group in answers for answer in group]
         news = StepNews(
             step,
             reward,
@@ -198,15 +284,14 @@ class Loop:
             time.perf_counter() - drawn,
             report,
             samples=[self._asker.text(record) for record in records[:2]],
+            components=_means(answers),
         )
         return news, following
 
-    def _trajectories(
-        self, step: int, answers: Iterable[Sequence[tuple[Record, float | None]]], chance: random.Random
-    ) -> list[Trajectory]:
+    def _trajectories(self, step: int, answers: Groups, chance: random.Random) -> list[Trajectory]:
         found = []
         for number, group in enumerate(answers):
-            scored = [(record, score) for record, score in group if score is not None]
+            scored = [(answer.record, answer.score) for answer in group if answer.score is not None]
             scores = [score for _, score in scored]
             if self._config.shuffle_rewards:
                 chance.shuffle(scores)
@@ -218,20 +303,25 @@ class Loop:
 
     def evaluate(self) -> float:
         """The mean score of greedy answers to problems that are never learnt from."""
+        return _mean(answer.score for group in self._held_out_answers() for answer in group)
+
+    def _look(self, news: StepNews) -> None:
+        answers = self._held_out_answers()
+        news.held_out = _mean(answer.score for group in answers for answer in group)
+        news.held_out_components = _means(answers)
+
+    def _held_out_answers(self) -> Groups:
         sampling = SamplingParams(temperature=0.0, max_tokens=self._length)
-        answers = self._asker.ask(self._held_out, sampling, self._session.name, None, "held out")
-        scores = [score for group in answers for _, score in group if score is not None]
-        return sum(scores) / max(1, len(scores))
+        return self._asker.ask(self._held_out, sampling, self._session.name, None, "held out")
 
     def _problems(self, chance: random.Random, count: int, level: int, without: Sequence[Problem]) -> list[Problem]:
-        known = {problem.messages[-1]["content"] for problem in without}
+        known = {problem.key for problem in without}
         found: list[Problem] = []
         for _ in range(100 * count):
             problem = self._asker.task.problem(chance, level)
-            text = problem.messages[-1]["content"]
-            if text not in known:
+            if problem.key not in known:
                 found.append(problem)
-                known.add(text)
+                known.add(problem.key)
             if len(found) == count:
                 return found
         raise ConfigError(f"task {self._asker.task.name} has not {count} different problems beside the held-out ones")

@@ -5,11 +5,16 @@ wrote down, so nothing is computed twice; and a sum over an update's trajectorie
 token has its weight before the first of them is computed (`token_weights`).
 
 - GRPO: advantages by group, divided by their deviation; each answer's tokens averaged, then answers.
-- Dr. GRPO: neither division; tokens summed over a constant length.
+- Dr. GRPO: neither division; tokens summed over a constant length, the longest that an answer was allowed.
 - DAPO: GRPO's advantages, an upper clip of its own, all tokens averaged alike.
 - GSPO: one ratio for an answer, the geometric mean of its tokens'.
-- CISPO: the ratio is clipped and held fixed; every token keeps its gradient.
-- RLOO: the baseline is the mean of the others of the group. REINFORCE: the group's mean. Both without a clip.
+- CISPO: the ratio is clipped on both sides, to 1 - clip_low and 1 + clip_high, and held fixed; every token keeps its
+  gradient. TRL's clips above alone, at `epsilon_high` itself: that is clip_low = 1 and clip_high = epsilon_high - 1.
+- RLOO: one ratio for an answer, the product of its tokens', clipped; the baseline is the mean of the others of the
+  group; answers averaged. REINFORCE: the same without a clip, and the group's mean is the baseline. TRL's RLOO has the
+  divergence to the reference in the reward; here it is a term of the loss, as in the others.
+
+The logarithm of a product of ratios is held within ±20, so that no exponential overflows.
 """
 
 from dataclasses import dataclass
@@ -26,6 +31,8 @@ Aggregation = Literal["answers", "tokens", "constant"]
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
+MAX_LOG_RATIO = 20.0  # of a whole answer
+WHOLE = ("gspo", "rloo", "reinforce")  # one ratio for an answer
 NORMALISED = ("grpo", "dapo", "gspo", "cispo")
 AGGREGATION: dict[Algorithm, Aggregation] = {
     "grpo": "answers",
@@ -45,12 +52,14 @@ class Objective:
     clip_low: float = 0.2
     clip_high: float = 0.2
     beta: float = 0.0  # of the KL divergence to the reference
-    token_limit: float | None = None  # tokens whose ratio to the sampler's is larger, or smaller than its inverse, …
-    answer_limit: float | None = None  # … and answers whose mean ratio is: left out
+    # Left out are tokens whose ratio to the sampler's, or its inverse, is larger than the first of these, and answers
+    # whose geometric mean of that (the larger of ratio and inverse, of each token) is larger than the second.
+    token_limit: float | None = None
+    answer_limit: float | None = None
 
     @property
     def clips(self) -> bool:
-        return self.algorithm not in ("rloo", "reinforce")
+        return self.algorithm != "reinforce"
 
 
 def advantages(rewards: Floats, groups: Integers, algorithm: Algorithm) -> Floats:
@@ -69,7 +78,8 @@ def advantages(rewards: Floats, groups: Integers, algorithm: Algorithm) -> Float
 
 
 def token_weights(lengths: Integers, algorithm: Algorithm, max_length: int) -> Floats:
-    """(N,): what one token of each answer counts in the update, so that all together count one."""
+    """(N,): what one token of each answer counts in the update. All together count one, but for Dr. GRPO's: there that
+    is so only where every answer has `max_length` tokens."""
     lengths = np.maximum(lengths, 1)
     match AGGREGATION[algorithm]:
         case "answers":
@@ -137,9 +147,11 @@ def losses(
 ) -> Losses:
     kept = mask * near(objective, mx.stop_gradient(new), old, mask)
     gap = (new - old) * mask
-    if objective.algorithm == "gspo":
-        mean = mx.sum(gap, axis=1, keepdims=True) / mx.maximum(mx.sum(mask, axis=1, keepdims=True), 1)
-        gap = mx.broadcast_to(mean, gap.shape)
+    if objective.algorithm in WHOLE:
+        whole = mx.sum(gap, axis=1, keepdims=True)
+        if objective.algorithm == "gspo":
+            whole = whole / mx.maximum(mx.sum(mask, axis=1, keepdims=True), 1)
+        gap = mx.broadcast_to(mx.clip(whole, -MAX_LOG_RATIO, MAX_LOG_RATIO), gap.shape)
     advantage = advantage[:, None]
     policy, clipped = _surrogate(objective, gap, new, advantage)
     apart = mx.zeros_like(policy) if reference is None else divergence(new, reference)

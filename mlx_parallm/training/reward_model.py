@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_map
 
 from mlx_parallm.engine.admission import check_ids
 from mlx_parallm.engine.prompts import Conversation, Message, Prompts
@@ -28,10 +26,10 @@ from mlx_parallm.host import to_numpy
 from mlx_parallm.models.forward import BACKBONES, WRAPPERS
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.checkpoints import Checkpoints, adapter_files
+from mlx_parallm.training.learner import Learner, OptimizerConfig, Parameters, Refused
 from mlx_parallm.training.tree import LearningTree, LoRAConfig, PromptCache
 
 T = TypeVar("T")
-Parameters = dict[str, mx.array]
 Tokens = Sequence[int]
 Where = Checkpoints | Path | str
 
@@ -233,12 +231,15 @@ class RewardTrainer:
         for name, least in (("epochs", epochs), ("batch_size", batch_size), ("microbatch_tokens", microbatch_tokens)):
             if least < 1:
                 raise ConfigError(f"{name} must be at least 1, not {least}")
-        if not learning_rate > 0 or not max_grad_norm > 0 or not weight_decay >= 0:
-            raise ConfigError("learning_rate and max_grad_norm must be above 0, weight_decay not below")
+        if not learning_rate > 0:
+            raise ConfigError(f"learning_rate must be above 0, and is {learning_rate}")
         self.reward_model = reward_model
         self._epochs, self._batch_size, self._budget = epochs, batch_size, microbatch_tokens
-        self._max_grad_norm, self._seed = max_grad_norm, seed
-        self.optimizer = optim.AdamW(learning_rate, weight_decay=weight_decay, bias_correction=True)
+        self._seed = seed
+        self._optimizer = OptimizerConfig(
+            learning_rate=learning_rate, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+        )
+        self._learner: Learner | None = None
         self._gradient = mx.value_and_grad(self._loss)
 
     def train(self, pairs: Sequence[Pair]) -> Generator[None, None, dict[str, float]]:
@@ -247,7 +248,9 @@ class RewardTrainer:
             raise InvalidRequestError("there are no pairs to learn from")
         model, begun = self.reward_model, time.perf_counter()
         model.check([text for pair in pairs for text in (pair.chosen, pair.rejected)])
-        before = model.parameters, tree_map(lambda leaf: leaf, self.optimizer.state), model.updates
+        learner = self._learner = self._learner or Learner(model.parameters, self._optimizer, model.set_parameters)
+        learner.set_parameters(model.parameters)  # somebody may have loaded others
+        before, updates = learner.snapshot(), model.updates
         random = np.random.default_rng(self._seed)
         sums, norms = _Sums(), [0.0]
         try:
@@ -255,35 +258,34 @@ class RewardTrainer:
                 sums, norms, order = _Sums(), [], random.permutation(len(pairs)).tolist()
                 for start in range(0, len(order), self._batch_size):
                     batch = [pairs[place] for place in order[start : start + self._batch_size]]
-                    norms.append((yield from self._step(batch, sums)))
+                    norms.append((yield from self._step(learner, batch, sums)))
         except Exception:
-            model.set_parameters(before[0])
-            self.optimizer.state, model.updates = before[1:]
+            learner.go_back(before)
+            model.updates = updates
             raise
         self._centre(sums)
         found = {"grad_norm": float(np.mean(norms)), "pairs": float(len(pairs)), "updates": float(model.updates)}
         return sums.metrics() | found | {"seconds": time.perf_counter() - begun}
 
-    def _step(self, batch: Sequence[Pair], sums: _Sums) -> Generator[None, None, float]:
+    def _step(self, learner: Learner, batch: Sequence[Pair], sums: _Sums) -> Generator[None, None, float]:
         """One step of the optimiser: the same however the batch is cut. The norm of its gradient."""
         model = self.reward_model
         total: Parameters = {}
         for places in model.pieces([[pair.chosen, pair.rejected] for pair in batch], self._budget):
             (loss, scores), gradients = self._gradient(model.parameters, [batch[place] for place in places], len(batch))
-            total = {name: gradients[name] + total[name] for name in total} if total else gradients
+            total = learner.add(total, gradients)
             mx.eval(total, loss, scores)
             sums.add(float(to_numpy(loss)) * len(batch), *to_numpy(scores))
             yield
-        clipped, norm = optim.clip_grad_norm(total, self._max_grad_norm)
-        found = float(to_numpy(norm))
-        if not math.isfinite(found) or not math.isfinite(sums.loss):
-            raise ParallmError("the reward model can't learn from these pairs: its loss or gradient is not finite")
-        parameters = self.optimizer.apply_gradients(clipped, model.parameters)
-        mx.eval(parameters, self.optimizer.state)
-        model.set_parameters(parameters)
+        if not math.isfinite(sums.loss):
+            raise ParallmError(f"the reward model can't learn from these pairs: the loss is {sums.loss}")
+        try:
+            norm = learner.step(total)
+        except Refused as error:
+            raise ParallmError(f"the reward model can't learn from these pairs: {error}") from None
         model.updates += 1
         yield
-        return found
+        return norm
 
     def _loss(self, parameters: Parameters, pairs: Sequence[Pair], of: int) -> tuple[mx.array, mx.array]:
         texts = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]

@@ -20,6 +20,7 @@ from mlx_parallm.training.trajectories import MAX_REWARD
 
 log = logging.getLogger(__name__)
 
+MAX_HANGING = 4  # calls of a scoring function that may never come back: each keeps a thread
 Score = Callable[[Sequence[str], Sequence[str], Sequence[Mapping[str, Any]]], Sequence[float]]
 
 
@@ -41,6 +42,8 @@ class Rewards:
         self._batch_size = batch_size
         self.failures = 0  # answers that got no score
         self.timeouts = 0  # calls that were given up
+        self._lost: dict[str, list[threading.Thread]] = {}  # calls that were given up and have not come back
+        self._lock = threading.Lock()
 
     @classmethod
     def of(cls, entries: Sequence[str], *, timeout: float, batch_size: int) -> "Rewards":
@@ -88,17 +91,35 @@ class Rewards:
             except BaseException as error:
                 errors.append(error)
 
+        if hanging := self._hanging(name):
+            self.failures += len(items)
+            log.warning(
+                "scoring function %s is not called: %d calls of it have not come back after %g s each; it is called "
+                "again when one of them has",
+                name, hanging, self._timeout,
+            )  # fmt: skip
+            return [None] * len(items)
         # A thread of its own: one that never comes back holds nobody else up.
         thread = threading.Thread(target=call, name=f"score-{name}", daemon=True)
         thread.start()
         thread.join(self._timeout)
         if not results:
             self.failures += len(items)
-            self.timeouts += not errors
+            if not errors:
+                self.timeouts += 1
+                with self._lock:
+                    self._lost.setdefault(name, []).append(thread)
             why = f"{type(errors[0]).__name__}: {errors[0]}" if errors else f"nothing within {self._timeout:g} s"
             log.warning("scoring function %s: %s", name, why)
             return [None] * len(items)
         return self._numbers(name, results[0], len(items))
+
+    def _hanging(self, name: str) -> int:
+        """Calls of it that hang, where there are too many to begin another; else 0."""
+        with self._lock:
+            self._lost[name] = [thread for thread in self._lost.get(name, ()) if thread.is_alive()]
+            count = len(self._lost[name])
+        return count if count >= MAX_HANGING else 0
 
     def _call(self, name: str, items: Sequence[Item]) -> Sequence[float]:
         if name in self._models:

@@ -14,7 +14,7 @@ from mlx_parallm.errors import ConfigError, ParallmError, QueueFullError, Unavai
 from mlx_parallm.training.trajectories import Ledger, Record
 from mlx_parallm.types import Delta, Request, SamplingParams
 
-PATIENCE = 3600.0  # seconds for all of them
+CHECK_SECONDS = 1.0  # between looks at whether the engine still runs
 RETRY_SECONDS = 0.05
 
 
@@ -34,38 +34,55 @@ class Rollouts:
         priority: int = 0,
         salt: str = "",
         label: str = "",
+        redraw: bool = True,
     ) -> list[list[Record]]:
-        """`sampling.n` answers to each prompt, handed in at one moment where the queue has room for them."""
+        """`sampling.n` answers to each prompt, handed in at one moment where the queue has room for them.
+
+        What a pause aborts is drawn again once the engine goes on; without `redraw`, that is an error.
+        """
         if not 1 <= sampling.n <= self._max_rows:
             raise ConfigError(f"answers to a prompt must be between 1 and {self._max_rows}, not {sampling.n}")
         label = label or f"rollout-{uuid.uuid4().hex[:12]}"
-        waiting = _Waiting(len(prompts) * sampling.n)
-        requests = [
-            Request(
-                f"{label}-{number}",
-                list(prompt),
-                replace(sampling, seed=None if seed is None else seed + number),
-                waiting.on_delta,
-                priority=priority,
-                cache_salt=salt,
-                adapter=adapter,
-                record=True,
-                label=f"{label}-{number}",
-            )
-            for number, prompt in enumerate(prompts)
-        ]
+        made = {
+            f"{label}-{number}": replace(sampling, seed=None if seed is None else seed + number)
+            for number in range(len(prompts))
+        }
+        wanted = dict(zip(made, prompts, strict=True))
+        found: dict[tuple[str, int], Record] = {}
+        while wanted:
+            waiting = _Waiting(dict.fromkeys(wanted, sampling.n))
+            requests = [
+                Request(
+                    name,
+                    list(prompt),
+                    made[name],
+                    waiting.on_delta,
+                    priority=priority,
+                    cache_salt=salt,
+                    adapter=adapter,
+                    record=True,
+                    label=name,
+                )
+                for name, prompt in wanted.items()
+            ]
+            found |= self._drawn(requests, waiting)
+            if waiting.aborted and not redraw:
+                raise UnavailableError("the rollout was aborted by a pause: send it again")
+            wanted = {name: prompt for name, prompt in wanted.items() if name in waiting.aborted}
+        return [[found[name, index] for index in range(sampling.n)] for name in made]
+
+    def _drawn(self, requests: list[Request], waiting: "_Waiting") -> dict[tuple[str, int], Record]:
         names = [request.id for request in requests]
         self._ledger.listen(names, waiting.on_record)
         try:
             self._submit(requests)
-            found = waiting.wait()
+            return waiting.wait(self._engine)
         except BaseException:
             for name in names:
                 self._engine.cancel(name)
             raise
         finally:
             self._ledger.forget(names)
-        return [[found[name, index] for index in range(sampling.n)] for name in names]
 
     def _submit(self, requests: list[Request]) -> None:
         room = len(requests)  # at one moment, if that is possible: then a run can be repeated exactly
@@ -80,13 +97,15 @@ class Rollouts:
 
 
 class _Waiting:
-    """Records as they come in, and the first error."""
+    """Records as they come in, requests that were aborted, and the first error."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, choices: dict[str, int]) -> None:
+        """`choices`: that each request has."""
+        self._choices = choices
         self._changed = threading.Condition()
         self._found: dict[tuple[str, int], Record] = {}
         self._error: ParallmError | None = None
+        self.aborted: set[str] = set()
 
     def on_record(self, record: Record) -> None:
         with self._changed:
@@ -96,14 +115,24 @@ class _Waiting:
     def on_delta(self, delta: Delta) -> None:
         if delta.error is not None or delta.finish_reason == "abort":
             with self._changed:
-                self._error = delta.error or UnavailableError("the rollout was aborted")
+                if delta.error is None:
+                    self.aborted.add(delta.request_id)
+                else:
+                    self._error = delta.error
                 self._changed.notify_all()
 
-    def wait(self) -> dict[tuple[str, int], Record]:
+    def wait(self, engine: Engine) -> dict[tuple[str, int], Record]:
+        """Those of requests that were not aborted, when all have ended. A pause may take any time."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._found) >= self._count or self._error is not None, PATIENCE)
+            while not self._changed.wait_for(lambda: self._error is not None or self._all_ended(), CHECK_SECONDS):
+                if engine.failure is not None:
+                    raise UnavailableError(f"the engine has died: {engine.failure}")
             if self._error is not None:
                 raise self._error
-            if len(self._found) < self._count:
-                raise UnavailableError("the engine has not answered in an hour")
-            return self._found
+            return {key: record for key, record in self._found.items() if key[0] not in self.aborted}
+
+    def _all_ended(self) -> bool:
+        return all(
+            name in self.aborted or all((name, index) in self._found for index in range(count))
+            for name, count in self._choices.items()
+        )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.training.datasets import Row, read_rows, split
 from mlx_parallm.words import WORDS
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -23,6 +24,11 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Problem:
     messages: tuple[Mapping[str, str], ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """What is asked: two problems with the same are one."""
+        return tuple((message["role"], message["content"]) for message in self.messages)
 
 
 class Task(ABC):
@@ -34,6 +40,10 @@ class Task(ABC):
 
     @abstractmethod
     def problem(self, random: random.Random, level: int) -> Problem: ...
+
+    def held_out(self) -> Sequence[Problem] | None:
+        """Those that are never learnt from, where the task has them apart; None: they are drawn like others."""
+        return None
 
     @abstractmethod
     def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
@@ -181,10 +191,44 @@ class Gsm8k(Task):
         )
 
 
+class Rows(Task):
+    """Prompts from the rows of a file, some of them held out. A row's fields are what its answers are scored by; there
+    is no score but that of the components of a reward."""
+
+    name = "dataset"
+    max_tokens = 256
+
+    def __init__(self, path: str, held_out_share: float = 0.1, seed: int = 0) -> None:
+        rows = read_rows(path)
+        problems = {problem.key: problem for problem in map(_problem, rows)}
+        self._problems, self._held_out = split(list(problems.values()), held_out_share, seed)
+        if not self._held_out:
+            raise ConfigError("at least one row must be held out: give an --eval-share above 0")
+
+    def problem(self, random: random.Random, level: int) -> Problem:
+        return random.choice(self._problems)
+
+    def held_out(self) -> Sequence[Problem]:
+        return self._held_out
+
+    def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
+        raise ConfigError("a dataset has no score of its own: give --reward")
+
+
+def _problem(row: Row) -> Problem:
+    messages = row.messages("prompt", "user")
+    facts = {name: value for name, value in row.fields.items() if name != "prompt"}
+    return Problem(tuple({"role": one["role"], "content": one["content"]} for one in messages), facts)
+
+
 def find_task(name: str) -> Task:
-    """A built-in task, `reasoning_gym:NAME`, `gsm8k:FILE`, or a task of one's own as `module:name`."""
+    """A built-in task or environment, `reasoning_gym:NAME`, `gsm8k:FILE`, or one's own as `module:name`."""
+    from mlx_parallm.training.environments import BUILT_IN, Environment, EnvironmentTask
+
     if name in TASKS:
         return TASKS[name]
+    if name in BUILT_IN:
+        return EnvironmentTask(name, BUILT_IN[name])
     kind, _, rest = name.partition(":")
     if kind == "reasoning_gym" and rest:
         return ReasoningGym(rest)
@@ -194,7 +238,11 @@ def find_task(name: str) -> Task:
         from mlx_parallm.training.rewards import load_function
 
         made = load_function(name)
+        if isinstance(made, type) and issubclass(made, Environment):
+            return EnvironmentTask(name, made)
         task = made() if isinstance(made, type) else made
         if isinstance(task, Task):
             return task
-    raise ConfigError(f"there is no task {name!r}; there is {', '.join(TASKS)}, reasoning_gym:NAME and gsm8k:FILE")
+    raise ConfigError(
+        f"there is no task {name!r}; there is {', '.join([*TASKS, *BUILT_IN])}, reasoning_gym:NAME and gsm8k:FILE"
+    )

@@ -9,12 +9,11 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
-import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.errors import ConfigError
@@ -23,6 +22,18 @@ from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import available_memory
 from mlx_parallm.training.batches import Batch, Micro
+from mlx_parallm.training.learner import (
+    MAX_MICRO,
+    MIN_MICRO,
+    Budget,
+    Learner,
+    OptimizerConfig,
+    Parameters,
+    Refused,
+    Schedule,
+    Snapshot,
+    number,
+)
 from mlx_parallm.training.objectives import (
     AGGREGATION,
     Algorithm,
@@ -32,13 +43,11 @@ from mlx_parallm.training.objectives import (
     losses,
 )
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.training.tree import LearningTree, LoRAConfig, Stacks, answer_logits, shared_tree
+from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits, shared_tree
 
-Parameters = dict[str, mx.array]
-MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
+__all__ = ["Outcome", "RLConfig", "Snapshot", "Trainer"]
+
 MIN_ROUNDED = 1024  # where shapes are rounded: smaller pieces would take no less time
-TOO_LONG = 0.67  # of the time that a piece should take, over the time it took
-ALONE = 4  # times longer may a piece take while nobody is served
 REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
 CHECKED = 2  # answers by which an update is checked; where shapes are rounded, all of the first micro-batch
 
@@ -48,7 +57,7 @@ class RLConfig:
     """How a policy learns."""
 
     algorithm: Algorithm = "grpo"
-    learning_rate: float = 1e-5
+    learning_rate: float = 5e-4
     batch_size: int = 32  # trajectories of an update, about
     epochs: int = 1  # optimiser steps on one batch
     clip_low: float = 0.2
@@ -56,12 +65,12 @@ class RLConfig:
     beta: float = 0.0  # of the KL divergence to the model without the adapter
     token_limit: float | None = None
     answer_limit: float | None = None
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     warmup_steps: int = 0
     total_steps: int = 1000  # after which linear and cosine have come to nothing
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    max_length: int = 512  # of an answer, for Dr. GRPO's weights
+    max_length: int | None = None  # for Dr. GRPO's weights; None: the most tokens that answers of the update could have
     max_kl: float = 1.0  # nats a token by which one update may move the policy
     max_parameter_norm: float = 1e4
     microstep_seconds: float = 0.5  # about how long a piece of an update takes …
@@ -72,25 +81,27 @@ class RLConfig:
     def __post_init__(self) -> None:
         if self.algorithm not in AGGREGATION:
             raise ConfigError(f"algorithm must be one of {', '.join(AGGREGATION)}, not {self.algorithm!r}")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"schedule must be constant, linear or cosine, not {self.schedule!r}")
-        for name in ("batch_size", "epochs", "total_steps", "max_length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in (
-            "learning_rate",
-            "clip_low",
-            "clip_high",
-            "beta",
-            "warmup_steps",
-            "weight_decay",
-            "microbatch_tokens",
-        ):
+        for name in ("batch_size", "epochs", "max_length"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        for name in ("clip_low", "clip_high", "beta", "microbatch_tokens"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
-        for name in ("max_grad_norm", "max_kl", "max_parameter_norm", "microstep_seconds"):
+        for name in ("max_kl", "max_parameter_norm", "microstep_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, and is {getattr(self, name)}")
+        _ = self.optimizer  # checks what is its own
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return OptimizerConfig(
+            learning_rate=self.learning_rate,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.total_steps,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+        )
 
     @property
     def objective(self) -> Objective:
@@ -123,7 +134,6 @@ class Sums:
         return {
             "loss": self.loss,
             "tokens": self.tokens,
-            "kl": self.reference / count,
             "mismatch_kl": self.mismatch / count,
             "max_logprob_gap": self.largest_gap,
             "clip_fraction": self.clipped / count,
@@ -153,41 +163,6 @@ class _Sample:
     scores: mx.array
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A trainer as it was."""
-
-    parameters: Parameters
-    stacks: Parameters  # the same
-    optimizer: Any
-    updates: int
-    reference_kl: float
-
-
-class Refused(Exception):
-    """This update must not be published."""
-
-
-@dataclass(slots=True)
-class _Pace:
-    """How many tokens make a piece of the wanted length."""
-
-    seconds: float
-    fixed: int
-    least: int = MIN_MICRO
-    tokens: int = 2 * MIN_MICRO
-
-    def budget(self, room: int = MAX_MICRO) -> int:
-        """`room`: for so many there is memory."""
-        return self.fixed or min(self.tokens, room)
-
-    def note(self, tokens: int, seconds: float) -> None:
-        """A piece that took far too long makes the next smaller; one that was full and quick, larger: twice at most."""
-        factor = self.seconds / max(seconds, 1e-6)
-        if factor < TOO_LONG or (factor > 1 and 2 * tokens >= self.tokens):
-            self.tokens = int(min(MAX_MICRO, max(self.least, self.tokens * min(2.0, max(0.5, factor)))))
-
-
 class Trainer:
     def __init__(self, model: LanguageModel, lora: LoRAConfig, config: RLConfig, memory: int | None = None) -> None:
         """`memory`: bytes that parameters, optimiser and a micro-batch may take together; None: what is there."""
@@ -196,39 +171,36 @@ class Trainer:
         self.lora = lora
         mx.random.seed(config.seed)
         self.tree = LearningTree(model, lora, checkpointing=config.gradient_checkpointing)
-        learning = {name: array.astype(mx.float32) for name, array in self.tree.parameters().items()}
-        self._by_shape = Stacks(learning)
-        self.parameters: Parameters = {}
-        self._set(self._by_shape.join(learning))
+        self.learner = Learner(self.tree.parameters(), config.optimizer, self.tree.set_parameters)
         self._reference = shared_tree(model)
-        self.optimizer = optim.AdamW(_schedule(config), betas=[0.9, 0.999], eps=1e-8, weight_decay=config.weight_decay)
-        self.optimizer.init(self._stacks)
-        mx.eval(self.optimizer.state)
-        self.updates = 0  # optimiser steps that stand
-        self._reference_kl = 0.0
+        self.kept_snapshots = 0  # that somebody holds beside it
         self.activation_bytes = 0  # most that a micro-batch has taken
-        self._largest = 0, 0  # the most memory that a micro-batch has taken, rehearsals included, and its tokens
         self._shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # that have occurred, where they are rounded
         self._gradient = mx.value_and_grad(self._loss)
         self._busy: Callable[[], bool] = lambda: True
         # CUDA plans attention anew for every shape, forwards and back: that takes longer than to compute some padding.
         self.rounded = device_kind() == "cuda" and self.tree.mixes_prompts
         least = MIN_ROUNDED if self.rounded else MIN_MICRO
-        self._paces = {
-            busy: _Pace(times * config.microstep_seconds, config.microbatch_tokens, least, 2 * times * least)
-            for busy, times in ((True, 1), (False, ALONE))
-        }
+        self.budget = Budget(config.microstep_seconds, config.microbatch_tokens, least=least, at_hand=self._at_hand)
+
+    @property
+    def parameters(self) -> Parameters:
+        return self.learner.parameters
+
+    @property
+    def updates(self) -> int:
+        """That stand."""
+        return self.learner.updates
 
     @property
     def nbytes(self) -> int:
         """Of parameters and the optimiser's memory of them."""
-        arrays = [*self._stacks.values(), *(array for _, array in tree_flatten(self.optimizer.state))]
-        return sum(array.nbytes for array in arrays)
+        return self.learner.nbytes
 
     @property
     def working_bytes(self) -> int:
         """Of what an update holds beside activations: those, their gradients, and all of it as it was before."""
-        return 2 * self.nbytes + sum(array.nbytes for array in self._stacks.values())
+        return (2 + self.kept_snapshots) * self.nbytes + sum(array.nbytes for array in self.learner.stacks.values())
 
     def adapter(self) -> Adapter:
         return self.tree.adapter()
@@ -239,7 +211,7 @@ class Trainer:
         """`busy`: whether anybody waits meanwhile; while nobody does, pieces are larger."""
         self._busy = busy
         begun = time.perf_counter()
-        batch = Batch.of(trajectories, self.config.algorithm, self.config.max_length)
+        batch = self._batch(trajectories)
         rewards = np.array([one.reward for one in trajectories], np.float32)
         metrics = {
             "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
@@ -248,14 +220,16 @@ class Trainer:
             "flat_trajectories": float(batch.flat),
         }
         if not batch.trajectories:
-            return Outcome(metrics, 0, batch.flat, None, "no group has answers with different rewards")
-        before = self.snapshot()
+            return Outcome(metrics, 0, len(trajectories), None, "no group has answers with different rewards")
+        before, used = self.snapshot(), len(batch.trajectories)
         try:
             sample: _Sample | None = None
             for _ in range(self.config.epochs):
                 sums, norm, first = yield from self._step(batch)
                 if sample is None:
                     metrics |= sums.metrics() | {"grad_norm": norm}
+                    if self.config.beta:
+                        metrics["kl"] = sums.reference / max(sums.tokens, 1.0)
                     sample = first
             assert sample is not None
             metrics |= yield from self._checked(sample, before.stacks)
@@ -264,12 +238,12 @@ class Trainer:
             if not isinstance(error, Refused):
                 raise
             seconds = time.perf_counter() - begun
-            return Outcome(metrics, len(batch.trajectories), batch.flat, None, str(error), seconds)
-        self.updates += 1
-        metrics["learning_rate"] = _number(self.optimizer.learning_rate)
+            return Outcome(metrics, used, len(trajectories) - used, None, str(error), seconds)
+        self.learner.updates += 1
+        metrics["learning_rate"] = self.learner.learning_rate
         seconds = time.perf_counter() - begun
         metrics["tokens_per_second"] = metrics["tokens"] * self.config.epochs / max(seconds, 1e-6)
-        return Outcome(metrics, len(batch.trajectories), batch.flat, self.adapter(), "", seconds)
+        return Outcome(metrics, used, len(trajectories) - used, self.adapter(), "", seconds)
 
     def rehearse(self) -> None:
         """Updates that are forgotten: where kernels are built at their first use, nobody should wait for that later."""
@@ -283,64 +257,48 @@ class Trainer:
             before = self.snapshot()
             for _ in self.update(made):
                 continue
-            for micro in Batch.of(made, self.config.algorithm, self.config.max_length).micros(
-                lambda: MAX_MICRO, self.tree.mixes_prompts, self.rounded
-            ):
+            for micro in self._batch(made).micros(lambda: MAX_MICRO, self.tree.mixes_prompts, self.rounded):
                 mx.eval(self._gradient(self.parameters, micro))
             self.go_back(before)
         self.activation_bytes = 0
+
+    def _batch(self, trajectories: Sequence[Trajectory]) -> Batch:
+        """Answers without an advantage are computed only for their divergence to the reference."""
+        config = self.config
+        return Batch.of(trajectories, config.algorithm, config.max_length, keep_flat=config.beta > 0)
 
     def _step(self, batch: Batch) -> Generator[None, None, tuple[Sums, float, _Sample]]:
         sums = Sums()
         first: _Sample | None = None
         total: Parameters = {}
-        pace = self._paces[self._busy()]
 
-        def budget() -> int:
-            nonlocal pace
-            pace = self._paces[self._busy()]
-            return pace.budget(self._room())
-
-        for micro in batch.micros(budget, self.tree.mixes_prompts, self.rounded):
-            begun, held = time.perf_counter(), mx.get_active_memory()
-            mx.reset_peak_memory()
+        def work(micro: Micro) -> None:
+            nonlocal total, first
             (_, values, scores), found = self._gradient(self.parameters, micro)
-            gradients = self._by_shape.join(found)
-            total = {name: gradients[name] + total[name] for name in total} if total else gradients
+            total = self.learner.add(total, found)
             if first is None:
                 some = micro if self.rounded else micro.first(CHECKED)  # a shape that is known, or few
                 first = _Sample(some, scores[: len(some.answers)])
             mx.eval(total, values, first.scores)
             sums.add(to_numpy(values).tolist())
-            self._restore(self.parameters)
-            taken = mx.get_peak_memory() - held
+            self.learner.restore()
+
+        for micro in batch.micros(lambda: self.budget.tokens(self._busy()), self.tree.mixes_prompts, self.rounded):
+            taken = self.budget.run(micro.tokens, partial(work, micro), self._is_known(micro))
             self.activation_bytes = max(self.activation_bytes, taken)
-            self._largest = max(self._largest, (taken, micro.tokens))
-            if self._is_known(micro):
-                pace.note(micro.tokens, time.perf_counter() - begun)
             yield
         if not math.isfinite(sums.loss):
             raise Refused(f"the loss is {sums.loss}")
-        clipped, norm = optim.clip_grad_norm(total, self.config.max_grad_norm)
-        length = _number(norm)
-        if not math.isfinite(length):
-            raise Refused(f"the gradient's norm is {length}")
-        if length == 0.0:
+        norm = self.learner.step(total)
+        if norm == 0.0:
             raise Refused("the gradient is zero")
-        stacks = self.optimizer.apply_gradients(clipped, self._stacks)
-        mx.eval(stacks, self.optimizer.state)
-        self._set(stacks)
         yield
         assert first is not None
-        return sums, length, first
+        return sums, norm, first
 
-    def _room(self) -> int:
-        """How many tokens a micro-batch may have, by the memory at hand and what they took so far."""
-        taken, tokens = self._largest
-        if taken <= 0:
-            return MAX_MICRO
-        at_hand = available_memory() // 2 if self._memory is None else self._memory - self.working_bytes
-        return max(1, int(at_hand * tokens / taken))
+    def _at_hand(self) -> int:
+        """Bytes for a micro-batch."""
+        return available_memory() // 2 if self._memory is None else self._memory - self.working_bytes
 
     def _is_known(self, micro: Micro) -> bool:
         """Whether the time that it took tells how many tokens to take: a new shape's was for its plans, too."""
@@ -383,9 +341,10 @@ class Trainer:
 
     def _checked(self, sample: _Sample, before: Parameters) -> Generator[None, None, dict[str, float]]:
         """Whether the new parameters may be served: looks at them, and at what they make of some of the batch."""
-        norms = [mx.linalg.norm(array) for array in self._stacks.values()]
-        moved = [mx.max(mx.abs(array - before[name])) for name, array in self._stacks.items()]
-        norm, step = (_number(one) for one in (mx.linalg.norm(mx.stack(norms)), mx.max(mx.stack(moved))))
+        stacks = self.learner.stacks
+        norms = [mx.linalg.norm(array) for array in stacks.values()]
+        moved = [mx.max(mx.abs(array - before[name])) for name, array in stacks.items()]
+        norm, step = (number(one) for one in (mx.linalg.norm(mx.stack(norms)), mx.max(mx.stack(moved))))
         if not math.isfinite(norm):
             raise Refused("the parameters are not finite")
         if step == 0.0 and self.config.learning_rate > 0:
@@ -395,107 +354,50 @@ class Trainer:
         prompts, temperature = sample.micro.prompts, _temperature(sample.micro)
         answers, mask = mx.array(sample.micro.answers), mx.array(sample.micro.mask)
         self.tree.set_parameters(
-            self._by_shape.split({name: a.astype(self.tree.dtype) for name, a in self._stacks.items()})
+            self.learner.by_shape.split({name: a.astype(self.tree.dtype) for name, a in stacks.items()})
         )
         logits = answer_logits(self.tree.module, prompts, answers, self.tree.shares_prompts)
         after = chosen_logprobs(logits, answers, temperature)
         count = mx.maximum(mx.sum(mask), 1)
+        found = {"parameter_norm": norm}
         if not self.config.beta and self.updates % REFERENCE_EVERY == 0:  # else it is known of all answers
             plain = answer_logits(self._reference, prompts, answers, self.tree.shares_prompts)
             reference = chosen_logprobs(plain, answers, temperature)
-            self._reference_kl = _number(mx.sum(divergence(sample.scores, reference) * mask) / count)
+            found["kl"] = number(mx.sum(divergence(sample.scores, reference) * mask) / count)
         moved_by = mx.sum(divergence(sample.scores, after) * mask) / count  # of the old policy to the new: it drew them
-        kl = _number(moved_by)
-        self._restore(self.parameters)
+        kl = number(moved_by)
+        self.learner.restore()
         yield
         if not kl <= self.config.max_kl:
             raise Refused(f"it would move the policy by {kl:.3g} nats a token, over {self.config.max_kl:g}")
-        found = {"update_kl": kl, "parameter_norm": norm}
-        return found if self.config.beta else found | {"kl": self._reference_kl}
+        return found | {"update_kl": kl}
 
     def _compute_with(self, parameters: Parameters) -> None:
         """In the model's own precision, as they are served; products of mixed precision are slow, too."""
         self.tree.set_parameters({name: array.astype(self.tree.dtype) for name, array in parameters.items()})
 
-    def _restore(self, parameters: Parameters) -> None:
-        self.tree.set_parameters(parameters)
+    # To go back to, and what a checkpoint keeps.
 
-    def _set(self, stacks: Parameters) -> None:
-        self._stacks, self.parameters = stacks, self._by_shape.split(stacks)
-        mx.eval(stacks, self.parameters)
-        self._restore(self.parameters)
-
-    # To go back to.
-
-    def snapshot(self) -> "Snapshot":
+    def snapshot(self) -> Snapshot:
         """Copies nothing: arrays stay as they are."""
-        optimizer = tree_map(lambda leaf: leaf, self.optimizer.state)
-        return Snapshot(self.parameters, self._stacks, optimizer, self.updates, self._reference_kl)
+        return self.learner.snapshot()
 
-    def go_back(self, snapshot: "Snapshot") -> None:
-        self.parameters, self._stacks, self.updates = snapshot.parameters, snapshot.stacks, snapshot.updates
-        self._reference_kl = snapshot.reference_kl
-        self.optimizer.state = tree_map(lambda leaf: leaf, snapshot.optimizer)
-        self._restore(self.parameters)
+    def go_back(self, snapshot: Snapshot) -> None:
+        self.learner.go_back(snapshot)
 
-    # What a checkpoint keeps.
-
-    def state(self, snapshot: "Snapshot | None" = None) -> dict[str, Any]:
+    def state(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
         """Arrays by name, on the host: waits for them. As it is now, or was."""
-        kept = snapshot or self.snapshot()
-        split = self._by_shape.split({name: to_numpy(stack) for name, stack in kept.stacks.items()})
-        arrays = {f"parameters.{name}": array for name, array in split.items()}
-        for path, stack in tree_flatten(kept.optimizer):
-            arrays |= {f"optimizer.{name}": one for name, one in self._by_shape.apart(path, to_numpy(stack)).items()}
-        return arrays | {"reference_kl": np.array([kept.reference_kl], np.float64)}
+        return self.learner.state(snapshot)
 
-    def snapshot_of(self, arrays: dict[str, Any], updates: int) -> "Snapshot":
+    def snapshot_of(self, arrays: dict[str, Any], updates: int) -> Snapshot:
         """What `state` has written, to go back to."""
-        parameters = {
-            name.removeprefix("parameters."): mx.array(array)
-            for name, array in arrays.items()
-            if name.startswith("parameters.")
-        }
-        if {name: array.shape for name, array in parameters.items()} != {
-            name: array.shape for name, array in self.parameters.items()
-        }:
-            raise ConfigError("the checkpoint is of an adapter with other layers or another rank")
-        kept = {name.removeprefix("optimizer."): one for name, one in arrays.items() if name.startswith("optimizer.")}
-        paths = [path for path, _ in tree_flatten(self.optimizer.state)]
-        if {name for path in paths for name in self._by_shape.paths(path)} != kept.keys():
-            raise ConfigError("the checkpoint's optimiser is another than this one")
-        leaves = iter([mx.array(self._by_shape.together(path, kept)) for path in paths])
-        optimizer = tree_map(lambda _: next(leaves), self.optimizer.state)
-        if self.config.schedule == "constant" and not self.config.warmup_steps:
-            optimizer["learning_rate"] = mx.array(self.config.learning_rate)  # what is asked for now, not then
-        stacks = self._by_shape.join(parameters)
-        mx.eval(stacks, optimizer)
-        reference_kl = float(arrays["reference_kl"][0]) if "reference_kl" in arrays else 0.0
-        return Snapshot(self._by_shape.split(stacks), stacks, optimizer, updates, reference_kl)
+        return self.learner.snapshot_of(arrays, updates)
 
     def load_state(self, arrays: dict[str, Any], updates: int) -> None:
         self.go_back(self.snapshot_of(arrays, updates))
-
-
-def _number(value: mx.array) -> float:
-    return float(to_numpy(value))
 
 
 def _temperature(micro: Micro) -> mx.array | float:
     """A number where it is one for all: dividing all logits by 1 costs."""
     temperature = micro.temperature
     return float(temperature[0, 0, 0]) if (temperature == temperature[0]).all() else mx.array(temperature)
-
-
-def _schedule(config: RLConfig) -> Any:
-    rate, steps = config.learning_rate, config.total_steps - config.warmup_steps
-    main: Any = rate
-    if config.schedule == "linear":
-        main = optim.linear_schedule(rate, 0.0, max(1, steps))
-    elif config.schedule == "cosine":
-        main = optim.cosine_decay(rate, max(1, steps))
-    if not config.warmup_steps:
-        return main
-    warmup = optim.linear_schedule(rate / config.warmup_steps, rate, config.warmup_steps)
-    rest = main if callable(main) else (lambda _: mx.array(rate))
-    return optim.join_schedules([warmup, rest], [config.warmup_steps])

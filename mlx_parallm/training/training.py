@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from mlx_parallm.errors import (
     ParallmError,
     UnavailableError,
 )
+from mlx_parallm.training.answers import AnswerFile
 from mlx_parallm.training.atropos import Atropos, AtroposConfig, Environment, EnvironmentConfig
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
@@ -32,7 +33,7 @@ from mlx_parallm.training.rewards import Item, Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Report, Session, once
 from mlx_parallm.training.trainer import RLConfig
-from mlx_parallm.training.trajectories import Ledger, Record, Trajectory, prompt_group
+from mlx_parallm.training.trajectories import MAX_KEPT_TOKENS, Ledger, Record, Trajectory, prompt_group
 from mlx_parallm.training.tree import LoRAConfig
 from mlx_parallm.wire import Endpoint
 
@@ -120,6 +121,7 @@ class Training:
         self.environment: Environment | None = None
         self._stopped = threading.Event()
         self.collecting = 0  # calls whose answers are being scored
+        self._answers: AnswerFile | None = None
         engine.recorder = self.ledger
 
     def start(self) -> None:
@@ -130,6 +132,7 @@ class Training:
         if not self.config.trains:
             return
         self.engine.records_all = True
+        self._keep_answers()
         names = [name for entry in self.config.train_adapter for name in entry.split(",") if name]
         for name in names:
             self.add(name, serve=name == names[0])
@@ -138,6 +141,18 @@ class Training:
         if environment is not None:
             self.environment = Environment(environment, self.engine.model.tokenizer.save_pretrained)
             self.environment.start()
+
+    def _keep_answers(self) -> None:
+        """On disk too: feedback may come after a restart."""
+        folder = Path(self.config.checkpoint_dir).expanduser()
+        self._answers = AnswerFile(folder, MAX_KEPT_TOKENS, self.ledger.records)
+        if self.config.resume:
+            self.ledger.restore(self._answers.read())
+        try:
+            self._answers.start()
+        except OSError as error:
+            raise ConfigError(f"--checkpoint-dir {folder} can't be written: {error}") from error
+        self.ledger.on_record = self._answers.put
 
     def _follow_atropos(self, url: str) -> None:
         """Learns from what an Atropos API hands out, on a thread of its own."""
@@ -179,7 +194,6 @@ class Training:
             ):
                 raise InvalidRequestError(f"a trajectory has tokens outside the vocabulary of {size}")
             self.ledger.check(one)
-        session.buffer.counts.collected += len(trajectories)
         return session.update(trajectories)
 
     def add(
@@ -194,6 +208,8 @@ class Training:
             rl or rl_config(config),
             checkpoints=Checkpoints(Path(config.checkpoint_dir).expanduser() / name, config.keep_n_checkpoints),
             checkpoint_interval=config.checkpoint_interval,
+            checkpoint_seconds=config.checkpoint_seconds,
+            update_trajectories=config.update_frequency or None,
             buffer_size=config.trajectory_buffer_size,
             max_staleness=config.max_staleness,
             memory=self._memory_of_one(),
@@ -235,6 +251,8 @@ class Training:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for session in self.sessions.values():
             session.close()
+        if self._answers is not None:
+            self._answers.close()
 
     @property
     def enabled(self) -> bool:
@@ -252,25 +270,29 @@ class Training:
 
     # Where trajectories come from.
 
-    def collect(self, collection: Collection) -> None:
-        """Scores the answers of a call that has ended, and puts them into the buffer; elsewhere, and later."""
+    def collect(self, collection: Collection) -> "Future[dict[int, float]]":
+        """Scores the answers of a call that has ended, and puts them into the buffer, elsewhere: their rewards, by the
+        numbers of the choices; those that could not be scored are missing."""
         with self._lock:
             self.collecting += 1
-        self._pool.submit(self._score, collection)
+        return self._pool.submit(self._score, collection)
 
-    def _score(self, collection: Collection) -> None:
+    def _score(self, collection: Collection) -> dict[int, float]:
         try:
             records = [self._recorded(*choice) for choice in collection.choices]
             items = [self.item(record, collection.metadata) for record in records]
             scores = self.rewards.score(collection.scoring_function, items)
-            found = [self._group(records, record, collection.metadata) for record in records]
-            for record, group, score in zip(records, found, scores, strict=True):
-                if score is not None:
-                    self._keep(record, score, group)
+            groups = [self._group(records, record, collection.metadata) for record in records]
+            scored = [
+                (record, score, group)
+                for record, group, score in zip(records, groups, scores, strict=True)
+                if score is not None
+            ]
+            self.submit(scored)
+            return {record.index: score for record, score, _ in scored}
         except ParallmError as error:
             log.warning("an answer can't be learnt from: %s", error.message)
-        except Exception:
-            log.exception("answers were lost")
+            raise
         finally:
             with self._lock:
                 self.collecting -= 1
@@ -302,25 +324,44 @@ class Training:
         return f"{record.request}" if several else prompt_group(record.prompt_ids)
 
     def feedback(
-        self, request_id: str, reward: float, index: int, group_id: str | None, adapter: str | None
+        self, request_id: str, reward: float, index: int | None, group_id: str | None, adapter: str | None
     ) -> Session:
-        """A reward for an earlier answer."""
-        session = self.session(adapter)
+        """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
+        self.session()
         record = self.ledger.find(request_id, index)
-        return self._keep(record, reward, group_id or "", session)
-
-    def _keep(self, record: Record, reward: float, group_id: str, session: Session | None = None) -> Session:
-        if session is None:
-            session = self.sessions.get(record.policy or "") or self.session()
-        trajectory = Trajectory.recorded(record, reward, group_id)
-        trajectory.off_policy = record.policy != session.name
-        session.buffer.add([trajectory])
+        session = self.session(adapter) if adapter is not None else self.session_of(record)
+        self._keep(session, [(record, reward, group_id or "")])
         return session
 
-    def submit(self, records: Sequence[tuple[Record, float, str]]) -> None:
-        """Rollouts that are scored already."""
-        for record, reward, group in records:
-            self._keep(record, reward, group)
+    def session_of(self, record: Record) -> Session:
+        """Of the adapter that gave an answer."""
+        return self.check_trained(record.policy)
+
+    def check_trained(self, policy: str | None) -> Session:
+        """The session that learns from what this adapter answers."""
+        self.session()
+        if policy is None or policy not in self.sessions:
+            who = "the model without an adapter" if policy is None else f"adapter {policy!r}"
+            raise InvalidRequestError(
+                f"{who} answers, and is not trained here: ask {' or '.join(map(repr, self.sessions))}, or send "
+                "feedback that names one of them as the adapter that is to learn",
+                param="adapter",
+                code="not_trained",
+            )
+        return self.sessions[policy]
+
+    def _keep(self, session: Session, scored: Sequence[tuple[Record, float, str]]) -> None:
+        trajectories = []
+        for record, reward, group_id in scored:
+            trajectory = Trajectory.recorded(record, reward, group_id)
+            trajectory.off_policy = record.policy != session.name
+            trajectories.append(trajectory)
+        session.buffer.add(trajectories)
+
+    def submit(self, scored: Sequence[tuple[Record, float, str]]) -> None:
+        """Answers with their rewards, for the adapter that gave them."""
+        if scored:
+            self._keep(self.session_of(scored[0][0]), scored)
 
     def status(self, name: str | None = None) -> dict[str, Any]:
         if not self.sessions:

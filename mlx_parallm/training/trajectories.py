@@ -9,18 +9,21 @@ import hashlib
 import itertools
 import math
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.types import Request
 
+T = TypeVar("T")
 Spans = tuple[tuple[int, int, int], ...]  # (first token, the one after the last, version)
+MAX_LOGPROB = 1e-4  # rounding may lift the logarithm of 1 a little above 0
 SAME_LOGPROB = 1e-3  # how far what a client sends back may be from the ledger
 MAX_CHOICES = 64
+MAX_KEPT_TOKENS = 1_000_000  # of answers that may still be rewarded, prompts included
 MAX_REWARD = 1e6
 KINDS = ("chatcmpl-", "cmpl-", "gen-")  # before a request's id, in answers
 
@@ -39,6 +42,27 @@ class Record:
     policy: str | None  # the adapter, None: the model alone
     temperature: float
     finish_reason: str = "stop"
+    max_tokens: int | None = None  # that it was allowed
+    choices: int = 1  # of its request
+    mask: tuple[bool, ...] | None = None  # tokens that the model drew, where others wrote some; None: all
+
+    @property
+    def id(self) -> str:
+        """What feedback may call this answer: one name for each of a request's."""
+        name = self.label or self.request
+        return name if self.choices == 1 else f"{name}.{self.index}"
+
+    @property
+    def size(self) -> int:
+        """Its tokens, the prompt's too."""
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    @classmethod
+    def of_json(cls, fields: dict[str, Any]) -> "Record":
+        """What orjson has written of one."""
+        spans = tuple((int(first), int(end), int(version)) for first, end, version in fields["spans"])
+        lists = {name: tuple(fields[name]) for name in ("prompt_ids", "completion_ids", "logprobs")}
+        return cls(**{**fields, **lists, "spans": spans})
 
     def cut(self, tokens: int) -> "Record":
         """The first so many tokens of its answer: a stop string ends it in the middle."""
@@ -68,6 +92,8 @@ class Record:
             None if row.adapter is None else row.adapter.name,
             1.0 if sampling.greedy else sampling.temperature,
             row.finish_reason or "abort",
+            row.max_tokens,
+            sampling.n,
         )
 
 
@@ -87,6 +113,7 @@ class Trajectory:
     request_id: str | None = None
     off_policy: bool = False
     source: tuple[str, int] | None = None  # the engine's request and the choice, of one that was drawn here
+    max_tokens: int | None = None  # that the answer was allowed; None: nobody knows
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,8 +126,11 @@ class Trajectory:
                 raise InvalidRequestError(
                     f"{len(values)} {name} for {len(self.completion_ids)} tokens of the answer", param=name
                 )
-        if self.logprobs is not None and not all(math.isfinite(value) for value in self.logprobs):
-            raise InvalidRequestError("a log-probability is not a finite number", param="logprobs")
+        for place, value in enumerate(self.logprobs or ()):
+            if not math.isfinite(value) or value > MAX_LOGPROB:
+                raise InvalidRequestError(
+                    f"log-probability {place} is {value}, and must be a finite number, at most 0", param="logprobs"
+                )
         self.group_id = self.group_id or prompt_group(self.prompt_ids)
 
     @classmethod
@@ -114,9 +144,18 @@ class Trajectory:
             record.logprobs,
             record.temperature,
             record.spans,
-            request_id=record.label or record.request,
+            request_id=record.id,
+            mask=record.mask,
             source=(record.request, record.index),
+            max_tokens=record.max_tokens,
         )
+
+    @classmethod
+    def of_json(cls, fields: dict[str, Any]) -> "Trajectory":
+        """What orjson has written of one."""
+        spans = tuple((int(first), int(end), int(version)) for first, end, version in fields["spans"])
+        source = fields["source"] and (str(fields["source"][0]), int(fields["source"][1]))
+        return cls(**{**fields, "spans": spans, "source": source})
 
     @property
     def version(self) -> int:
@@ -132,8 +171,9 @@ def prompt_group(prompt: Sequence[int]) -> str:
 class Ledger:
     """The last choices, by the names of their requests; bounded by their tokens."""
 
-    def __init__(self, max_tokens: int = 1_000_000) -> None:
+    def __init__(self, max_tokens: int = MAX_KEPT_TOKENS) -> None:
         self._max_tokens = max_tokens
+        self.on_record: Callable[[Record], None] = lambda record: None  # is told of each answer that is kept
         self._tokens = 0
         self._lock = threading.Lock()
         self._records: OrderedDict[tuple[str, int], Record] = OrderedDict()  # by the client's name and the number
@@ -144,18 +184,35 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __call__(self, request: Request, index: int, row: Row) -> None:
-        """The engine's recorder."""
+    def __call__(self, request: Request, index: int, row: Row, visible: int | None = None) -> None:
+        """The engine's recorder. An answer that was aborted is not whole, and nobody learns from it.
+
+        `visible`: a stop string has ended it for this reader, who saw so many tokens; the engine does not see that.
+        """
         if not row.drawn or not (row.tokens or row.stop_token is not None):
             return
+        if visible is None and row.finish_reason is None:
+            return
         record = Record.of(request, index, row)
-        if row.visible is not None:  # a stop string has ended it, which the engine does not see
-            record = replace(record.cut(row.visible), finish_reason="stop")
+        if visible is not None:
+            record = replace(record.cut(visible), finish_reason="stop")
         with self._lock:
             self._put(record)
             wanted = self._wanted.get(request.id)
+        self.on_record(record)
         if wanted is not None:
             wanted(record)
+
+    def restore(self, records: Iterable[Record]) -> None:
+        """Takes answers that an earlier process has kept, the oldest first."""
+        with self._lock:
+            for record in records:
+                self._put(record)
+
+    def records(self) -> list[Record]:
+        """All that are kept, the oldest first."""
+        with self._lock:
+            return list(self._records.values())
 
     def listen(self, request_ids: Iterable[str], on_record: Callable[[Record], None]) -> None:
         """Has these requests' choices told as they end; on the engine thread, so be short."""
@@ -167,17 +224,37 @@ class Ledger:
             for name in request_ids:
                 self._wanted.pop(name, None)
 
-    def find(self, request_id: str, index: int = 0) -> Record:
+    def find(self, request_id: str, index: int | None = None) -> Record:
+        """An answer by the id of its request and its number, or by its own id; the number may be left out where
+        the request has one answer."""
         with self._lock:
-            for name in _names(request_id):
-                if (record := self._records.get((name, index))) is not None:
-                    return record
-                if (record := self._by_engine.get((name, index))) is not None:
-                    return record
-        raise NotFoundError(
-            f"there is no answer {index} of request {request_id!r} among the last {len(self._records)} kept",
-            param="request_id",
-        )
+            found = self._named(request_id, index)
+        if not found:
+            number = "" if index is None else f" {index}"
+            raise NotFoundError(
+                f"there is no answer{number} of request {request_id!r} among the last {len(self._records)} kept",
+                param="request_id",
+            )
+        if len(found) > 1:
+            raise InvalidRequestError(
+                f"request {request_id!r} has {found[0].choices} answers: say which by index, or by its own id, as "
+                f"{found[0].id!r}",
+                param="index",
+            )
+        return found[0]
+
+    def _named(self, request_id: str, index: int | None) -> list[Record]:
+        for name in _names(request_id):
+            for table in (self._records, self._by_engine):
+                numbers = range(MAX_CHOICES) if index is None else (index,)
+                if found := [table[name, number] for number in numbers if (name, number) in table]:
+                    return found
+            label, _, number = name.rpartition(".")
+            if label and number.isdecimal() and index in (None, int(number)):
+                record = self._records.get((label, int(number)))
+                if record is not None and record.id == name:
+                    return [record]
+        return []
 
     def _put(self, record: Record) -> None:
         key = record.label or record.request, record.index
@@ -185,7 +262,7 @@ class Ledger:
             self._drop(old)
         self._records[key] = self._by_engine[record.request, record.index] = record
         self._by_text[_text(record.prompt_ids, record.completion_ids)] = record
-        self._tokens += _size(record)
+        self._tokens += record.size
         while self._tokens > self._max_tokens and len(self._records) > 1:
             self._drop(self._records.popitem(last=False)[1])
 
@@ -194,7 +271,7 @@ class Ledger:
         text = _text(record.prompt_ids, record.completion_ids)
         if self._by_text.get(text) is record:
             del self._by_text[text]
-        self._tokens -= _size(record)
+        self._tokens -= record.size
 
     def check(self, trajectory: Trajectory) -> None:
         """Marks one off-policy that this server did not draw, or not with these log-probabilities."""
@@ -238,16 +315,17 @@ def _text(prompt: Sequence[int], completion: Sequence[int]) -> bytes:
     return hashlib.blake2b(repr([*prompt, *completion]).encode(), digest_size=16).digest()
 
 
-def _size(record: Record) -> int:
-    return len(record.prompt_ids) + len(record.completion_ids)
-
-
 @dataclass(slots=True)
 class BufferCounts:
     collected: int = 0
     dropped: int = 0  # to make room
     stale: int = 0
     flat: int = 0  # of groups whose rewards are all the same: nothing to learn
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        for name, value in state.items():
+            if hasattr(self, name):
+                setattr(self, name, int(value))
 
 
 class Buffer:
@@ -260,25 +338,79 @@ class Buffer:
         self._changed = threading.Condition()
         self._size = 0
         self.counts = BufferCounts()
+        self.on_add: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None  # may raise: none is taken then
 
     def __len__(self) -> int:
         return self._size
 
-    def add(self, trajectories: Iterable[Trajectory]) -> None:
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
+        """Takes all of them, or none: a group must fit in the buffer."""
         with self._changed:
-            for trajectory in trajectories:
-                group = self._groups.setdefault(trajectory.group_id, [])
-                if trajectory.source is not None and any(one.source == trajectory.source for one in group):
-                    group[:] = [one for one in group if one.source != trajectory.source]  # a later word on the same
-                    self._size -= 1
-                group.append(trajectory)
-                self._size += 1
-                self.counts.collected += 1
-            while self._size > self._max and len(self._groups) > 1:
-                _, oldest = self._groups.popitem(last=False)
-                self._size -= len(oldest)
-                self.counts.dropped += len(oldest)
+            new = Counter(one.group_id for one in trajectories if not self._has(one))
+            for name, count in new.items():
+                if len(self._groups.get(name, ())) + count > self._max:
+                    raise InvalidRequestError(
+                        f"group {name!r} would have {len(self._groups.get(name, ())) + count} trajectories, and the "
+                        f"buffer holds {self._max}: use another group_id, or a larger --trajectory-buffer-size",
+                        param="group_id",
+                    )
+            self.on_add(trajectories)
+            self._put(trajectories)
+            self.counts.collected += len(trajectories)
+            self._make_room({one.group_id for one in trajectories})
             self._changed.notify_all()
+
+    def count(self, collected: int = 0, flat: int = 0) -> None:
+        """Trajectories that an update took from elsewhere, and those that it could not learn from."""
+        with self._changed:
+            self.counts.collected += collected
+            self.counts.flat += flat
+
+    def _make_room(self, keep: Collection[str] = ()) -> None:
+        """Drops the oldest groups, those to keep last."""
+        while self._size > self._max:
+            oldest = next((name for name in self._groups if name not in keep), next(iter(self._groups)))
+            gone = self._groups.pop(oldest)
+            self._size -= len(gone)
+            self.counts.dropped += len(gone)
+
+    def _has(self, trajectory: Trajectory) -> bool:
+        """Whether another reward for the same answer waits in its group."""
+        group = self._groups.get(trajectory.group_id, ())
+        return trajectory.source is not None and any(one.source == trajectory.source for one in group)
+
+    def _put(self, trajectories: Iterable[Trajectory]) -> None:
+        for trajectory in trajectories:
+            group = self._groups.setdefault(trajectory.group_id, [])
+            if self._has(trajectory):
+                group[:] = [one for one in group if one.source != trajectory.source]  # a later word on the same
+                self._size -= 1
+            group.append(trajectory)
+            self._size += 1
+
+    def put_back(self, trajectories: Sequence[Trajectory]) -> None:
+        """Those that were taken for an update that did not come about: the first to be taken again."""
+        with self._changed:
+            waiting = [one for group in self._groups.values() for one in group]
+            self._groups.clear()
+            self._size = 0
+            self._put([*trajectories, *waiting])
+            self._make_room()
+            self._changed.notify_all()
+
+    def restore(self, trajectories: Sequence[Trajectory], counts: Mapping[str, int], later: int) -> None:
+        """Takes what an earlier process has kept; nobody is told. The last ones, `later`, were not counted yet."""
+        with self._changed:
+            self.counts.restore(counts)
+            self.counts.collected += later
+            self._put(trajectories)
+            self._make_room()
+            self._changed.notify_all()
+
+    def freeze(self, work: Callable[[], T]) -> tuple[list[Trajectory], dict[str, int], T]:
+        """What waits, the counts, and what `work` gives, with nothing added in between."""
+        with self._changed:
+            return [one for group in self._groups.values() for one in group], asdict(self.counts), work()
 
     def ready(self) -> int:
         """Trajectories that have others to be compared with."""

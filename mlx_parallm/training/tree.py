@@ -20,7 +20,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes
 
 from mlx_parallm.adapters.weights import Adapter, Part
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.batches import PaddedPrompts
@@ -102,6 +102,37 @@ class PromptCache:
         if window_size is None:
             return mask
         return mask & (queries - gap < mx.where(keys < width, keys, keys - gap) + window_size)
+
+
+class PackedCache:
+    """For rows that hold several texts, one after another: none sees another's. `texts` (n, T): the number of the text
+    that a token is of. Positions go on from one text to the next, which attention by distances does not see."""
+
+    def __init__(self, texts: mx.array) -> None:
+        self.offset = 0
+        self._texts = texts
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+    def make_mask(self, length: int, *, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        places = mx.arange(length)
+        mask = (places[:, None] >= places) & (self._texts[:, None, :, None] == self._texts[:, None, None, :])
+        return mask if window_size is None else mask & (places[:, None] < places + window_size)  # (n, 1, T, T)
+
+
+def can_pack(module: nn.Module, vocab_size: int) -> bool:
+    """Whether texts in one row are computed as if each were alone, by the look of it and by trying."""
+    if not all(type(cache) is KVCache for cache in make_prompt_cache(module)):
+        return False
+    texts = [[(7 * place + length) % vocab_size for place in range(length)] for length in (5, 3)]
+    numbers = mx.array([[0] * 5 + [1] * 3])
+    try:
+        found = module(mx.array([texts[0] + texts[1]]), cache=[PackedCache(numbers) for _ in module.layers])
+    except (ValueError, TypeError, AttributeError, RuntimeError):
+        return False
+    expected = mx.concatenate([module(mx.array([text]))[0] for text in texts]).astype(mx.float32)
+    return bool((mx.linalg.norm(found[0].astype(mx.float32) - expected) <= 0.02 * mx.linalg.norm(expected)).item())
 
 
 def answer_logits(module: nn.Module, prompts: PaddedPrompts, answers: mx.array, shared: bool) -> mx.array:
@@ -203,6 +234,28 @@ class LearningTree:
 
     def set_parameters(self, parameters: dict[str, mx.array]) -> None:
         self.module.update(tree_unflatten(list(parameters.items())))
+
+    def parameters_of(self, adapter: Adapter) -> dict[str, mx.array]:
+        """An adapter's, to go on from: it must have the very layers and the rank that learn here."""
+        own, found = self.parameters(), dict[str, mx.array]()
+        for path, part in adapter.parts.items():
+            arrays = {"lora_a": part.a.T, "lora_b": part.b.T / self.lora.scale, "m": part.m}
+            found |= {f"{path}.{name}": mx.array(one) for name, one in arrays.items() if one is not None}
+        missing, other = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
+        if missing or other:
+            raise ConfigError(
+                f"the adapter to go on from has other layers: {missing[0]} is missing"
+                if missing
+                else f"the adapter to go on from has {other[0]}, which does not learn: give the same "
+                "--lora-target-modules, --lora-layers and --lora-dora"
+            )
+        wrong = next((name for name in own if own[name].shape != found[name].shape), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"the adapter to go on from has {wrong} of shape {found[wrong].shape}, and {own[wrong].shape} learns: "
+                f"give --lora-rank {adapter.rank}"
+            )
+        return {name: found[name].astype(mx.float32) for name in own}
 
     def adapter(self) -> Adapter:
         """The parameters as they are now, to be published. Waits for them."""

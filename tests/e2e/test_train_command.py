@@ -2,9 +2,11 @@
 
 import json
 import random
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -162,6 +164,88 @@ def test_wrong_settings_are_said_at_once(tiny_folder: Path, tmp_path: Path) -> N
         assert word in done.stderr + done.stdout
 
 
+TAKEN = socket.create_server(("127.0.0.1", 0))
+
+
+def offline(folder: Path, out: Path, *flags: str) -> list[str]:
+    """A run on a port that is taken: it must not want it."""
+    return [
+        *(sys.executable, "-m", "mlx_parallm", "train", "--model-path", str(folder), "--no-ssd"),
+        *("--port", str(TAKEN.getsockname()[1])),
+        *("--lora-rank", "4", "--checkpoint-dir", str(out), *flags),
+    ]
+
+
+def rows(path: Path, count: int, make: Callable[[Callable[[int], str]], dict[str, object]]) -> str:
+    chance = random.Random(0)
+    words = "the and ing ten sea wall tower other on in".split()
+    made = [json.dumps(make(lambda k: " ".join(chance.choices(words, k=k)))) for _ in range(count)]
+    path.write_text("\n".join(made) + "\n")
+    return str(path)
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_sft_then_dpo_then_rl_each_go_on_from_the_last(tiny_folder: Path, tmp_path: Path) -> None:
+    examples = rows(tmp_path / "sft.jsonl", 40, lambda some: {"prompt": some(4), "completion": f"zz {some(2)}"})
+    flags = ("--mode", "sft", "--dataset", examples, "--learning-rate", "5e-3", "--epochs", "2", "--packing")
+    shown = finish(offline(tiny_folder, tmp_path, *flags, "--peft-export", str(tmp_path / "peft"), "--patience", "3"))
+    assert "36 examples to learn from, 4 held out" in shown
+    losses = [line["held_out_loss"] for line in lines(tmp_path / "sft-log") if "held_out_loss" in line]
+    assert losses[-1] < losses[0] - 1
+    assert (tmp_path / "sft-log" / "report.png").is_file()
+    own, settings = read_folder(tmp_path / "sft", 1 << 20)
+    assert settings["fine_tune_type"] == "lora"
+    assert {path.rsplit(".", 1)[-1] for path in own.parts} == {"q_proj", "v_proj"}
+    assert read_folder(tmp_path / "peft", 1 << 20)[0].parts.keys() == own.parts.keys()
+
+    pairs = rows(
+        tmp_path / "dpo.jsonl",
+        40,
+        lambda some: {"prompt": some(4), "chosen": f"{some(2)} a", "rejected": f"{some(2)} q"},
+    )
+    flags = ("--mode", "dpo", "--dataset", pairs, "--learning-rate", "5e-3", "--init-adapter", str(tmp_path / "sft"))
+    finish(offline(tiny_folder, tmp_path, *flags))
+    first, *_, after = [line for line in lines(tmp_path / "dpo-log") if "held_out_loss" in line]
+    assert first["held_out_margin"] == pytest.approx(0, abs=1e-3)  # by the adapter that it began with
+    assert after["held_out_accuracy"] > 0.5
+    assert after["held_out_loss"] < first["held_out_loss"]
+
+    questions = rows(tmp_path / "rl.jsonl", 30, lambda some: {"prompt": some(5), "answer": some(1)})
+    arguments = [
+        *command(tiny_folder, tmp_path, free_port(), "--steps", "2", "--init-adapter", str(tmp_path / "dpo")),
+        *("--dataset", questions, "--reward", "exact@2", "--reward", "length=1@0.5", "--reward", "regex=a"),
+    ]
+    finish(arguments)
+    log = lines(tmp_path / "policy")
+    for entry in log[1:]:
+        parts = entry["reward/exact"], entry["reward/length"], entry["reward/regex"]
+        assert entry["reward"] == pytest.approx(2 * parts[0] + 0.5 * parts[1] + parts[2])
+    assert {"held_out/exact", "held_out/length", "held_out/regex"} <= log[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (("--mode", "sft"), "needs --dataset"),
+        (("--mode", "sft", "--dataset", "nothing.jsonl"), "can't be read"),
+        (("--mode", "dpo", "--dataset", "BAD"), "line 1: field 'prompt' is missing"),
+        (("--mode", "sft", "--dataset", "BAD", "--report-to", "neptune"), "there is tensorboard"),
+        (("--dataset", "BAD"), "--reward"),
+    ],
+)
+def test_wrong_datasets_are_said(tiny_folder: Path, tmp_path: Path, flags: tuple[str, ...], word: str) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n')
+    arguments = offline(tiny_folder, tmp_path, *(str(bad) if flag == "BAD" else flag for flag in flags))
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert word in " ".join((done.stderr + done.stdout).split())
+    assert "Traceback" not in done.stderr
+
+
 def test_a_reward_model_is_trained_served_and_scores(tiny_folder: Path, tmp_path: Path) -> None:
     chance = random.Random(0)
     words = "the and ing ten sea wall tower other on in".split()
@@ -171,7 +255,7 @@ def test_a_reward_model_is_trained_served_and_scores(tiny_folder: Path, tmp_path
             better, worse = (f"{' '.join(chance.choices(words, k=3))} {end}" for end in ("zz", "qq"))
             file.write(json.dumps({"prompt": prompt, "chosen": better, "rejected": worse}) + "\n")
     flags = ("--mode", "rm", "--pairs", str(tmp_path / "pairs.jsonl"), "--learning-rate", "5e-3", "--pair-epochs", "4")
-    shown = finish(command(tiny_folder, tmp_path, free_port(), *flags))
+    shown = finish(offline(tiny_folder, tmp_path, *flags))
     assert "held out: " in shown
     port = free_port()
     arguments = [

@@ -173,7 +173,13 @@ def test_collected_answers_are_scored_and_buffered(client: httpx.Client, stream:
     else:
         found = api.stream_completion(prompt=PROMPT, **body) if stream else [api.complete(prompt=PROMPT, **body)]
     assert any("policy_version" in choice for answer in found for choice in answer["choices"])
-    until(client, lambda now: now["trajectories_buffered"] == before + 3)
+    assert status(client)["trajectories_buffered"] == before + 3, "they were taken before the answer was whole"
+    if stream:
+        (rewards,) = (answer["rewards"] for answer in found if "rewards" in answer)
+    else:
+        rewards = [choice["reward"] for choice in found[0]["choices"]]
+    assert all(reward <= 0 for reward in rewards)
+    assert len(rewards) == 3
 
 
 def test_an_answer_ended_by_a_stop_string_is_learnt_from_as_the_client_saw_it(client: httpx.Client) -> None:
@@ -231,9 +237,8 @@ def test_checkpoints_on_demand_and_internals(client: httpx.Client) -> None:
     found = post(client, "/training/checkpoint", {"name": "named"})
     answers.CheckpointWritten.model_validate(found)
     folder = Path(found["path"])
-    assert {"adapters.safetensors", "adapter_config.json", "state.json", "trainer.safetensors"} == {
-        file.name for file in folder.iterdir()
-    }
+    names = {"adapters.safetensors", "adapter_config.json", "buffer.jsonl", "state.json", "trainer.safetensors"}
+    assert names == {file.name for file in folder.iterdir()}
     assert post(client, "/training/checkpoint", {})["checkpoint"].startswith("step-")
     loaded = post(client, "/load_adapter", {"name": "kept", "path": str(folder)})
     assert loaded["policy_version"] == 1
@@ -298,7 +303,10 @@ def test_metrics_have_the_promised_names(client: httpx.Client) -> None:
         ("/v1/training/update", {"checkpoint_name": "../../etc"}, 400, ""),
         ("/v1/training/feedback", {"request_id": "never", "reward": 1.0}, 404, "never"),
         ("/v1/training/feedback", {"request_id": "x"}, 400, "reward"),
-        ("/v1/adapters/unload", {"name": "policy"}, 400, "trained"),
+        ("/v1/adapters/unload", {"name": "policy"}, 409, "trained"),
+        ("/v1/adapters/load", {"name": "policy", "path": "anywhere"}, 409, "trained"),
+        ("/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "x", "load_inplace": True}, 409, "trained"),
+        ("/update_adapter_weights", {"name": "policy", "tensors": "eA=="}, 409, "trained"),
         ("/training/checkpoint", {"name": "../up"}, 400, "name"),
         ("/v1/rl/rollout", {"prompts": []}, 400, "prompts"),
         ("/v1/rl/rollout", {"prompts": [[]]}, 400, "empty"),
@@ -385,3 +393,128 @@ def test_ids_outside_the_vocabulary_are_named(client: httpx.Client, field: str, 
     rollout = client.post("/v1/rl/rollout", json={"prompts": [[5, token]], "n": 2, "max_tokens": 2})
     assert rollout.status_code == 400
     assert client.get("/health").status_code == 200
+
+
+def test_an_upload_to_what_is_trained_is_refused(client: httpx.Client) -> None:
+    before = status(client)["policy_version"]
+    answer = client.post("/v1/adapters/upload", data={"name": "policy"}, files={"weights": b"x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "adapter_in_training")
+    assert status(client)["policy_version"] == before
+
+
+def test_each_sample_has_an_id_of_its_own(client: httpx.Client) -> None:
+    """Handed back by their ids alone, each is learnt from once."""
+    [group] = rollout(client, n=4, seed=11)
+    names = [sample["request_id"] for sample in group["samples"]]
+    assert len(set(names)) == 4
+    by_id = [{"group_id": "g", "request_id": name, "reward": float(place)} for place, name in enumerate(names)]
+    found = post(client, "/v1/training/update", {"trajectories": by_id})
+    lengths = [len(sample["completion_ids"]) for sample in group["samples"]]
+    assert (found["trajectories_used"], found["metrics"]["tokens"]) == (4, sum(lengths))
+    assert found["metrics"]["off_policy"] == 0
+    twice = client.post("/v1/training/update", json={"trajectories": [by_id[0], by_id[1], by_id[0]]})
+    assert twice.status_code == 400
+    assert twice.json()["error"]["param"] == "trajectories.2.request_id"
+    assert "trajectory 0" in twice.json()["error"]["message"]
+
+
+def test_an_answer_of_several_must_be_said_which(client: httpx.Client) -> None:
+    answer = Api(client).complete(prompt=PROMPT, n=2, max_tokens=3, temperature=1.0)
+    found = client.post("/v1/training/feedback", json={"request_id": answer["id"], "reward": 1.0})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "index")
+    assert post(client, "/v1/training/feedback", {"request_id": answer["id"], "index": 1, "reward": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"logprobs": [0.5, -0.1]}, "logprobs"),
+        ({"policy_version": 10_000}, "policy_version"),
+        ({"policy_version": -1}, "policy_version"),
+        ({"reward": 1e30}, "reward"),
+        ({"mask": [True]}, "mask"),
+        ({"logprobs": [-0.1]}, "logprobs"),
+        ({"completion_ids": [5] * 5000}, "completion_ids"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_trajectory(client: httpx.Client, wrong: dict[str, Any], param: str) -> None:
+    good = {"group_id": "g", "prompt_ids": [5, 6], "completion_ids": [7, 8], "reward": 1.0, "logprobs": [-1.0, -1.0]}
+    body = {"trajectories": [good, good | {"completion_ids": [8, 7]}, good | wrong]}
+    answer = client.post("/v1/training/update", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == f"trajectories.2.{param}"
+
+
+def test_a_refused_update_is_an_error_and_counted(client: httpx.Client) -> None:
+    [group] = rollout(client, n=2, seed=12)
+    same = [{"group_id": "g", "request_id": sample["request_id"], "reward": 1.0} for sample in group["samples"]]
+    before = status(client)
+    answer = client.post("/v1/training/update", json={"trajectories": same})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "update_refused")
+    assert "different rewards" in answer.json()["error"]["message"]
+    after = status(client)
+    assert after["updates_refused"] == before["updates_refused"] + 1
+    assert "different rewards" in after["last_refusal"]
+    assert after["history"][-1]["refused"] == after["last_refusal"]
+    assert after["policy_version"] == before["policy_version"]
+
+
+def test_a_divergence_is_told_with_the_update_that_measured_it(client: httpx.Client) -> None:
+    for seed in range(5):
+        [group] = rollout(client, n=4, seed=20 + seed)
+        pair = [
+            {"group_id": "g", "request_id": sample["request_id"], "reward": float(place)}
+            for place, sample in enumerate(group["samples"])
+        ]
+        found = post(client, "/v1/training/update", {"trajectories": pair})
+        now = status(client)
+        assert ("kl" in found["metrics"]) == (now["kl_measured_at_update"] == now["updates"])
+        if "kl" in found["metrics"]:
+            assert now["kl"] == found["metrics"]["kl"]
+
+
+def test_a_rollback_over_http_takes_the_trainer_along(client: httpx.Client) -> None:
+    greedy = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "request_id": "r", "model": "policy"}
+    before, updates = post(client, "/generate", greedy), status(client)["updates"]
+    for seed in (31, 32):
+        rollout(client, n=8, seed=seed, scoring_function="shorter", submit=True)
+        post(client, "/v1/training/update", {})
+    newest = status(client)["policy_version"]
+    found = post(client, "/v1/adapters/rollback", {"name": "policy", "version": before["policy_version"]})
+    assert found["policy_version"] == before["policy_version"]
+    assert status(client)["updates"] == updates
+    assert post(client, "/generate", greedy)["completion_ids"] == before["completion_ids"]
+    rollout(client, n=8, seed=33, scoring_function="shorter", submit=True)
+    found = post(client, "/v1/training/update", {})
+    assert found["policy_version"] > newest
+    assert status(client)["updates"] == updates + found["published"]
+
+
+def test_feedback_goes_to_the_adapter_that_answered(tiny_folder: Path, flags: list[str], tmp_path: Path) -> None:
+    """And outlasts a kill, as does the answer that it is about."""
+    flags = [*flags, "--train-adapter", "pa", "--train-adapter", "pb", "--checkpoint-dir", str(tmp_path)]
+
+    def ready(client: httpx.Client, adapter: str) -> int:
+        return int(client.get("/v1/training/status", params={"adapter": adapter}).json()["trajectories_ready"])
+
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        api = Api(client)
+        names = [
+            api.complete(model="pb", prompt=PROMPT, max_tokens=4, temperature=1.0, seed=seed)["id"] for seed in range(3)
+        ]
+        for place, name in enumerate(names[:2]):
+            found = post(client, "/v1/training/feedback", {"request_id": name, "reward": float(place)})
+            assert found["adapter"] == "pb"
+        assert (ready(client, "pa"), ready(client, "pb")) == (0, 2)
+        elsewhere = post(client, "/v1/training/feedback", {"request_id": names[0], "reward": 1.0, "adapter": "pa"})
+        assert elsewhere["adapter"] == "pa"
+        post(client, "/model/switch-lora", {"version": "base"})
+        base = api.complete(prompt=PROMPT, max_tokens=4)["id"]
+        refused = client.post("/v1/training/feedback", json={"request_id": base, "reward": 1.0})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_trained")
+        time.sleep(0.2)  # answers are written down within milliseconds
+        server.process.kill()
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        assert (ready(client, "pa"), ready(client, "pb")) == (0, 2)
+        found = post(client, "/v1/training/feedback", {"request_id": names[2], "reward": 0.5})
+        assert (found["adapter"], found["trajectories_ready"]) == ("pb", 3)

@@ -178,7 +178,7 @@ def test_training_that_fails_is_undone() -> None:
         next(steps)
     assert rewards.updates
     rewards.parameters = {**rewards.parameters, "head.weight": rewards.parameters["head.weight"] * float("nan")}
-    with pytest.raises(ParallmError, match="not finite"):
+    with pytest.raises(ParallmError, match=r"the gradient's norm is|the loss is"):
         run(steps)
     assert all(np.array_equal(array, rewards.state()[name]) for name, array in kept.items())
     assert rewards.updates == 0

@@ -10,8 +10,9 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
+from mlx_parallm.training.learner import Pace
 from mlx_parallm.training.objectives import AGGREGATION, chosen_logprobs
-from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer, _Pace
+from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer
 from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.training.tree import LearningTree, LoRAConfig, PromptCache, answer_logits, can_share_prompts
 from tests.engine.harness import as_served
@@ -171,7 +172,7 @@ def test_a_micro_batch_has_no_more_tokens_than_memory_holds() -> None:
         run(trainer, made())
     whole = max(seen)
     assert seen[-1] == whole
-    taken, tokens = trainer._largest
+    taken, tokens = trainer.budget.largest
     trainer._memory = trainer.working_bytes + int(taken / tokens * whole / 3)
     seen.clear()
     assert run(trainer, made()).adapter is not None
@@ -274,6 +275,26 @@ def test_groups_without_a_difference_are_skipped_and_counted() -> None:
     assert (outcome.used, outcome.skipped) == (4, 4)
 
 
+def test_with_a_penalty_flat_groups_are_drawn_back_to_the_model() -> None:
+    flat = made(lambda _: 1.0)
+    for beta, published in ((0.0, False), (0.5, True)):
+        trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2, beta=beta, max_kl=100.0))
+        for seed in range(3):
+            assert run(trainer, made(seed=seed)).adapter is not None
+        outcome = run(trainer, flat)
+        assert (outcome.adapter is not None) == published
+        assert (outcome.used, outcome.skipped) == ((8, 0) if published else (0, 8))
+        assert outcome.metrics["flat_trajectories"] == 8
+
+
+def test_a_divergence_is_told_only_by_the_update_that_measured_it() -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2))
+    told = ["kl" in run(trainer, made(seed=seed)).metrics for seed in range(6)]
+    assert told == [True, False, False, False, True, False]
+    always = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2, beta=0.1))
+    assert all("kl" in run(always, made(seed=seed)).metrics for seed in range(3))
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -350,7 +371,7 @@ def test_dora_learns_too() -> None:
 
 
 def test_pieces_find_their_size() -> None:
-    pace = _Pace(0.5, 0)
+    pace = Pace(0.5, 0)
     for _ in range(10):
         pace.note(pace.budget(), 0.01)
     assert pace.budget() == 8192
@@ -363,7 +384,7 @@ def test_pieces_find_their_size() -> None:
     for _ in range(20):
         pace.note(pace.budget(), 5.0)
     assert pace.budget() == 32
-    assert _Pace(0.5, 77).budget() == 77
+    assert Pace(0.5, 77).budget() == 77
 
 
 def test_whatever_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,26 @@
-"""Makes trl.json: what TRL's own GRPOTrainer._compute_loss gives for made-up tensors, and its gradient.
+"""Makes trl.json: what TRL's own trainers give for made-up tensors: losses, their gradients, and advantages.
 
     python -m venv TRL && TRL/bin/pip install trl torch && TRL/bin/python tests/golden/make_trl.py
 
-Run once; the numbers are committed. The trainer around the method is a stand-in: the loss reads only its settings.
+Run once; the numbers are committed. Losses are those of GRPOTrainer._compute_loss and RLOOTrainer._compute_loss; the
+trainer around them is a stand-in, since they read only its settings. Advantages are those that whole trainers come to
+in a step on a tiny model, with rewards given here. TRL has no REINFORCE: RLOO's loss with a clip that never
+acts is the same.
 """
 
 import json
+import tempfile
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import torch
 import trl
-from trl import GRPOTrainer
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+NEVER = 1e9
 CASES = {
     "grpo": {"loss_type": "grpo"},
     "grpo with KL": {"loss_type": "grpo", "beta": 0.1},
@@ -21,8 +29,14 @@ CASES = {
     "dapo with KL": {"loss_type": "dapo", "beta": 0.05, "epsilon_high": 0.28},
     "dr_grpo": {"loss_type": "dr_grpo"},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},  # the bound itself
+    "cispo with KL": {"loss_type": "cispo", "epsilon_high": 1.1, "beta": 0.05},
+    "rloo": {"loss_type": "rloo"},
+    "rloo, asymmetric clip": {"loss_type": "rloo", "epsilon_high": 0.5},
+    "reinforce": {"loss_type": "reinforce", "epsilon_low": NEVER, "epsilon_high": NEVER},
 }
 MAX_LENGTH = 32
+REWARDS = [1.0, 0.0, 0.5, 2.0, 2.0, -1.0]  # two groups of three
 
 
 def trainer_of(case: dict[str, object], new: torch.Tensor) -> MagicMock:
@@ -44,7 +58,40 @@ def trainer_of(case: dict[str, object], new: torch.Tensor) -> MagicMock:
     trainer.accelerator.num_processes = 1
     trainer._get_per_token_logps_and_entropies.return_value = (new, torch.zeros_like(new), None)
     trainer.accelerator.gather.side_effect = lambda value: value
+    trainer.accelerator.reduce.side_effect = lambda value, reduction: value
     return trainer
+
+
+def advantages_of(kind: type, config: type, **settings: object) -> list[float]:
+    """What a step of a whole trainer makes of the rewards."""
+    vocabulary = {word: place for place, word in enumerate(["<eos>", "a", "b", "c", "d"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(vocabulary), pad_token_id=0, eos_token_id=0, **small))
+    seen = []
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"output_dir": folder, "num_generations": 3, "per_device_train_batch_size": 6, "max_steps": 1}
+        arguments = config(**options, **settings, max_completion_length=4, report_to=[], use_cpu=True)
+        trainer = kind(
+            model=model,
+            reward_funcs=lambda completions, **_: REWARDS[: len(completions)],
+            args=arguments,
+            train_dataset=Dataset.from_dict({"prompt": ["a b", "c d"]}),
+            processing_class=wrapped,
+        )
+        scored = trainer._generate_and_score_completions
+
+        def noted(inputs: list[dict[str, object]]) -> dict[str, torch.Tensor]:
+            """Looks at them before they are shuffled."""
+            found = scored(inputs)
+            seen.append(found["advantages"].tolist())
+            return found
+
+        trainer._generate_and_score_completions = noted
+        trainer.train()
+    return seen[0]
 
 
 def main() -> None:
@@ -54,9 +101,11 @@ def main() -> None:
     new = old + 0.4 * torch.randn(rows, length)
     reference = old + 0.3 * torch.randn(rows, length)
     mask = (torch.arange(length)[None] < torch.tensor([9, 7, 5, 9, 3, 1])[:, None]).float()
-    rewards = torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, -1.0])
-    groups = rewards.view(-1, 3)
-    advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1)
+    advantages = {
+        "grpo": advantages_of(GRPOTrainer, GRPOConfig, loss_type="grpo"),
+        "dr_grpo": advantages_of(GRPOTrainer, GRPOConfig, loss_type="dr_grpo", scale_rewards=False),
+        "rloo": advantages_of(RLOOTrainer, RLOOConfig, beta=0.0),
+    }
     found = {}
     for name, case in CASES.items():
         leaf = new.clone().requires_grad_()
@@ -65,19 +114,21 @@ def main() -> None:
             "prompt_mask": torch.ones(rows, 1),
             "completion_ids": torch.zeros(rows, length, dtype=torch.long),
             "completion_mask": mask,
-            "advantages": advantages,
+            "advantages": torch.tensor(advantages["grpo"]),  # any will do for a loss
             "old_per_token_logps": old,
+            "old_logps": (old * mask).sum(1),
             "ref_per_token_logps": reference,
             "num_items_in_batch": mask.sum(),
         }
-        loss = GRPOTrainer._compute_loss(trainer_of(case, leaf), None, inputs)
+        kind = RLOOTrainer if case["loss_type"] in ("rloo", "reinforce") else GRPOTrainer
+        loss = kind._compute_loss(trainer_of(case, leaf), None, inputs)
         loss.backward()
         found[name] = {"settings": case, "loss": loss.item(), "gradient": leaf.grad.tolist()}
     document = {
         "trl": trl.__version__,
         "max_length": MAX_LENGTH,
-        "rewards": rewards.tolist(),
-        "advantages": advantages.tolist(),
+        "rewards": REWARDS,
+        "advantages": advantages,
         "old": old.tolist(),
         "new": new.tolist(),
         "reference": reference.tolist(),

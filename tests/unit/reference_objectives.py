@@ -2,7 +2,8 @@
 
 Loops over answers and tokens, with gradients worked out by hand. The definitions are those of the papers with the
 departures that the docstring of `objectives` names: the policy that sampled is the old one, and the deviation of a
-group is that of a sample, with 1e-4 added.
+group is that of a sample, with 1e-4 added. GSPO, RLOO and REINFORCE have one ratio for an answer, the first the
+geometric mean of its tokens', the others their product.
 """
 
 import math
@@ -87,16 +88,18 @@ def _add_answer(
         return
     ratios = {place: math.exp(new[answer, place] - old[answer, place]) for place in places}
     kept = _near(found, objective, ratios)
-    whole = math.prod(ratios.values()) ** (1 / len(ratios))
+    product = math.prod(ratios.values())
+    whole = {"gspo": product ** (1 / len(ratios)), "rloo": product, "reinforce": product}.get(objective.algorithm)
     for place in kept:
         found.kept[answer, place] = 1.0
-        ratio = whole if objective.algorithm == "gspo" else ratios[place]
+        ratio = ratios[place] if whole is None else whole
         loss, slope, clipped = _token(found, objective, ratio, new[answer, place], advantage)
         found.value += weight * loss
         found.clipped[answer, place] = clipped
-        if objective.algorithm == "gspo":  # each token has its part in the ratio of all
+        if whole is not None:  # each token has its part in the ratio of all
             for other in places:
-                found.gradient[answer, other] += weight * slope / len(places)
+                part = 1 / len(places) if objective.algorithm == "gspo" else 1.0
+                found.gradient[answer, other] += weight * slope * part
         else:
             found.gradient[answer, place] += weight * slope
         if reference is not None:
@@ -122,8 +125,8 @@ def _near(found: ReferenceLoss, objective: Objective, ratios: dict[int, float]) 
 def _token(
     found: ReferenceLoss, objective: Objective, ratio: float, logprob: float, advantage: float
 ) -> tuple[float, float, bool]:
-    """Loss, its slope by the log-probability (for GSPO, by that of the whole answer), and whether it is clipped."""
-    if objective.algorithm in ("rloo", "reinforce"):
+    """Loss, its slope by the logarithm of the ratio, and whether it is clipped."""
+    if objective.algorithm == "reinforce":
         return -ratio * advantage, -ratio * advantage, False
     low, high = 1 - objective.clip_low, 1 + objective.clip_high
     found.margin = min(found.margin, abs(ratio - low), abs(ratio - high))

@@ -1,6 +1,8 @@
 """How an update is cut into micro-batches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -150,10 +152,10 @@ def expected_batch(some: list[Trajectory], algorithm: str) -> dict[int, tuple[fl
         for place, one in enumerate(some)
         if one.advantage is not None or max(by_group[one.group_id]) > min(by_group[one.group_id])
     ]
-    lengths = [sum(some[place].mask or [True] * len(some[place].completion_ids)) for place in taught]
-    weights = reference_weights(lengths, algorithm, 64) if taught else []
+    lengths = [sum(one.mask or [True] * len(one.completion_ids)) for one in some]
+    weights = reference_weights(lengths, algorithm, 64)
     given = [found[place] if one.advantage is None else one.advantage for place, one in enumerate(some)]
-    return {place: (given[place], weight) for place, weight in zip(taught, weights, strict=True)}
+    return {place: (given[place], weights[place]) for place in taught}
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -210,6 +212,42 @@ def test_a_batch_of_equal_rewards_is_empty() -> None:
     found = Batch.of([Trajectory([1], [2], 1.0, "a"), Trajectory([1], [3], 1.0, "a")], "grpo", 8)
     assert (found.trajectories, found.flat, len(found.weight)) == ([], 2, 0)
     assert list(found.micros(lambda: 100)) == []
+
+
+def test_flat_groups_count_in_the_weights_and_stay_where_they_have_a_divergence() -> None:
+    some = [Trajectory([1], [2] * (2 + n), float(n % 2), "differs") for n in range(2)]
+    some += [Trajectory([1], [3] * 5, 1.0, "flat") for _ in range(2)]
+    for algorithm in get_args(Algorithm):
+        gone, kept = (Batch.of(some, algorithm, 64, keep_flat=stays) for stays in (False, True))
+        assert gone.trajectories == some[:2]
+        assert kept.trajectories == some
+        assert (gone.flat, kept.flat) == (2, 2)
+        assert kept.advantage[2:].tolist() == [0.0, 0.0]
+        assert gone.advantage.tolist() == kept.advantage[:2].tolist()
+        assert gone.weight.tolist() == kept.weight[:2].tolist()
+        assert kept.weight.tolist() == pytest.approx(reference_weights([2, 3, 5, 5], algorithm, 64))
+
+
+def test_dr_grpo_divides_by_what_an_answer_was_allowed() -> None:
+    @dataclass
+    class Limited:
+        """A trajectory that knows how long it could have been."""
+
+        completion_ids: list[int]
+        reward: float
+        max_tokens: int | None
+        prompt_ids: Sequence[int] = (1,)
+        group_id: str = "a"
+        advantage: float | None = None
+        mask: None = None
+
+    def weights(*limits: int | None, max_length: int | None = None) -> list[float]:
+        some = [Limited([5] * (n + 1), float(n), limit) for n, limit in enumerate(limits)]
+        return Batch.of(some, "dr_grpo", max_length).weight.tolist()  # type: ignore[arg-type]
+
+    assert weights(10, 40) == pytest.approx([1 / 80] * 2)
+    assert weights(None, None) == pytest.approx([1 / 4] * 2)  # unknown: the longest answer's own length
+    assert weights(10, 40, max_length=16) == pytest.approx([1 / 32] * 2)
 
 
 @pytest.mark.parametrize(

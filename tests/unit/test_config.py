@@ -158,7 +158,7 @@ def test_modes_of_training() -> None:
 
 def test_a_reward_model_has_a_rate_of_its_own_unless_one_is_given() -> None:
     reward = {"mode": "rm", "pairs": "pairs.jsonl"}
-    assert settings_of({}, {}).learning_rate == 1e-5
+    assert settings_of({}, {}).learning_rate == 5e-4
     assert settings_of(reward, {}).learning_rate == 2e-4
     assert settings_of(reward | {"learning_rate": 1e-3}, {}).learning_rate == 1e-3
     assert settings_of(reward, {"PARALLM_LEARNING_RATE": "1e-5"}).learning_rate == 1e-5

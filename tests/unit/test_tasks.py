@@ -1,5 +1,6 @@
 """Tasks make problems by the random generator they are given and score exactly; scoring functions and their limits."""
 
+import json
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.training.rewards import Item, Rewards, load_function
-from mlx_parallm.training.tasks import TASKS, Task, find_task
+from mlx_parallm.training.tasks import TASKS, Rows, Task, find_task
 
 
 @pytest.mark.parametrize("name", list(TASKS))
@@ -123,3 +124,25 @@ def test_functions_by_name(tmp_path: Path) -> None:
     for bad in ("sqrt", "math:nothing", "no.such.module:f", f"{file}:number", f"{tmp_path}/none.py:f"):
         with pytest.raises(ConfigError):
             load_function(bad)
+
+
+def test_rows_of_a_file_are_problems_and_those_held_out_are_never_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n} + 1 =", "answer": n + 1, "source": "made"} for n in range(20)]
+    rows.append({"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "0 + 1 ="}]})
+    path.write_text("\n".join(json.dumps(row) for row in [*rows, rows[0]]))  # the last is there twice
+    task, same, other = (Rows(str(path), 0.2, seed) for seed in (1, 1, 2))
+    held_out = {problem.key for problem in task.held_out()}
+    assert len(held_out) == 4
+    assert held_out == {problem.key for problem in same.held_out()} != {problem.key for problem in other.held_out()}
+    chance = random.Random(0)
+    drawn = {problem.key: problem for problem in (task.problem(chance, 1) for _ in range(500))}
+    assert len(drawn) == 17
+    assert not held_out & drawn.keys()
+    one = next(problem for problem in drawn.values() if "source" in problem.metadata)
+    assert one.metadata.keys() == {"answer", "source"}
+    with pytest.raises(ConfigError, match="give --reward"):
+        task.score("1", {})
+    path.write_text('{"prompt": "a"}\n{"answer": 1}\n')
+    with pytest.raises(ConfigError, match="line 2: field 'prompt' is missing"):
+        Rows(str(path))

@@ -132,8 +132,8 @@ def test_a_later_word_on_the_same_answer_replaces_the_earlier() -> None:
 def test_what_a_stop_string_ended_is_what_its_reader_saw() -> None:
     ledger = Ledger()
     request, row = ended([5, 6, 7])
-    row.visible, row.finish_reason = 1, "abort"
-    ledger(request, 0, row)
+    row.finish_reason = None
+    ledger(request, 0, row, 1)
     record = ledger.find("r")
     assert (record.completion_ids, record.finish_reason, record.spans) == ((5,), "stop", ((0, 1, 3),))
 

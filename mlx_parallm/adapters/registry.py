@@ -22,6 +22,7 @@ from mlx_parallm.errors import ModelNotFoundError
 KEPT_VERSIONS = 4  # of a name, for rollbacks, beside those that are pinned or in use
 MAX_PINNED = 16  # versions of a name
 PRESENT_KEPT = 4
+REMEMBERED_NAMES = 4096  # that were unloaded: their numbers are not given out again
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +76,7 @@ class Registry:
         self.routes: list[Route] = []  # empty: the model's own name is the model alone
         self._routing = threading.Lock()
         self._latest = ""  # the name published last
+        self._last_numbers: OrderedDict[str, int] = OrderedDict()  # of names that were unloaded
         self._entries: dict[str, Entry] = {}
         self._residents: OrderedDict[Version, Resident] = OrderedDict()  # the longest unused first
         self._columns = 0  # of the widest mixture yet
@@ -173,7 +175,7 @@ class Registry:
                 code="too_many_adapters",
             )
         entry = self._entries.get(name) or Entry(name)
-        newest = max(entry.versions, default=0)
+        newest = max(entry.versions, default=self._last_numbers.get(name, 0))
         if number is not None and number <= newest:
             raise AdapterError(f"version {number} of {name!r} is not newer than {newest}", param="version")
         version = Version(name, newest + 1 if number is None else number, packed, source, config)
@@ -228,6 +230,10 @@ class Registry:
                 f"{name!r} is what the model's own name serves: /model/switch-lora to another first", param="name"
             )
         entry = self._entries.pop(name)
+        self._last_numbers[name] = max(entry.versions)  # a number means one set of weights, for ever
+        self._last_numbers.move_to_end(name)
+        while len(self._last_numbers) > REMEMBERED_NAMES:
+            self._last_numbers.popitem(last=False)
         self._take_off(version for version in entry.versions.values() if not version.rows)
 
     def hold(self, version: Version) -> None:

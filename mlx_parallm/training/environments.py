@@ -300,11 +300,10 @@ def _value(node: ast.expr) -> int:
 
 
 class Calculator(Environment):
-    """Sums of three-digit numbers. The model may write `calc(…)`, is told the result, and answers with it alone.
+    """Sums of three-digit numbers. The model may write `calc(…)`, is told the result, and answers with it.
 
-    Half of the reward is for a call of the calculator with the right sum, half for the right number and nothing else at
-    the end; a fifth where the number stands among other words. The embedded model copies the call from the example, and
-    has to learn what to do with its result.
+    Half of the reward is for a call of the calculator with the right sum, half for an answer that ends with the right
+    number and is no call. The embedded model copies the call from the example, and has to learn when not to.
     """
 
     max_turns = 2
@@ -329,9 +328,9 @@ class Calculator(Environment):
             said = "That is no sum." if result is None else f"The calculator says {result}. What is the answer?"
             return [{"role": "user", "content": said}], 0.5 if str(result) == right else 0.1, False
         numbers = [number.replace(",", "") for number in NUMBER.findall(content)]
-        alone = content.removesuffix(".").replace(",", "") == right
-        self.metrics["success"] = float(alone)
-        return [], 0.5 if alone else 0.2 if right in numbers else 0.0, True
+        answered = numbers[-1:] == [right] and "calc" not in content.lower()
+        self.metrics["success"] = float(answered)
+        return [], 0.5 if answered else 0.1 if right in numbers else 0.0, True
 
 
 BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}

@@ -119,9 +119,8 @@ def test_equal_requests_for_other_weights_of_one_name_share_nothing(
         first = running.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=True, adapter="x")[1]
         first.wait_for_tokens(2)
         running.engine.policies.unload("x")
-        assert (
-            running.engine.policies.publish("x", read_folder(folders["all"], LIMIT)[0], "").number == 1
-        )  # the number again
+        again = running.engine.policies.publish("x", read_folder(folders["all"], LIMIT)[0], "")
+        assert again.number == 2, "a number means one set of weights, for ever"
         second = running.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=True, adapter="x")[1]
         assert second.wait()[0].tokens == bare["all"].greedy(PROMPT, 300, ignore_eos=True)[0]
         assert first.wait()[0].tokens == bare["few"].greedy(PROMPT, 300, ignore_eos=True)[0]

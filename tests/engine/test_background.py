@@ -86,7 +86,7 @@ def test_drawn_logprobs_are_recorded_for_all() -> None:
     with driver("llama") as running:
         ended = {}
         running.engine.records_all = True
-        running.engine.recorder = lambda request, index, row: ended.setdefault(request.id, (row, index))
+        running.engine.recorder = lambda request, index, row, _: ended.setdefault(request.id, (row, index))
         options = {"temperature": 0.7, "seed": 3, "max_tokens": 12, "ignore_eos": True}
         name, pending = running.submit(PROMPT, logprobs=0, processed_logprobs=True, **options)
         quiet, other = running.submit(PROMPT, **options)

@@ -219,3 +219,30 @@ def test_the_buffer_gives_an_update_as_many_as_it_waited_for() -> None:
         assert [entry["trajectories"] for entry in session.totals.history] == [16]
         assert len(session.buffer) == 0
         session.close()
+
+
+def test_a_shared_row_is_recorded_as_each_reader_saw_it() -> None:
+    """With --dedupe one computation has two readers: the stop string of one cuts its own record alone."""
+    with school(dedupe=True) as one:
+        one.session()
+        one.engine.records_all = True
+        short, _ = one.driver.submit(PROMPTS[0], stream=True, max_tokens=60, ignore_eos=True)
+        long, pending = one.driver.submit(PROMPTS[0], stream=True, max_tokens=60, ignore_eos=True)
+        pending.wait_for_tokens(4)
+        one.engine.cancel(short, 0, 2)
+        whole = pending.wait()[0].tokens
+        one.driver.settle()
+        assert one.engine.metrics.deduplicated == 1
+        assert one.ledger.find(long).completion_ids == tuple(whole)
+        assert one.ledger.find(short).completion_ids == tuple(whole[:2])
+
+
+def test_what_a_client_left_is_not_kept() -> None:
+    with school() as one:
+        one.session()
+        one.engine.records_all = True
+        name, pending = one.driver.submit(PROMPTS[0], stream=True, max_tokens=200, ignore_eos=True)
+        pending.wait_for_tokens(3)
+        one.engine.cancel(name)
+        one.driver.settle()
+        assert len(one.ledger) == 0

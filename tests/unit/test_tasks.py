@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.training.rewards import Item, Rewards, load_function
+from mlx_parallm.training.rewards import MAX_HANGING, Item, Rewards, load_function
 from mlx_parallm.training.tasks import TASKS, Rows, Task, find_task
 
 
@@ -146,3 +147,24 @@ def test_rows_of_a_file_are_problems_and_those_held_out_are_never_drawn(tmp_path
     path.write_text('{"prompt": "a"}\n{"answer": 1}\n')
     with pytest.raises(ConfigError, match="line 2: field 'prompt' is missing"):
         Rows(str(path))
+
+
+def test_calls_that_hang_are_few() -> None:
+    """Each keeps a thread; behind some of them the function is not called until one has come back."""
+    release, calls = threading.Event(), []
+
+    def hang(prompts: Sequence[str], completions: Sequence[str], metadata: Sequence[Any]) -> list[float]:
+        calls.append(1)
+        release.wait(30)
+        return [1.0] * len(prompts)
+
+    rewards = Rewards({"hang": hang}, timeout=0.05)
+    for _ in range(MAX_HANGING + 5):
+        assert rewards.score("hang", [Item("p", "c")]) == [None]
+    assert (len(calls), rewards.timeouts, rewards.failures) == (MAX_HANGING, MAX_HANGING, MAX_HANGING + 5)
+    release.set()
+    for _ in range(100):
+        if not any(thread.name == "score-hang" for thread in threading.enumerate()):
+            break
+        time.sleep(0.05)
+    assert rewards.score("hang", [Item("p", "c")]) == [1.0]

@@ -169,3 +169,20 @@ def test_waiting_for_enough() -> None:
 def test_what_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError):
         Trajectory(**{"prompt_ids": [1], "completion_ids": [2], "reward": 0.0, **wrong})  # type: ignore[arg-type]
+
+
+def test_a_group_must_fit_in_the_buffer() -> None:
+    buffer = Buffer(3)
+    buffer.add([Trajectory([1], [2, place], 0.0, "g") for place in range(2)])
+    with pytest.raises(InvalidRequestError, match="would have 4 trajectories, and the buffer holds 3"):
+        buffer.add([Trajectory([1], [3, place], 0.0, "g") for place in range(2)])
+    assert len(buffer) == 2, "all of them, or none"
+    buffer.add([Trajectory([1], [3, place], 0.0, "h") for place in range(2)])
+    assert (len(buffer), buffer.counts.dropped) == (2, 2), "the older group makes room"
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan"), float("-inf")])
+def test_log_probabilities_are_finite_and_not_positive(value: float) -> None:
+    with pytest.raises(InvalidRequestError, match="log-probability 1 is"):
+        Trajectory([1], [2, 3], 0.0, logprobs=[-0.1, value])
+    assert Trajectory([1], [2, 3], 0.0, logprobs=[-0.1, 1e-7])

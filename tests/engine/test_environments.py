@@ -1,0 +1,121 @@
+"""Episodes of several turns on a real engine: what is learnt from, and with which numbers."""
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.engine.prompts import Message
+from mlx_parallm.training.batches import PaddedPrompts
+from mlx_parallm.training.environments import Calculator, Environment, EnvironmentTask, EpisodeAsker, evaluate
+from mlx_parallm.training.objectives import chosen_logprobs
+from mlx_parallm.training.tasks import find_task
+from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.tree import answer_logits
+from mlx_parallm.types import SamplingParams
+from tests.engine.test_session import School, school
+
+
+class Echo(Environment):
+    """Says the seed after each answer, for three turns."""
+
+    max_turns = 3
+
+    def reset(self, seed: int, level: int = 1) -> list[Message]:
+        self.seed = seed
+        return [{"role": "user", "content": f"seed {seed % 97}"}]
+
+    def step(self, messages: list[Message]) -> tuple[list[Message], float, bool]:
+        answers = [message for message in messages if message["role"] == "assistant"]
+        self.metrics["turns"] = float(len(answers))
+        return [{"role": "user", "content": "and then"}], 0.5, len(answers) == 3
+
+
+class Broken(Echo):
+    def step(self, messages: list[Message]) -> tuple[list[Message], float, bool]:
+        if len(messages) > 2:
+            raise RuntimeError("no more")
+        return super().step(messages)
+
+
+def asker(one: School, kind: type[Environment]) -> EpisodeAsker:
+    return EpisodeAsker(one.engine, one.rollouts, EnvironmentTask("t", kind))
+
+
+def test_an_episode_is_one_trajectory_with_the_samplers_own_numbers() -> None:
+    with school() as one:
+        session = one.session()
+        plays = asker(one, Echo)
+        problems = [plays.task.problem(random.Random(seed), 1) for seed in (1, 2)]
+        sampling = SamplingParams(temperature=1.0, max_tokens=6, n=3, ignore_eos=True)
+        groups = plays.ask(problems, sampling, "policy", 7, "salt")
+        assert [len(group) for group in groups] == [3, 3]
+        for answer in (answer for group in groups for answer in group):
+            record = answer.record
+            assert (answer.score, answer.parts) == (1.5, {"turns": 3.0})
+            assert record.mask is not None
+            assert sum(record.mask) == 18
+            assert record.mask[0]
+            assert record.mask[-1]
+            assert not all(record.mask), "others wrote in between"
+            assert record.spans[-1][1] == len(record.completion_ids)
+            tokens = mx.array([record.completion_ids])
+            prompts = PaddedPrompts.of([record.prompt_ids], [1])
+            logits = answer_logits(session.trainer.tree.module, prompts, tokens, False)
+            gaps = np.abs(np.array(chosen_logprobs(logits, tokens, 1.0)[0]) - np.array(record.logprobs))
+            assert gaps[np.array(record.mask)].max() < 1e-4
+        learnt = [
+            Trajectory.recorded(answer.record, float(place), str(number))
+            for number, group in enumerate(groups)
+            for place, answer in enumerate(group)
+        ]
+        report = session.update(learnt)
+        assert report.published
+        assert report.outcome.metrics["tokens"] == 6 * 18, "what others wrote is not learnt from"
+        assert report.outcome.metrics["max_logprob_gap"] < 1e-4
+        one.driver.settle()
+
+
+def test_an_environment_that_fails_costs_its_episode_alone() -> None:
+    with school() as one:
+        one.session()
+        plays = asker(one, Broken)
+        problem = plays.task.problem(random.Random(1), 1)
+        sampling = SamplingParams(temperature=1.0, max_tokens=4, n=2, ignore_eos=True)
+        (group,) = plays.ask([problem], sampling, "policy", 7, "salt")
+        assert [answer.score for answer in group] == [None, None]
+        assert plays.failures == 2
+        one.driver.settle()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2 + 3", 5), ("-4*5", -20), ("1e3", None), ("2 ** 9", None), ("id(1)", None), ("1 +", None), ("9" * 99, None)],
+)
+def test_the_calculator_computes_sums_and_nothing_else(text: str, value: int | None) -> None:
+    assert evaluate(text) == value
+
+
+def test_the_calculators_rewards() -> None:
+    def play(*answers: str) -> tuple[float, float | None]:
+        episode = Calculator()
+        messages = episode.reset(5)
+        total = 0.0
+        for answer in (one.format(*episode.numbers, right=sum(episode.numbers)) for one in answers):
+            messages.append({"role": "assistant", "content": answer})
+            said, reward, done = episode.step(messages)
+            messages += said
+            total += reward
+            if done:
+                break
+        return total, episode.metrics.get("success")
+
+    assert play("calc({0} + {1})", "{right}") == (1.0, 1.0)
+    assert play("calc({0} + {1})", "It is {right}.") == (1.0, 1.0)
+    assert play("calc({0} + {1})", "calc({right})") == (0.6, 0.0)
+    assert play("calc({0} + 1)", "7") == (0.1, 0.0)
+    assert play("{right}") == (0.5, 1.0)
+    assert play("no idea") == (0.0, 0.0)
+    assert isinstance(find_task("calculator"), EnvironmentTask)
+    assert isinstance(find_task("tests.engine.test_environments:Echo"), EnvironmentTask)

@@ -1,5 +1,6 @@
 """The RL data plane over HTTP: /generate in three shapes, versions and spans, shares, and what trainers ask beside."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tests.unit.test_adapters import written
 
 PROMPT = list(range(20, 50))
 KINDS = ("few", "all")
+NUMBERS = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +42,13 @@ def client(tiny_folder: Path) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def policy(client: httpx.Client, folders: dict[str, Path]) -> Iterator[str]:
-    """An adapter of two versions: few, then all."""
+    """An adapter of two versions: few, then all. A name of its own each time: numbers are never given out again."""
+    name = f"p{next(NUMBERS)}"
     for kind in KINDS:
-        assert client.post("/load_adapter", json={"name": "p", "path": str(folders[kind])}).status_code == 200
-    yield "p"
+        assert client.post("/load_adapter", json={"name": name, "path": str(folders[kind])}).status_code == 200
+    yield name
     assert client.post("/model/switch-lora", json={"version": "base"}).status_code == 200
-    assert client.post("/v1/adapters/unload", json={"name": "p"}).status_code == 200
+    assert client.post("/v1/adapters/unload", json={"name": name}).status_code == 200
 
 
 def generate(client: httpx.Client, **body: Any) -> Any:
@@ -338,25 +341,25 @@ def test_shares_of_the_models_own_name(client: httpx.Client, bare: dict[str | No
 
     assert ask() == (base, 0)
     for version, expected in (
-        ("p", (many, 2)),
-        ("p@1", (few, 1)),
+        (policy, (many, 2)),
+        (f"{policy}@1", (few, 1)),
         (1, (few, 1)),
         ("v2", (many, 2)),
         ("base", (base, 0)),
     ):
         switch(version=version)
         assert ask() == expected, version
-    switch(version="p")
+    switch(version=policy)
     assert ask(lora_adapter="base") == (base, 0)
-    assert switch(split={"v1": 0.7, "v2": 0.3})["serves"] == {"p@1": 0.7, "p@2": 0.3}
+    assert switch(split={"v1": 0.7, "v2": 0.3})["serves"] == {f"{policy}@1": 0.7, f"{policy}@2": 0.3}
     before = counted(client)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: ask(), range(40)))
     assert sorted(version for _, version in found) == [1] * 28 + [2] * 12
     assert all(tokens == (few if version == 1 else many) for tokens, version in found)
     after = counted(client)
-    assert [after["p", version] - before.get(("p", version), 0) for version in ("1", "2")] == [28, 12]
-    refused = client.post("/v1/adapters/unload", json={"name": "p"})
+    assert [after[policy, version] - before.get((policy, version), 0) for version in ("1", "2")] == [28, 12]
+    refused = client.post("/v1/adapters/unload", json={"name": policy})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name")
     for body, status in (
         ({}, 400),
@@ -367,7 +370,7 @@ def test_shares_of_the_models_own_name(client: httpx.Client, bare: dict[str | No
         ({"split": {"v1": 0.7, "v2": 0.7}}, 400),
         ({"split": {"v1": -1, "v2": 2}}, 400),
         ({"split": {}}, 400),
-        ({"split": {"v1": 1}, "version": "p"}, 400),
+        ({"split": {"v1": 1}, "version": policy}, 400),
         ({"version": "v" + "9" * 5000}, 404),
     ):
         refused = client.post("/model/switch-lora", json=body)
@@ -375,7 +378,7 @@ def test_shares_of_the_models_own_name(client: httpx.Client, bare: dict[str | No
         assert "JSON object" not in refused.json()["error"]["message"], body
     info = client.get("/server_info").json()
     answers.ServerInfo.model_validate(info)
-    assert info["models"][0]["serves"] == {"p@1": 0.7, "p@2": 0.3}
+    assert info["models"][0]["serves"] == {f"{policy}@1": 0.7, f"{policy}@2": 0.3}
 
 
 def counted(client: httpx.Client) -> dict[tuple[str, str], int]:

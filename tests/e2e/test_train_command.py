@@ -184,6 +184,7 @@ def rows(path: Path, count: int, make: Callable[[Callable[[int], str]], dict[str
     return str(path)
 
 
+@pytest.mark.slow
 def lines(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 

@@ -214,6 +214,7 @@ def log_softmax(scores: "np.ndarray") -> "np.ndarray":
     return np.asarray(scores - top - np.log(np.exp(scores - top).sum()))
 
 
+@pytest.mark.slow
 def test_the_token_that_ends_a_row_has_its_logprob(running: Driver) -> None:
     bare = Bare(tiny())
     tokens, logprobs = bare.greedy(PROMPT, 6, ignore_eos=True)

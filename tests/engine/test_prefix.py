@@ -95,7 +95,14 @@ def test_conversations_that_grow_and_branch(pair: tuple[Driver, Bare], turns: li
     hold(talk(running, turns, [[] for _ in range(4)], random.Random(seed)), bare)
 
 
-RESTARTED = [("llama", None), ("llama", 12), ("gemma3", None), ("hybrid", None), ("qwen3_next", None), ("mamba", None)]
+RESTARTED = [
+    ("llama", None),
+    ("llama", 12),
+    ("gemma3", None),
+    ("hybrid", None),
+    pytest.param("qwen3_next", None, marks=pytest.mark.slow),
+    ("mamba", None),
+]
 
 
 @pytest.mark.parametrize(("kind", "blocks"), RESTARTED)

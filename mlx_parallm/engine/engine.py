@@ -184,10 +184,13 @@ class Engine:
         return rows
 
     def work(self, steps: "Steps[T]") -> "Future[T]":
-        """Has the engine thread run something in short steps, beside serving; what it returns comes in the future."""
+        """Has the engine thread run something in short steps, beside serving; what it returns comes in the future.
+
+        It may be asked for until the engine stops: training writes its state when all requests have ended.
+        """
         future: Future[T] = Future()
-        if self._closed is not None:
-            future.set_exception(UnavailableError(self._closed))
+        if self._stopping or self.failure is not None:
+            future.set_exception(UnavailableError(self._closed or "the engine has stopped"))
         else:
             self._inbox.put(lambda: self._background.add(steps, future))
         return future

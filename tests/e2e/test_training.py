@@ -518,3 +518,22 @@ def test_feedback_goes_to_the_adapter_that_answered(tiny_folder: Path, flags: li
         assert (ready(client, "pa"), ready(client, "pb")) == (0, 2)
         found = post(client, "/v1/training/feedback", {"request_id": names[2], "reward": 0.5})
         assert (found["adapter"], found["trajectories_ready"]) == ("pb", 3)
+
+
+def test_sigterm_writes_the_state(tiny_folder: Path, flags: list[str], tmp_path: Path) -> None:
+    """With the default interval: an update from the buffer that nobody asked a checkpoint of."""
+    flags = [*flags, "--update-frequency", "8", "--checkpoint-dir", str(tmp_path)]
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        rollout(client, n=8, seed=3, scoring_function="shorter", submit=True)
+        before = until(client, lambda now: now["updates"] == 1)
+        greedy = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "request_id": "r"}
+        last = post(client, "/generate", greedy)
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+    assert (tmp_path / "policy" / "latest" / "state.json").is_file()
+    assert not list((tmp_path / "policy").glob("journal-*"))
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        after = status(client)
+        assert (after["updates"], after["policy_version"]) == (1, before["policy_version"])
+        assert after["history"] == before["history"]
+        assert post(client, "/generate", greedy)["logprobs"] == pytest.approx(last["logprobs"], abs=1e-5)

@@ -169,11 +169,8 @@ class SFTConfig(TrainConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DPOConfig(TrainConfig):
-    learning_rate: float = _option(5e-5, "of AdamW", section="rl_training", parse=float)
-    lr_schedule: str = _option(
-        "linear", "how it changes", section="rl_training", choices=("constant", "linear", "cosine"), key="schedule"
-    )
+class DPOConfig(SFTConfig):
+    learning_rate: float = _option(5e-5, "learning rate of AdamW (default: 5e-5)", section="rl_training", parse=float)
     train_batch_size: int = _option(16, "pairs of an update", section="rl_training", parse=int, key="batch_size")
     train_adapter: tuple[str, ...] = _option(
         ("dpo",), "what the adapter's folder is called", section="rl_training", parse=_parse_list

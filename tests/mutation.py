@@ -2,8 +2,8 @@
 
     python -m tests.mutation [MODULE ...]    engine.scheduler, kv.blocks, …; none: all of [tool.mutmut]
 
-mutmut keeps its results in mutants/, so modules may be run one after another, and a run of all goes on where the last
-one stopped; remove that folder to begin anew. `mutmut results` lists what survived, `mutmut show NAME` shows a mutant.
+mutmut keeps its results in mutants/, so modules may be run one after another, and a run goes on where the last one
+stopped; remove that folder to begin anew. `mutmut results` lists what survived, `mutmut show NAME` shows a mutant.
 This file is also a pytest plugin of those runs.
 """
 
@@ -64,8 +64,20 @@ def _counts(codes: Collection[int | None]) -> tuple[int, int, int]:
     return len(run), len(codes), sum(code not in SURVIVED for code in run)
 
 
+def not_run(module: str) -> list[str]:
+    """The mutants without a verdict; all of them as a pattern where the module was never mutated. mutmut runs those that
+    are named once more, so a run that was broken off must not name what it had done."""
+    try:
+        codes = verdicts(module)
+    except FileNotFoundError:
+        return [f"{PACKAGE}.{module}.*"]
+    return [name for name, code in codes.items() if code is None]
+
+
 def main(modules: list[str]) -> int:
-    names = [f"{PACKAGE}.{module}.*" for module in modules]
+    names = [name for module in modules for name in not_run(module)]
+    if modules and not names:
+        return int(report(modules) < WANTED)
     mutmut = Path(sys.executable).with_name("mutmut")
     cached = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     status = subprocess.run([mutmut, "run", "--max-children", "2", *names], check=False, env=cached).returncode

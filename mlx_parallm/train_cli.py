@@ -111,33 +111,67 @@ class TrainConfig(ServeConfig):
         section="training",
         parse=_parse_list,
     )
-    task: str = _option("length", "a built-in task, reasoning_gym:NAME, gsm8k:FILE or module:Task", section="training")
-    steps: int = _option(100, "rl: updates to make", section="training", parse=int)
-    prompts_per_step: int = _option(4, "problems in each", section="training", parse=int)
-    group_size: int = _option(8, "answers to each", section="training", parse=int)
-    temperature: float = _option(1.0, "at which they are drawn", section="training", parse=float)
-    answer_tokens: int | None = _option(None, "most tokens of one (default: the task's)", section="training", parse=int)
+    task: str = _option(
+        "length",
+        "rl: what is learnt: a built-in task (arithmetic, format, length, letters, calculator), reasoning_gym:NAME, "
+        "gsm8k:FILE, verifiers:NAME or your own as file.py:Class (default: length)",
+        section="training",
+    )
+    steps: int = _option(100, "rl: updates to make (default: 100)", section="training", parse=int)
+    prompts_per_step: int = _option(
+        4, "rl: different problems for each update (default: 4)", section="training", parse=int
+    )
+    group_size: int = _option(
+        8, "rl: answers to each problem, whose rewards are compared (default: 8)", section="training", parse=int
+    )
+    temperature: float = _option(
+        1.0, "rl: sampling temperature of the answers (default: 1.0)", section="training", parse=float
+    )
+    answer_tokens: int | None = _option(
+        None, "rl: most tokens of an answer (default: the task's own limit)", section="training", parse=int
+    )
     eval_every: int = _option(
         0,
-        "steps between looks at what is held out; 0: rl first and last, sft and dpo after each epoch",
+        "updates between evaluations on held-out problems or rows; 0: rl before the first and after the last update, "
+        "sft and dpo after each epoch (default: 0)",
         section="training",
         parse=int,
     )
-    eval_problems: int = _option(32, "rl: held-out problems", section="training", parse=int)
-    level: int = _option(1, "of difficulty, to begin with", section="training", parse=int)
+    eval_problems: int = _option(
+        32,
+        "rl: problems that are kept for evaluation and never learnt from (default: 32)",
+        section="training",
+        parse=int,
+    )
+    level: int = _option(
+        1,
+        "rl: the task's level of difficulty to begin with, 1 is the easiest (default: 1)",
+        section="training",
+        parse=int,
+    )
     raise_level_at: float | None = _option(
-        None, "success rate from which problems get harder (default: never)", section="training", parse=float
+        None,
+        "rl: mean reward over five updates from which the level of difficulty rises by one (default: never)",
+        section="training",
+        parse=float,
     )
     shuffle_rewards: bool = _option(
-        False, "a placebo: rewards go to other answers of their group", section="training", parse=_parse_bool
+        False,
+        "rl: a placebo run: rewards are shuffled within each group, so nothing should be learnt (default: off)",
+        section="training",
+        parse=_parse_bool,
     )
     learning_rate: float = _option(
         5e-4, "learning rate of AdamW (default: rl 5e-4; sft and rm 2e-4; dpo 5e-5)", section="rl_training", parse=float
     )
-    keep_serving: bool = _option(False, "rl, rm: serve on when it is done", section="training", parse=_parse_bool)
-    peft_export: str | None = _option(None, "folder for the final adapter in PEFT's format", section="training")
-    pairs: str | None = _option(None, "rm: JSON lines of prompt, chosen and rejected", section="training")
-    pair_epochs: int = _option(2, "rm: times that they are gone through", section="training", parse=int)
+    keep_serving: bool = _option(
+        False, "rl, rm: go on serving after the last update (default: off)", section="training", parse=_parse_bool
+    )
+    peft_export: str | None = _option(
+        None, "rl, sft, dpo: folder to write the final adapter to in PEFT's format (default: none)", section="training"
+    )
+    pairs: str | None = _option(None, "rm: file of JSON lines with prompt, chosen and rejected", section="training")
+    pair_epochs: int = _option(2, "rm: epochs over --pairs (default: 2)", section="training", parse=int)
 
     @property
     def trains(self) -> bool:
@@ -153,12 +187,12 @@ class TrainConfig(ServeConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig(TrainConfig):
-    learning_rate: float = _option(2e-4, "of AdamW", section="rl_training", parse=float)
+    learning_rate: float = _option(2e-4, "learning rate of AdamW (default: 2e-4)", section="rl_training", parse=float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTConfig(TrainConfig):
-    learning_rate: float = _option(2e-4, "of AdamW", section="rl_training", parse=float)
+    learning_rate: float = _option(2e-4, "learning rate of AdamW (default: 2e-4)", section="rl_training", parse=float)
     lr_schedule: str = _option(
         "linear", "how it changes", section="rl_training", choices=("constant", "linear", "cosine"), key="schedule"
     )

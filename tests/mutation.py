@@ -65,8 +65,10 @@ def _counts(codes: Collection[int | None]) -> tuple[int, int, int]:
 
 
 def not_run(module: str) -> list[str]:
-    """The mutants without a verdict; all of them as a pattern where the module was never mutated. mutmut runs those that
-    are named once more, so a run that was broken off must not name what it had done."""
+    """The mutants without a verdict; a pattern for all of them where the module was never mutated.
+
+    mutmut runs those that are named once more, so a run that was broken off must not name what it had done.
+    """
     try:
         codes = verdicts(module)
     except FileNotFoundError:

@@ -63,6 +63,10 @@ class Environment(ABC):
         The newest message has `content`, `tool_calls` where the model called tools, and `finish_reason`.
         """
 
+    def cut_off(self) -> float:
+        """Called where the episode ends otherwise: no turns or no room left, or it failed. What it is still worth."""
+        return 0.0
+
 
 class EnvironmentTask(Task):
     """An environment as a task: its problems are seeds."""
@@ -162,9 +166,12 @@ class EpisodeAsker(Asker):
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
     ) -> list[list[Answer]]:
         """For each problem `sampling.n` episodes, with what they were worth; None where the environment failed."""
-        episodes = [self._begin(problem, group) for group, problem in enumerate(problems) for _ in range(sampling.n)]
         single = replace(sampling, n=1)
         with ThreadPoolExecutor(STEPS_AT_ONCE, thread_name_prefix="environment") as pool:
+            groups = [group for group in range(len(problems)) for _ in range(sampling.n)]
+            begun = list(pool.map(lambda group: self._begin(problems[group], group), groups))
+            if not (episodes := [episode for episode in begun if episode is not None]):
+                raise InvalidRequestError(f"no episode of {self.task.name} could begin: the log says why")
             for turn in range(max(episode.environment.max_turns for episode in episodes)):
                 active = [one for one in episodes if not one.done and self._has_room(one, single.max_tokens or 1)]
                 if not active:
@@ -180,15 +187,22 @@ class EpisodeAsker(Asker):
                     episode.take(record)
                 for episode, stepped in [(one, pool.submit(self._step, one)) for one in active]:
                     self._wait(episode, stepped)
+            for episode, stepped in [(one, pool.submit(self._cut_off, one)) for one in episodes]:
+                self._wait(episode, stepped)
         found: list[list[Answer]] = [[] for _ in problems]
         for episode in episodes:
             reward = None if episode.failed else episode.reward
             found[episode.group].append(Answer(episode.record(), reward, dict(episode.environment.metrics)))
         return found
 
-    def _begin(self, problem: Problem, group: int) -> Episode:
+    def _begin(self, problem: Problem, group: int) -> Episode | None:
+        """None where the environment fails."""
         environment = self._make()
-        messages = environment.reset(int(problem.metadata["seed"]), int(problem.metadata["level"]))
+        try:
+            messages = environment.reset(int(problem.metadata["seed"]), int(problem.metadata["level"]))
+        except Exception as error:  # the environment's own
+            self._lose(error)
+            return None
         conversation = Conversation([dict(message) for message in messages], self._tools(environment))
         return Episode(environment, list(messages), self._prompts.chat(conversation).tokens, group)
 
@@ -203,8 +217,15 @@ class EpisodeAsker(Asker):
         except Exception as error:  # the environment's own, or it takes too long
             self._fail(episode, error)
 
+    def _cut_off(self, episode: Episode) -> None:
+        if episode.failed or not episode.done:
+            episode.reward += float(episode.environment.cut_off())
+
     def _fail(self, episode: Episode, error: Exception) -> None:
         episode.done = episode.failed = True
+        self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
         self.failures += 1
         log.warning("an episode of %s is given up: %s: %s", self.task.name, type(error).__name__, error)
 
@@ -302,8 +323,9 @@ def _value(node: ast.expr) -> int:
 class Calculator(Environment):
     """Sums of three-digit numbers. The model may write `calc(…)`, is told the result, and answers with it.
 
-    Half of the reward is for a call of the calculator with the right sum, half for an answer that ends with the right
-    number and is no call. The embedded model copies the call from the example, and has to learn when not to.
+    The reward is 1 for an answer whose first number is the right one and that calls nothing. The embedded model copies
+    the call from the example and calls again instead of answering, so it has to learn when not to. A reward for the
+    call itself teaches it the opposite.
     """
 
     max_turns = 2
@@ -311,7 +333,7 @@ class Calculator(Environment):
 
     def reset(self, seed: int, level: int = 1) -> list[Message]:
         chance = random.Random(seed)
-        self.turns = 0
+        self.metrics["call"] = self.metrics["success"] = 0.0
         self.numbers = [chance.randint(100, 999) for _ in range(2)]
         return [
             {"role": "system", "content": "Use the calculator."},
@@ -321,16 +343,16 @@ class Calculator(Environment):
         ]
 
     def step(self, messages: list[Message]) -> tuple[list[Message], float, bool]:
-        content, right = messages[-1]["content"].strip(), str(sum(self.numbers))
-        self.turns += 1
-        if self.turns == 1 and (found := CALL.search(content)) is not None:
+        content, right = messages[-1]["content"], sum(self.numbers)
+        if not self.metrics["call"] and (found := CALL.search(content)) is not None:
             result = evaluate(found[1])
-            said = "That is no sum." if result is None else f"The calculator says {result}. What is the answer?"
-            return [{"role": "user", "content": said}], 0.5 if str(result) == right else 0.1, False
-        numbers = [number.replace(",", "") for number in NUMBER.findall(content)]
-        answered = numbers[-1:] == [right] and "calc" not in content.lower()
+            self.metrics["call"] = 1.0
+            said = "That is no sum." if result is None else f"The calculator says {result}."
+            return [{"role": "user", "content": said}], 0.0, False
+        number = NUMBER.search(content)
+        answered = number is not None and number[0].replace(",", "") == str(right) and "(" not in content
         self.metrics["success"] = float(answered)
-        return [], 0.5 if answered else 0.1 if right in numbers else 0.0, True
+        return [], float(answered), True
 
 
 BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}

@@ -222,7 +222,7 @@ def _problem(row: Row) -> Problem:
 
 
 def find_task(name: str) -> Task:
-    """A built-in task or environment, `reasoning_gym:NAME`, `gsm8k:FILE`, or one's own as `module:name`."""
+    """A built-in task or environment, one of a package or a file, or one's own as `module:name` or `file.py:name`."""
     from mlx_parallm.training.environments import BUILT_IN, Environment, EnvironmentTask
 
     if name in TASKS:
@@ -234,6 +234,10 @@ def find_task(name: str) -> Task:
         return ReasoningGym(rest)
     if kind == "gsm8k" and rest:
         return Gsm8k(rest)
+    if kind == "verifiers" and rest:
+        from mlx_parallm.training.verifiers_env import VerifiersTask
+
+        return VerifiersTask(rest)
     if rest:
         from mlx_parallm.training.rewards import load_function
 
@@ -244,5 +248,6 @@ def find_task(name: str) -> Task:
         if isinstance(task, Task):
             return task
     raise ConfigError(
-        f"there is no task {name!r}; there is {', '.join([*TASKS, *BUILT_IN])}, reasoning_gym:NAME and gsm8k:FILE"
+        f"there is no task {name!r}; there is {', '.join([*TASKS, *BUILT_IN])}, reasoning_gym:NAME, gsm8k:FILE, "
+        "verifiers:NAME, and your own as module:Class or file.py:Class"
     )

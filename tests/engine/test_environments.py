@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.engine.prompts import Message
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.environments import Calculator, Environment, EnvironmentTask, EpisodeAsker, evaluate
 from mlx_parallm.training.objectives import chosen_logprobs
-from mlx_parallm.training.tasks import find_task
+from mlx_parallm.training.tasks import Problem, find_task
 from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.training.tree import answer_logits
 from mlx_parallm.types import SamplingParams
@@ -89,6 +90,36 @@ def test_an_environment_that_fails_costs_its_episode_alone() -> None:
         one.driver.settle()
 
 
+class Locked(Echo):
+    """Can't begin at the second level; an episode is worth more where it was cut off."""
+
+    max_turns = 2
+
+    def reset(self, seed: int, level: int = 1) -> list[Message]:
+        if level == 2:
+            raise RuntimeError("locked")
+        return super().reset(seed, level)
+
+    def cut_off(self) -> float:
+        return 10.0
+
+
+def test_episodes_that_can_not_begin_and_those_that_are_cut_off() -> None:
+    with school() as one:
+        one.session()
+        plays = asker(one, Locked)
+        problem = plays.task.problem(random.Random(1), 1)
+        locked = Problem(problem.messages, {"seed": 1, "level": 2})
+        sampling = SamplingParams(temperature=1.0, max_tokens=4, n=2, ignore_eos=True)
+        group, none = plays.ask([problem, locked], sampling, "policy", 7, "salt")
+        assert [answer.score for answer in group] == [11.0, 11.0], "two turns of three, and what was left"
+        assert none == []
+        assert plays.failures == 2
+        with pytest.raises(InvalidRequestError, match="no episode of t could begin"):
+            plays.ask([locked], sampling, "policy", 7, "salt")
+        one.driver.settle()
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("2 + 3", 5), ("-4*5", -20), ("1e3", None), ("2 ** 9", None), ("id(1)", None), ("1 +", None), ("9" * 99, None)],
@@ -98,7 +129,7 @@ def test_the_calculator_computes_sums_and_nothing_else(text: str, value: int | N
 
 
 def test_the_calculators_rewards() -> None:
-    def play(*answers: str) -> tuple[float, float | None]:
+    def play(*answers: str) -> tuple[float, float]:
         episode = Calculator()
         messages = episode.reset(5)
         total = 0.0
@@ -109,13 +140,16 @@ def test_the_calculators_rewards() -> None:
             total += reward
             if done:
                 break
-        return total, episode.metrics.get("success")
+        assert episode.metrics["success"] == total
+        return total, episode.metrics["call"]
 
     assert play("calc({0} + {1})", "{right}") == (1.0, 1.0)
-    assert play("calc({0} + {1})", "It is {right}.") == (1.0, 1.0)
-    assert play("calc({0} + {1})", "calc({right})") == (0.6, 0.0)
-    assert play("calc({0} + 1)", "7") == (0.1, 0.0)
-    assert play("{right}") == (0.5, 1.0)
+    assert play("calc({0} + {1})", "It is {right}, not 7.") == (1.0, 1.0)
+    assert play("calc({0} + {1})", "calc({right})") == (0.0, 1.0)
+    assert play("calc({0} + {1})", "{0} + {1} = {right}") == (0.0, 1.0)
+    assert play("calc({0} + 1)", "7") == (0.0, 1.0)
+    assert play("calc(id)", "{right}") == (1.0, 1.0)
+    assert play("{right}") == (1.0, 0.0)
     assert play("no idea") == (0.0, 0.0)
     assert isinstance(find_task("calculator"), EnvironmentTask)
     assert isinstance(find_task("tests.engine.test_environments:Echo"), EnvironmentTask)

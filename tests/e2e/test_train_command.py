@@ -17,6 +17,7 @@ from benchmarks.servers import free_port
 from mlx_parallm.adapters.files import read_folder
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.tasks import Problem, Task
+from mlx_parallm.words import WORDS
 
 
 class Letters(Task):
@@ -40,8 +41,8 @@ def command(folder: Path, out: Path, port: int, *flags: str) -> list[str]:
     ]
 
 
-def finish(arguments: list[str]) -> str:
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+def finish(arguments: list[str], seconds: float = 120) -> str:
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -184,7 +185,6 @@ def rows(path: Path, count: int, make: Callable[[Callable[[int], str]], dict[str
     return str(path)
 
 
-@pytest.mark.slow
 def lines(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
@@ -225,6 +225,53 @@ def test_sft_then_dpo_then_rl_each_go_on_from_the_last(tiny_folder: Path, tmp_pa
         parts = entry["reward/exact"], entry["reward/length"], entry["reward/regex"]
         assert entry["reward"] == pytest.approx(2 * parts[0] + 0.5 * parts[1] + parts[2])
     assert {"held_out/exact", "held_out/length", "held_out/regex"} <= log[0].keys()
+
+
+@pytest.mark.slow
+def test_a_warmed_up_policy_needs_half_the_updates(own_cache: None, tmp_path: Path) -> None:
+    """The embedded model, and the task and bar of `make rl-demo`: 0.15 above the score that it began with."""
+    chance = random.Random(0)
+    examples = []
+    for _ in range(48):
+        count = chance.randint(3, 6)
+        topic, *others = chance.sample(WORDS, count)
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": f"Say something about {topic} in {count} words."},
+            {"role": "assistant", "content": " ".join([topic.capitalize(), *others]) + "."},
+        ]
+        examples.append(json.dumps({"messages": messages}))
+    (tmp_path / "examples.jsonl").write_text("\n".join(examples))
+    common = ("--no-ssd", "--lora-layers", "8", "--checkpoint-dir")
+    train = (sys.executable, "-m", "mlx_parallm", "train", *common)
+    sft = ("--mode", "sft", "--dataset", str(tmp_path / "examples.jsonl"), "--learning-rate", "5e-4")
+    finish([*train, str(tmp_path), *sft], seconds=900)
+    rl = (
+        "--task",
+        "length",
+        "--group-size",
+        "6",
+        "--learning-rate",
+        "2e-3",
+        "--eval-problems",
+        "24",
+        "--eval-every",
+        "1",
+    )
+    scores = {}
+    for name, flags in {"cold": (), "warm": ("--init-adapter", str(tmp_path / "sft"))}.items():
+        port = ("--port", str(free_port()))
+        finish(
+            [*train, str(tmp_path / name), *rl, *port, "--steps", "16" if name == "cold" else "8", *flags], seconds=1800
+        )
+        scores[name] = [line["held_out"] for line in lines(tmp_path / name / "policy")]
+    print(scores)  # noqa: T201
+    bar = scores["cold"][0] + 0.15
+    needed = {
+        name: next((step for step, score in enumerate(found) if score >= bar), 99) for name, found in scores.items()
+    }
+    assert needed["cold"] <= 16
+    assert needed["warm"] <= needed["cold"] / 2
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from mlx_parallm.training.tree import LoRAConfig
 from tests.engine.harness import driver_of
 
 pytestmark = pytest.mark.slow
-LORA = LoRAConfig(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj"), layers=8)
+SMALL = LoRAConfig(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj"), layers=8)
 
 
 class Capitals(Task):
@@ -44,20 +44,20 @@ class Capitals(Task):
         return Problem(({"role": "user", "content": text},))
 
 
-def learn(task: Task, learning_rate: float, **settings: Any) -> list[StepNews]:
+def learn(task: Task, lora: LoRAConfig, learning_rate: float, **settings: Any) -> list[StepNews]:
     with driver_of(lambda: load(None, name="embedded")) as driver:
         ledger = Ledger()
         driver.engine.recorder = ledger
         asker = make_asker(driver.engine, Rollouts(driver.engine, ledger, 32), Rewards(), task)
         config = RLConfig(learning_rate=learning_rate, microbatch_tokens=160)
-        session = Session(driver.engine, "policy", LORA, config, alarms=Alarms(reward_drop=None))
+        session = Session(driver.engine, "policy", lora, config, alarms=Alarms(reward_drop=None))
         session.start(serve=False)
         return Loop(session, asker, LoopConfig(prompts_per_step=4, group_size=8, **settings)).run()
 
 
 @pytest.mark.parametrize("shuffled", [False, True], ids=["rewards", "shuffled"])
 def test_an_untuned_reward_rises_and_only_with_its_own_rewards(own_cache: None, shuffled: bool) -> None:
-    news = learn(Capitals(), 2e-3, steps=14, shuffle_rewards=shuffled)
+    news = learn(Capitals(), LoRAConfig(), 2e-3, steps=14, shuffle_rewards=shuffled)
     own_before, own_after = news[1].reward, news[-1].reward
     unseen_before, unseen_after = news[0].held_out, news[-1].held_out
     assert unseen_before is not None
@@ -72,7 +72,7 @@ def test_an_untuned_reward_rises_and_only_with_its_own_rewards(own_cache: None, 
 
 
 def test_the_calculator_is_learnt(own_cache: None) -> None:
-    news = learn(find_task("calculator"), 1e-3, steps=20, eval_problems=24, eval_every=10)
+    news = learn(find_task("calculator"), SMALL, 1e-3, steps=20, eval_problems=24, eval_every=10)
     found = [one.held_out_components["success"] for one in news if one.held_out is not None]
     print(f"success on held-out sums: {found}")  # noqa: T201
     assert found[0] < 0.2

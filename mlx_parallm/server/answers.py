@@ -437,6 +437,7 @@ class Updated(Answer):
     trajectories_skipped: int = Field(description="Of groups whose rewards are all the same")
     rolled_back: str | None = Field(description="The alarm that brought the last good version back")
     checkpoint: str | None
+    saved: bool = Field(description="It is on disk; false where it could not be written, and the log says why")
     metrics: dict[str, float]
 
 

@@ -227,6 +227,7 @@ class TrainingRoutes:
                 "trajectories_skipped": outcome.skipped,
                 "rolled_back": report.rolled_back or None,
                 "checkpoint": report.checkpoint,
+                "saved": report.saved,
                 "metrics": outcome.metrics,
             }
         )

@@ -541,10 +541,10 @@ class Session:
         """Checkpoints: those asked for, those that are due, and the best."""
         if name is not None:
             report.checkpoint = self._save(name)
+            report.saved = True
         elif report.rolled_back or (durable and report.outcome.adapter is not None):
-            report.saved = (
-                self._try_save(LATEST) is not None
-            )  # after a rollback a restart must not bring the other back
+            # After a rollback a restart must not bring the other one back.
+            report.saved = self._try_save(LATEST) is not None
         if not report.published:
             return
         average = float(np.mean(self._rewards)) if len(self._rewards) == RECENT else -np.inf

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from mlx_lm.tuner.utils import load_adapters
+from safetensors.numpy import load_file
 
 from benchmarks.servers import ours, running
 from tests.engine.harness import Bare
@@ -71,6 +72,13 @@ def test_adapters_of_the_command_line(
     assert ask(client, "all") == expected["all"]
 
 
+def test_training_metrics_are_there_before_any_event(client: httpx.Client) -> None:
+    """On a server that does not train, too: a graph should not have to wait."""
+    found = client.get("/metrics").text
+    for name in ("trajectories_collected", "trajectories_dropped", "updates", "updates_refused", "rollbacks"):
+        assert f'mlx_parallm_rl_{name}_total{{adapter=""}} 0.0' in found
+
+
 def test_load_serve_unload(
     client: httpx.Client, expected: dict[str | None, list[int]], folders: dict[str, Path]
 ) -> None:
@@ -95,6 +103,8 @@ def test_load_serve_unload(
     assert not listed["d", 2]["current"]
     assert listed["d", 1]["pinned_requests"] == 0
     assert listed["d", 1]["rank"] == 8
+    held = sum(array.nbytes for array in load_file(folders["few"] / "adapters.safetensors").values())
+    assert listed["few", 1]["bytes"] == held, "what it came with, and nothing that fills it up"
     assert client.post("/v1/adapters/unload", json={"name": "d"}).status_code == 200
     gone = client.post("/v1/unload_lora_adapter", json={"lora_name": "e"})
     assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'e' removed successfully.")

@@ -243,6 +243,22 @@ def test_greedy_rows_beside_random_ones_take_the_likeliest() -> None:
     assert [tokens[0], tokens[2]] == [int(logits[0].argmax()), int(logits[2].argmax())]
 
 
+def test_a_top_k_of_one_leaves_the_likeliest() -> None:
+    logits = np.linspace(0.0, 0.5, 40, dtype=np.float32)
+    assert set(draws(SamplingParams(temperature=1.7, top_k=1), range(30), [0] * 30, logits)) == {39}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_recorded_rows_have_their_logprobs_where_nobody_asks_for_any(temperature: float) -> None:
+    logits = np.random.default_rng(1).normal(0, 3, (2, 50)).astype(np.float32)
+    params = SamplingParams(temperature=temperature, top_p=0.8)
+    found = sample(logits, [row(params, seed=3, recorded=True), row(params, seed=4)], [None, None])
+    assert found.scores is None
+    assert found.drawn is not None
+    whole = reference(logits[0], replace(params, top_p=1.0), Context())  # what a trainer can compute: before any cut
+    assert close(float(found.drawn[0].item()), whole.processed[int(found.tokens[0].item())])
+
+
 def test_a_token_at_the_edge_of_min_p_and_of_top_p() -> None:
     """Exactly a quarter of the likeliest is enough; a sum of exactly p is reached."""
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32)).astype(np.float32)

@@ -23,12 +23,12 @@ import servers
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.adapters.layers import Layout
-from mlx_parallm.adapters.mixtures import Choice, SideBySide
-from mlx_parallm.adapters.registry import Registry, Version
-from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.engine.batching import adapter_layout, slot_cache
 from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.lora.layers import Layout
+from mlx_parallm.lora.mixtures import Choice, SideBySide
+from mlx_parallm.lora.registry import Registry, Version
+from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.device import device_kind, device_name
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.loader import load

@@ -17,8 +17,8 @@ from mlx_parallm.config import ServeConfig, _option, _parse_bool, _parse_list
 from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlx_parallm.adapters.weights import Adapter
     from mlx_parallm.engine.engine import Engine
+    from mlx_parallm.lora.weights import Adapter
     from mlx_parallm.training.supervised import Supervised
     from mlx_parallm.training.training import Training
 
@@ -425,7 +425,7 @@ def _on_engine(engine: "Engine", work: Callable[[], Any]) -> Any:
 
 
 def _adapter(settings: TrainConfig, folder: str) -> "Adapter":
-    from mlx_parallm.adapters.files import read_folder
+    from mlx_parallm.lora.files import read_folder
 
     return read_folder(Path(folder).expanduser(), settings.max_lora_bytes)[0]
 

@@ -13,10 +13,10 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.doctor.findings import Finding, look
 from mlx_parallm.engine.engine import Engine, News
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.types import Delta, Request, SamplingParams
 
 ROWS = (1, 4, 8, 16, 32)

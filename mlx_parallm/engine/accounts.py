@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.runner import Runner, Step
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.kv.prefix import Prefix
+from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics
 
 RATE_SAMPLE_TOKENS = 64  # shorter pieces of prompt say little of how fast prompts are computed

@@ -19,10 +19,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_parallm.adapters import kernel
-from mlx_parallm.adapters.blocks import fuse
-from mlx_parallm.adapters.layers import RANK_STEP, Layout
-from mlx_parallm.adapters.mixtures import Present, SideBySide
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.runner import Runner
@@ -35,6 +31,10 @@ from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix, can_be_restored
 from mlx_parallm.kv.store import BlockStore, Packing
+from mlx_parallm.lora import kernel
+from mlx_parallm.lora.blocks import fuse
+from mlx_parallm.lora.layers import RANK_STEP, Layout
+from mlx_parallm.lora.mixtures import Present, SideBySide
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel, fingerprint

@@ -18,8 +18,6 @@ from typing import Literal, TypeVar
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.layers import Layout
-from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.accounts import Accounts
 from mlx_parallm.engine.admission import Admission
@@ -47,6 +45,8 @@ from mlx_parallm.errors import (
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import SlotCache
+from mlx_parallm.lora.layers import Layout
+from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, give_memory_back, spare
 from mlx_parallm.models.forward import Forward

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from mlx_parallm.adapters.registry import Registry, Route, Version
-from mlx_parallm.adapters.weights import Adapter, check_fit, check_name
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.rows import Job, Row
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
+from mlx_parallm.lora.registry import Registry, Route, Version
+from mlx_parallm.lora.weights import Adapter, check_fit, check_name
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.rows import Job, Row
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.kv.prefix import Prefix
+from mlx_parallm.lora.registry import Registry
 from mlx_parallm.models.device import give_memory_back
 
 MAX_FAULTS = 3

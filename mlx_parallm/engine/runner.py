@@ -14,8 +14,6 @@ import mlx.core as mx
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
-from mlx_parallm.adapters.mixtures import Choice
-from mlx_parallm.adapters.registry import Registry
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
@@ -26,6 +24,8 @@ from mlx_parallm.kv.merged import state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix
+from mlx_parallm.lora.mixtures import Choice
+from mlx_parallm.lora.registry import Registry
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native.draws import Drawer
 from mlx_parallm.types import TokenLogprob

@@ -20,12 +20,12 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from mlx_parallm.adapters.files import MAX_CONFIG_BYTES, parse, parse_config, read_folder, usual_config
-from mlx_parallm.adapters.registry import Registry, Route, Version
-from mlx_parallm.adapters.weights import AdapterError
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError
+from mlx_parallm.lora.files import MAX_CONFIG_BYTES, parse, parse_config, read_folder, usual_config
+from mlx_parallm.lora.registry import Registry, Route, Version
+from mlx_parallm.lora.weights import AdapterError
 from mlx_parallm.server import answers
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import BASE, ModelTable, ServedModel, is_number, parse_label

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mlx_parallm import __version__
-from mlx_parallm.adapters.registry import Registry, Version
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.prompts import Prompts
@@ -14,6 +13,7 @@ from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.tool_formats import ToolFormat
 from mlx_parallm.engine.tools import Thinking
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.lora.registry import Registry, Version
 from mlx_parallm.models.language import LanguageModel
 
 DEFAULT = "default"

@@ -15,13 +15,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.adapters.registry import Version
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import check_choices
 from mlx_parallm.engine.prompts import Conversation, Prompt
 from mlx_parallm.engine.text import TextStream
 from mlx_parallm.engine.tools import Parser, chat_parser
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.lora.registry import Version
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.formats import ChatFormat, CompletionFormat, Wishes

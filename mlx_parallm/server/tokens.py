@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.adapters.registry import Entry
 from mlx_parallm.engine.admission import check_ids
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.lora.registry import Entry
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ModelTable, ServedModel

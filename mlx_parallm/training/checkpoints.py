@@ -24,9 +24,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from mlx_parallm.adapters.files import CONFIG
-from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.lora.files import CONFIG
+from mlx_parallm.lora.weights import Adapter
 
 log = logging.getLogger(__name__)
 

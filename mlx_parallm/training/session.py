@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from mlx_parallm.adapters.registry import KEPT_VERSIONS, Route
-from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError, InvalidRequestError, ParallmError, UnavailableError
+from mlx_parallm.lora.registry import KEPT_VERSIONS, Route
+from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.memory import size_flag, size_text
 from mlx_parallm.training.checkpoints import (

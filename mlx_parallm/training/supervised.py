@@ -21,9 +21,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.host import to_numpy
+from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import available_memory

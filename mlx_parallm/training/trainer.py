@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.adapters.weights import Adapter
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.host import to_numpy
+from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import available_memory

@@ -19,9 +19,9 @@ from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes
 
-from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.host import to_numpy
+from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.batches import PaddedPrompts
 

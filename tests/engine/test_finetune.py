@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.adapters.files import read_folder
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.lora.files import read_folder
 from mlx_parallm.training.datasets import Example
 from mlx_parallm.training.finetune import FineTuning, RunConfig, RunNews, check_free, save_adapter
 from mlx_parallm.training.learner import OptimizerConfig

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_parallm.adapters.files import read_folder
-from mlx_parallm.adapters.layers import Layout
-from mlx_parallm.adapters.registry import KEPT_VERSIONS, MAX_PINNED, Route
-from mlx_parallm.adapters.weights import Adapter, AdapterError
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.lora.files import read_folder
+from mlx_parallm.lora.layers import Layout
+from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED, Route
+from mlx_parallm.lora.weights import Adapter, AdapterError
 from mlx_parallm.types import SamplingParams
 from tests.engine.harness import Answer, Bare, Driver, bare_with, driver, logprob
 from tests.engine.test_parity import GPU

@@ -11,8 +11,8 @@ import pytest
 from mlx_lm.utils import _get_classes
 from safetensors.numpy import load_file
 
-from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.datasets import Example, Preference
 from mlx_parallm.training.learner import OptimizerConfig

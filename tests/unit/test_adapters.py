@@ -17,14 +17,14 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors.numpy import save
 
-from mlx_parallm.adapters import kernel
-from mlx_parallm.adapters.blocks import fuse
-from mlx_parallm.adapters.files import from_peft, parse, parse_config, read_folder
-from mlx_parallm.adapters.layers import Fused, Layout, Turn
-from mlx_parallm.adapters.mixtures import BASE, Apart, Choice, Present, Resident, SideBySide
-from mlx_parallm.adapters.weights import Adapter, AdapterError, Part, check_fit, check_name
 from mlx_parallm.engine.batching import slot_cache
 from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.lora import kernel
+from mlx_parallm.lora.blocks import fuse
+from mlx_parallm.lora.files import from_peft, parse, parse_config, read_folder
+from mlx_parallm.lora.layers import Fused, Layout, Turn
+from mlx_parallm.lora.mixtures import BASE, Apart, Choice, Present, Resident, SideBySide
+from mlx_parallm.lora.weights import Adapter, AdapterError, Part, check_fit, check_name
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native.layers import adapted_products, low_rank_adder

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_parallm.adapters.files import read_folder
-from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.lora.files import read_folder
+from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.training.checkpoints import ARRAYS, Checkpoints, adapter_files, peft_files
 
 ARRAY = {"parameters.a": np.arange(12, dtype=np.float32).reshape(3, 4)}

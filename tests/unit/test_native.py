@@ -10,13 +10,13 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
-from mlx_parallm.adapters.layers import Layout
-from mlx_parallm.adapters.mixtures import Apart
-from mlx_parallm.adapters.weights import Adapter, Part
 from mlx_parallm.engine.batching import adapter_layout, slot_cache
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.engine.sampling import Sampler, log_sum_exp
 from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.lora.layers import Layout
+from mlx_parallm.lora.mixtures import Apart
+from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native import kernels
 from mlx_parallm.models.native.draws import drawer

@@ -4,11 +4,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.adapters.layers import Layout
-from mlx_parallm.adapters.mixtures import Apart, SideBySide
-from mlx_parallm.adapters.registry import KEPT_VERSIONS, MAX_PINNED, PRESENT_KEPT, Registry, Route, Version
-from mlx_parallm.adapters.weights import Adapter, AdapterError, Part
 from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.lora.layers import Layout
+from mlx_parallm.lora.mixtures import Apart, SideBySide
+from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED, PRESENT_KEPT, Registry, Route, Version
+from mlx_parallm.lora.weights import Adapter, AdapterError, Part
 
 
 class Small(nn.Module):

@@ -15,8 +15,8 @@ from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from mlx_parallm.adapters.kernel import powers_of
-from mlx_parallm.adapters.layers import Residual, Seat, Turn
+from mlx_parallm.lora.kernel import powers_of
+from mlx_parallm.lora.layers import Residual, Seat, Turn
 
 MODELS: tuple[Any, ...] = (llama, qwen2, qwen3)  # whose blocks and MLP compute in the same order
 BLOCKS = [model.TransformerBlock for model in MODELS]

@@ -20,7 +20,7 @@ import numpy as np
 import re2
 from safetensors import SafetensorError, deserialize
 
-from mlx_parallm.adapters.weights import Adapter, AdapterError, Array, Part
+from mlx_parallm.lora.weights import Adapter, AdapterError, Array, Part
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapters.safetensors", "adapter_model.safetensors", "adapters.npz")

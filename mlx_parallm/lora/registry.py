@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.adapters.layers import Layout, Packed
-from mlx_parallm.adapters.mixtures import Apart, Choice, Present, Resident, SideBySide, width_of
-from mlx_parallm.adapters.weights import Adapter, AdapterError, Target
 from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.lora.layers import Layout, Packed
+from mlx_parallm.lora.mixtures import Apart, Choice, Present, Resident, SideBySide, width_of
+from mlx_parallm.lora.weights import Adapter, AdapterError, Target
 
 KEPT_VERSIONS = 4  # of a name, for rollbacks, beside those that are pinned or in use
 MAX_PINNED = 16  # versions of a name

@@ -17,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.activations import swiglu
 
-from mlx_parallm.adapters.layers import Adder, Fused, Turn
-from mlx_parallm.adapters.mixtures import Groups, SideBySide
 from mlx_parallm.host import to_numpy
+from mlx_parallm.lora.layers import Adder, Fused, Turn
+from mlx_parallm.lora.mixtures import Groups, SideBySide
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.adapters.mixtures import BASE, Apart, Choice, Groups, Resident
-from mlx_parallm.adapters.weights import Adapter, AdapterError, Array, Target
+from mlx_parallm.lora.mixtures import BASE, Apart, Choice, Groups, Resident
+from mlx_parallm.lora.weights import Adapter, AdapterError, Array, Target
 
 RANK_STEP = 8  # ranks are padded to multiples of this
 BUNDLES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of a block that read the same inputs

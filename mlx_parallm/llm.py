@@ -19,10 +19,10 @@ from typing import Any
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import check_choices, check_sampling
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.text import TextStream, Vocabulary
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
+from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 
 Prompt = str | Sequence[int]

@@ -338,7 +338,7 @@ def _fine_tune(training: "Training", settings: TrainConfig) -> None:
     """SFT or DPO, and the folder of the adapter that came out."""
     from rich.console import Console
 
-    from mlx_parallm.engine.prompts import Prompts
+    from mlx_parallm.text.prompts import Prompts
     from mlx_parallm.training.datasets import Reader, split
     from mlx_parallm.training.finetune import FineTuning, RunConfig, check_free, save_adapter
     from mlx_parallm.training.report import LOG, Progress
@@ -455,7 +455,7 @@ def _reward_model(training: "Training", settings: TrainConfig) -> None:
 
     from rich.console import Console
 
-    from mlx_parallm.engine.prompts import Prompts
+    from mlx_parallm.text.prompts import Prompts
     from mlx_parallm.training.reward_model import NAME, RewardModel, RewardTrainer, read_pairs
     from mlx_parallm.training.session import once
     from mlx_parallm.training.training import lora_config

@@ -33,7 +33,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
     n: int = 1
-    stop: tuple[str, ...] = ()  # matched on text, by engine.text, not by the engine thread
+    stop: tuple[str, ...] = ()  # matched on text, by text.detokenize, not on the engine thread
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the chosen token's; k: the k likeliest too

@@ -3,10 +3,10 @@
 import secrets
 from collections.abc import Callable, Sequence
 
-from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.rows import Row, row_seed
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.text.grammar import GrammarCompiler
 from mlx_parallm.types import INT64, MAX_LOGPROBS, MAX_STOPS, Request, SamplingParams
 
 # (field, lowest, highest, whether it must be a whole number)

@@ -26,9 +26,7 @@ from mlx_parallm.engine.batching import adapter_layout, batch_cache, check_room,
 from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.describe import describe
 from mlx_parallm.engine.errands import Errands
-from mlx_parallm.engine.grammar import GrammarCompiler
 from mlx_parallm.engine.policies import Policies
-from mlx_parallm.engine.prompts import Prompts
 from mlx_parallm.engine.recovery import FAULT_WINDOW_SECONDS, MAX_FAULTS, FaultCounter, discard_device_state, requeue
 from mlx_parallm.engine.rows import Job, Reader, Row
 from mlx_parallm.engine.runner import Runner, Step
@@ -53,6 +51,8 @@ from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import LORA_RANK, plan_memory, wire_memory
 from mlx_parallm.models.native.draws import drawer
+from mlx_parallm.text.grammar import GrammarCompiler
+from mlx_parallm.text.prompts import Prompts
 from mlx_parallm.types import Delta, MemoryPlan, Request
 
 log = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ from typing import Any
 
 import orjson
 
-from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.tool_calls import CallDelta
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.generation import Choice, Collected, Generation, News
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.sse import DONE, event
+from mlx_parallm.text.detokenize import Vocabulary
+from mlx_parallm.text.parsers.calls import CallDelta
 from mlx_parallm.types import TokenLogprob
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity

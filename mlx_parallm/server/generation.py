@@ -14,12 +14,12 @@ from typing import Protocol
 from starlette.types import Receive
 
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.text import TextStream
-from mlx_parallm.engine.tool_calls import CallDelta, Piece
-from mlx_parallm.engine.tools import Parser
 from mlx_parallm.errors import ParallmError, UnavailableError
 from mlx_parallm.lora.registry import Version
 from mlx_parallm.server.errors import ClientLeft
+from mlx_parallm.text.detokenize import TextStream
+from mlx_parallm.text.parsers.calls import CallDelta, Piece
+from mlx_parallm.text.parsers.chat import Parser
 from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from mlx_parallm import __version__
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.grammar import GrammarCompiler
-from mlx_parallm.engine.prompts import Prompts
-from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.tool_formats import ToolFormat
-from mlx_parallm.engine.tools import Thinking
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.lora.registry import Registry, Version
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.text.detokenize import Vocabulary
+from mlx_parallm.text.grammar import GrammarCompiler
+from mlx_parallm.text.parsers.chat import Thinking
+from mlx_parallm.text.parsers.formats import ToolFormat
+from mlx_parallm.text.prompts import Prompts
 
 DEFAULT = "default"
 BASE = "base"  # as an adapter: none

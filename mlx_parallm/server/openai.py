@@ -17,9 +17,6 @@ from starlette.responses import Response
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import check_choices
-from mlx_parallm.engine.prompts import Conversation, Prompt
-from mlx_parallm.engine.text import TextStream
-from mlx_parallm.engine.tools import Parser, chat_parser
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.lora.registry import Version
 from mlx_parallm.server import answers, params
@@ -30,6 +27,9 @@ from mlx_parallm.server.models import ModelTable, ServedModel
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schemas import ChatBody, CompletionBody, GenerationBody
 from mlx_parallm.server.sse import EventStream, StreamFormat
+from mlx_parallm.text.detokenize import TextStream
+from mlx_parallm.text.parsers.chat import Parser, chat_parser
+from mlx_parallm.text.prompts import Conversation, Prompt
 from mlx_parallm.training.training import NOT_ENABLED, Collection, Training
 from mlx_parallm.types import SamplingParams
 

@@ -10,17 +10,6 @@ from typing import Any
 import orjson
 
 from mlx_parallm.engine.admission import check_ids, check_sampling
-from mlx_parallm.engine.grammar import (
-    after_thinking,
-    choice_grammar,
-    either,
-    in_final_channel,
-    json_grammar,
-    regex_grammar,
-    tool_grammar,
-)
-from mlx_parallm.engine.prompts import Conversation, Message
-from mlx_parallm.engine.tool_calls import Tool
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.schemas import (
@@ -31,6 +20,17 @@ from mlx_parallm.server.schemas import (
     NamedToolChoice,
     ToolDefinition,
 )
+from mlx_parallm.text.grammar import (
+    after_thinking,
+    choice_grammar,
+    either,
+    in_final_channel,
+    json_grammar,
+    regex_grammar,
+    tool_grammar,
+)
+from mlx_parallm.text.parsers.calls import Tool
+from mlx_parallm.text.prompts import Conversation, Message
 from mlx_parallm.types import SamplingParams
 
 RESERVED_TEMPLATE_KWARGS = frozenset(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from mlx_parallm.engine.prompts import Conversation, Message, Prompts
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.text.prompts import Conversation, Message, Prompts
 
 T = TypeVar("T")
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.prompts import Conversation, Message, Prompts
-from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.tool_calls import Piece
-from mlx_parallm.engine.tool_formats import ToolFormat
-from mlx_parallm.engine.tools import Thinking, chat_parser
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.text.detokenize import Vocabulary
+from mlx_parallm.text.parsers.calls import Piece
+from mlx_parallm.text.parsers.chat import Thinking, chat_parser
+from mlx_parallm.text.parsers.formats import ToolFormat
+from mlx_parallm.text.prompts import Conversation, Message, Prompts
 from mlx_parallm.training.components import Component
 from mlx_parallm.training.loop import Answer, Asker
 from mlx_parallm.training.rewards import Rewards

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.prompts import Conversation, Prompts
-from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.text.detokenize import Vocabulary
+from mlx_parallm.text.prompts import Conversation, Prompts
 from mlx_parallm.training.components import Component
 from mlx_parallm.training.rewards import Item, Rewards
 from mlx_parallm.training.rollouts import Rollouts

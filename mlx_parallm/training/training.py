@@ -16,7 +16,6 @@ from typing import Any
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.errors import (
     ConfigError,
     InvalidRequestError,
@@ -25,6 +24,7 @@ from mlx_parallm.errors import (
     ParallmError,
     UnavailableError,
 )
+from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.training.answers import AnswerFile
 from mlx_parallm.training.atropos import Atropos, AtroposConfig, Environment, EnvironmentConfig
 from mlx_parallm.training.checkpoints import Checkpoints

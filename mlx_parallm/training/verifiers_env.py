@@ -15,8 +15,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.engine.prompts import Message
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.text.prompts import Message
 from mlx_parallm.training.environments import STEP_SECONDS, Environment, EnvironmentTask
 from mlx_parallm.training.tasks import Problem
 

@@ -9,7 +9,6 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.engine import engine as engine_module
-from mlx_parallm.engine.grammar import json_grammar
 from mlx_parallm.engine.recovery import MAX_FAULTS
 from mlx_parallm.errors import (
     ContextLengthError,
@@ -20,6 +19,7 @@ from mlx_parallm.errors import (
     UnavailableError,
 )
 from mlx_parallm.models.device import Spare
+from mlx_parallm.text.grammar import json_grammar
 from tests.engine.harness import Bare, driver
 from tests.tiny import tiny
 

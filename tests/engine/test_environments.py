@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.engine.prompts import Message
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.text.prompts import Message
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.environments import Calculator, Environment, EnvironmentTask, EpisodeAsker, evaluate
 from mlx_parallm.training.objectives import chosen_logprobs

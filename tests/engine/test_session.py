@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.engine.prompts import Conversation, Prompts
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
+from mlx_parallm.text.prompts import Conversation, Prompts
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.loop import Asker, Loop, LoopConfig, StepNews

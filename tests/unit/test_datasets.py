@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.engine.prompts import Prompts
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.text.prompts import Prompts
 from mlx_parallm.training.datasets import Example, Reader, read_rows, split
 from tests.tiny import tiny_tokenizer
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from mlx_parallm.engine import harmony
-from mlx_parallm.engine.grammar import (
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.text.detokenize import Vocabulary
+from mlx_parallm.text.grammar import (
     GrammarCompiler,
     after_thinking,
     choice_grammar,
@@ -21,11 +22,10 @@ from mlx_parallm.engine.grammar import (
     regex_grammar,
     tool_grammar,
 )
-from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.tool_calls import Tool
-from mlx_parallm.engine.tool_formats import DEEPSEEK_MARKS, ToolFormat
-from mlx_parallm.engine.tools import Thinking, chat_parser
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.text.parsers import harmony
+from mlx_parallm.text.parsers.calls import Tool
+from mlx_parallm.text.parsers.chat import Thinking, chat_parser
+from mlx_parallm.text.parsers.formats import DEEPSEEK_MARKS, ToolFormat
 from tests.tiny import tiny
 from tests.unit.vocabularies import byte_level, word_piece
 

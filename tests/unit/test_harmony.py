@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.engine import harmony
-from mlx_parallm.engine.harmony import HarmonyParser, is_harmony
-from mlx_parallm.engine.tool_formats import ToolFormat
-from mlx_parallm.engine.tools import Thinking
+from mlx_parallm.text.parsers import harmony
+from mlx_parallm.text.parsers.chat import Thinking
+from mlx_parallm.text.parsers.formats import ToolFormat
+from mlx_parallm.text.parsers.harmony import HarmonyParser, is_harmony
 from tests.unit.vocabularies import byte_level
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]

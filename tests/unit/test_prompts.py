@@ -6,9 +6,9 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
-from mlx_parallm.engine import harmony
-from mlx_parallm.engine.prompts import Conversation, Prompts
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.text.parsers import harmony
+from mlx_parallm.text.prompts import Conversation, Prompts
 from tests.unit.vocabularies import byte_level, sentence_piece
 
 PLAIN = (

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import decoders
 
-from mlx_parallm.engine.text import ByteDecoder, Prefixes, TextStream, Vocabulary, WindowDecoder
+from mlx_parallm.text.detokenize import ByteDecoder, Prefixes, TextStream, Vocabulary, WindowDecoder
 from tests.unit.vocabularies import byte_level, sentence_piece, word_piece
 
 TEXT = "Héllo wörld 👩‍👩‍👧‍👦 日本語\n\n  code\tend "

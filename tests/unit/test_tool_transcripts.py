@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.engine.tool_calls import Piece
-from mlx_parallm.engine.tool_formats import DEEPSEEK_MARKS, ToolFormat
-from mlx_parallm.engine.tools import Parser, Thinking, chat_parser
+from mlx_parallm.text.parsers.calls import Piece
+from mlx_parallm.text.parsers.chat import Parser, Thinking, chat_parser
+from mlx_parallm.text.parsers.formats import DEEPSEEK_MARKS, ToolFormat
 from tests.golden.tool_transcripts import FORMATS, TOOLS, Format, Transcript
 
 Result = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, names and arguments of calls

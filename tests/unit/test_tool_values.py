@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.engine import tool_tags
-from mlx_parallm.engine.tool_blocks import (
+from mlx_parallm.text.parsers import tags
+from mlx_parallm.text.parsers.blocks import (
     JSON_QUOTES,
     NAME,
     NO_QUOTES,
@@ -17,10 +17,10 @@ from mlx_parallm.engine.tool_blocks import (
     Scanner,
     TextBlock,
 )
-from mlx_parallm.engine.tool_calls import Calls, Piece, ToolCall
-from mlx_parallm.engine.tool_literals import GemmaReader, read_python
-from mlx_parallm.engine.tool_tags import GLM, KIMI_K3, MINICPM, MINIMAX, MUSE, QWEN
-from mlx_parallm.engine.tool_values import ANY, TEXT, literal, parameters_of, tool_call, typed, types_of
+from mlx_parallm.text.parsers.calls import Calls, Piece, ToolCall
+from mlx_parallm.text.parsers.literals import GemmaReader, read_python
+from mlx_parallm.text.parsers.tags import GLM, KIMI_K3, MINICPM, MINIMAX, MUSE, QWEN
+from mlx_parallm.text.parsers.values import ANY, TEXT, literal, parameters_of, tool_call, typed, types_of
 
 TOOLS = [
     {"type": "function", "function": {"name": "bare"}},
@@ -385,13 +385,13 @@ def test_half_of_a_surrogate_pair_stays_escaped() -> None:
 
 
 def test_tags_are_made_of_patterns() -> None:
-    glm = tool_tags._argument_pairs("")
-    longcat = tool_tags._argument_pairs("longcat_")
+    glm = tags._argument_pairs("")
+    longcat = tags._argument_pairs("longcat_")
     text = "f\n<arg_key>x</arg_key>\n<arg_value> 5 </arg_value><arg_key>y</arg_key><arg_value>6"
     assert values(glm.read(text, False, TOOLS)) == [("f", {"x": 5, "y": 6})]
     assert values(longcat.read(text.replace("arg_", "longcat_arg_"), False, TOOLS)) == [("f", {"x": 5, "y": 6})]
     assert (glm.several, glm.call_end, glm.cdata) == (False, "", False)
-    made = tool_tags._tags(r"<(?P<name>\w+)!>", r"<p (?P<key>\w+)>", "</c.>", "</p>", tool_tags._lines, cdata=True)
+    made = tags._tags(r"<(?P<name>\w+)!>", r"<p (?P<key>\w+)>", "</c.>", "</p>", tags._lines, cdata=True)
     text = "<f!><p i>\n5\n</p><p s>\n<![CDATA[</p>]]></p></c.><g!><p x>6</c.>"
     assert values(made.read(text, False, TOOLS)) == [("f", {"i": 5, "s": "<![CDATA[</p>]]>"}), ("g", {"x": "6"})]
     assert (made.several, made.cdata, made.call_end) == (True, True, "</c.>")

@@ -7,12 +7,12 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, mistral, pythonic, qwen3_coder
 
-from mlx_parallm.engine import harmony
-from mlx_parallm.engine.text import TextStream, Vocabulary
-from mlx_parallm.engine.tool_calls import CallDelta, Piece
-from mlx_parallm.engine.tool_formats import DEEPSEEK_MARKS, ToolFormat
-from mlx_parallm.engine.tools import ChatParser, Parser, Thinking, chat_parser
 from mlx_parallm.server.generation import Choice, Collected
+from mlx_parallm.text.detokenize import TextStream, Vocabulary
+from mlx_parallm.text.parsers import harmony
+from mlx_parallm.text.parsers.calls import CallDelta, Piece
+from mlx_parallm.text.parsers.chat import ChatParser, Parser, Thinking, chat_parser
+from mlx_parallm.text.parsers.formats import DEEPSEEK_MARKS, ToolFormat
 from mlx_parallm.types import Delta
 from tests.unit.vocabularies import byte_level
 

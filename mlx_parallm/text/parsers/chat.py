@@ -17,11 +17,11 @@ from typing import Literal, Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.engine import harmony
-from mlx_parallm.engine.text import Prefixes
-from mlx_parallm.engine.tool_blocks import CallBlock
-from mlx_parallm.engine.tool_calls import Calls, Piece, Tool
-from mlx_parallm.engine.tool_formats import ToolFormat, bare_call
+from mlx_parallm.text.detokenize import Prefixes
+from mlx_parallm.text.parsers import harmony
+from mlx_parallm.text.parsers.blocks import CallBlock
+from mlx_parallm.text.parsers.calls import Calls, Piece, Tool
+from mlx_parallm.text.parsers.formats import ToolFormat, bare_call
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from mlx_parallm.engine.tool_calls import Tool, ToolCall, json_text
+from mlx_parallm.text.parsers.calls import Tool, ToolCall, json_text
 
 Schema = Mapping[str, Any]
 TEXT = frozenset({"string"})

@@ -5,8 +5,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from mlx_parallm.engine.tool_calls import Tool, ToolCall
-from mlx_parallm.engine.tool_values import literal, parse_python, python_value, tool_call
+from mlx_parallm.text.parsers.calls import Tool, ToolCall
+from mlx_parallm.text.parsers.values import literal, parse_python, python_value, tool_call
 
 
 def read_python(text: str, cut_off: bool, tools: Sequence[Tool]) -> list[ToolCall] | None:

@@ -1,7 +1,7 @@
 """How each family of models writes tool calls: found out from its tokenizer, and the table of notations.
 
 Most formats have marks around a block of calls, and mlx-lm's name for them is the key to `NOTATIONS`. DeepSeek's, which
-mlx-lm does not know, is found by its marks. Llama's calls may stand alone, gpt-oss has channels (`engine.harmony`), and
+mlx-lm does not know, is found by its marks. Llama's calls may stand alone, gpt-oss has channels (`harmony.py`), and
 a model that knows no tools is taught our own format.
 Whatever a model's own notation is, a block that begins with a brace is read as JSON: so forced calls are written.
 """
@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 import regex
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.engine import harmony
-from mlx_parallm.engine.tool_blocks import (
+from mlx_parallm.text.parsers import harmony
+from mlx_parallm.text.parsers.blocks import (
     JSON_HEAD,
     NAME,
     NO_QUOTES,
@@ -27,9 +27,9 @@ from mlx_parallm.engine.tool_blocks import (
     Quoting,
     TextBlock,
 )
-from mlx_parallm.engine.tool_calls import Calls, Tool, ToolCall
-from mlx_parallm.engine.tool_literals import GemmaReader, read_python
-from mlx_parallm.engine.tool_tags import CDATA, GLM, KIMI_K3, LONGCAT, MINICPM, MINIMAX, MUSE, QWEN
+from mlx_parallm.text.parsers.calls import Calls, Tool, ToolCall
+from mlx_parallm.text.parsers.literals import GemmaReader, read_python
+from mlx_parallm.text.parsers.tags import CDATA, GLM, KIMI_K3, LONGCAT, MINICPM, MINIMAX, MUSE, QWEN
 
 MlxParser = Callable[[str, list[Tool]], Any]  # of mlx_lm.tool_parsers
 

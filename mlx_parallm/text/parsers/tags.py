@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.engine.tool_calls import Tool, ToolCall
-from mlx_parallm.engine.tool_values import ANY, TEXT, literal, parameters_of, tool_call, typed
+from mlx_parallm.text.parsers.calls import Tool, ToolCall
+from mlx_parallm.text.parsers.values import ANY, TEXT, literal, parameters_of, tool_call, typed
 
 # From a parameter's text, the tag before it and its schema to the value.
 Value = Callable[[str, "re.Match[str]", object], object]

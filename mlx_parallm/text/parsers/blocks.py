@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol
 import orjson
 import regex
 
-from mlx_parallm.engine.text import Prefixes
-from mlx_parallm.engine.tool_calls import Calls, ToolCall
+from mlx_parallm.text.detokenize import Prefixes
+from mlx_parallm.text.parsers.calls import Calls, ToolCall
 
 Event = Literal["closed", "end"] | None
 

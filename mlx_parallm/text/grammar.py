@@ -16,12 +16,12 @@ import llguidance.hf
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
-from mlx_parallm.engine import harmony
-from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.tool_calls import Tool
-from mlx_parallm.engine.tool_formats import ToolFormat
-from mlx_parallm.engine.tools import Thinking
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.text.detokenize import Vocabulary
+from mlx_parallm.text.parsers import harmony
+from mlx_parallm.text.parsers.calls import Tool
+from mlx_parallm.text.parsers.chat import Thinking
+from mlx_parallm.text.parsers.formats import ToolFormat
 
 # Room for any sensible indentation, but no endless run of spaces, which small models fall into.
 _WHITESPACE = r"[ \n\r\t]{1,32}"

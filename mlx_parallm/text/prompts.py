@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.engine.tool_calls import Tool
-from mlx_parallm.engine.tool_formats import ToolFormat
-from mlx_parallm.engine.tools import Thinking
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.text.parsers.calls import Tool
+from mlx_parallm.text.parsers.chat import Thinking
+from mlx_parallm.text.parsers.formats import ToolFormat
 
 Message = dict[str, Any]  # role, content (a string), and for some: name, tool_calls, tool_call_id, reasoning_content
 

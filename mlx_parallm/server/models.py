@@ -13,7 +13,7 @@ from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.grammar import GrammarCompiler
 from mlx_parallm.text.parsers.chat import Thinking
-from mlx_parallm.text.parsers.formats import ToolFormat
+from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.text.prompts import Prompts
 
 DEFAULT = "default"

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.text.parsers.calls import Tool
 from mlx_parallm.text.parsers.chat import Thinking
-from mlx_parallm.text.parsers.formats import ToolFormat
+from mlx_parallm.text.parsers.tool_format import ToolFormat
 
 Message = dict[str, Any]  # role, content (a string), and for some: name, tool_calls, tool_call_id, reasoning_content
 

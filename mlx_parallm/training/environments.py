@@ -24,7 +24,7 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.calls import Piece
 from mlx_parallm.text.parsers.chat import Thinking, chat_parser
-from mlx_parallm.text.parsers.formats import ToolFormat
+from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.text.prompts import Conversation, Message, Prompts
 from mlx_parallm.training.components import Component
 from mlx_parallm.training.loop import Answer, Asker

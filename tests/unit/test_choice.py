@@ -5,7 +5,7 @@ import pytest
 from mlx_parallm.server.generation import Choice, Collected
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.text.parsers.chat import ChatParser, Thinking
-from mlx_parallm.text.parsers.formats import ToolFormat
+from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.types import Delta, TokenLogprob
 from tests.unit.vocabularies import byte_level
 

@@ -6,8 +6,8 @@ import pytest
 
 from mlx_parallm.text.parsers import harmony
 from mlx_parallm.text.parsers.chat import Thinking
-from mlx_parallm.text.parsers.formats import ToolFormat
 from mlx_parallm.text.parsers.harmony import HarmonyParser, is_harmony
+from mlx_parallm.text.parsers.tool_format import ToolFormat
 from tests.unit.vocabularies import byte_level
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.text.parsers import tags
 from mlx_parallm.text.parsers.blocks import (
     JSON_QUOTES,
     NAME,
@@ -18,8 +17,15 @@ from mlx_parallm.text.parsers.blocks import (
     TextBlock,
 )
 from mlx_parallm.text.parsers.calls import Calls, Piece, ToolCall
-from mlx_parallm.text.parsers.literals import GemmaReader, read_python
-from mlx_parallm.text.parsers.tags import GLM, KIMI_K3, MINICPM, MINIMAX, MUSE, QWEN
+from mlx_parallm.text.parsers.formats.gemma import GemmaReader
+from mlx_parallm.text.parsers.formats.glm import GLM, argument_pairs
+from mlx_parallm.text.parsers.formats.kimi import KIMI_K3
+from mlx_parallm.text.parsers.formats.minicpm import MINICPM
+from mlx_parallm.text.parsers.formats.minimax import MINIMAX
+from mlx_parallm.text.parsers.formats.muse import MUSE
+from mlx_parallm.text.parsers.formats.pythonic import read_python
+from mlx_parallm.text.parsers.formats.qwen import QWEN, lines
+from mlx_parallm.text.parsers.tags import tags
 from mlx_parallm.text.parsers.values import ANY, TEXT, literal, parameters_of, tool_call, typed, types_of
 
 TOOLS = [
@@ -385,13 +391,13 @@ def test_half_of_a_surrogate_pair_stays_escaped() -> None:
 
 
 def test_tags_are_made_of_patterns() -> None:
-    glm = tags._argument_pairs("")
-    longcat = tags._argument_pairs("longcat_")
+    glm = argument_pairs("")
+    longcat = argument_pairs("longcat_")
     text = "f\n<arg_key>x</arg_key>\n<arg_value> 5 </arg_value><arg_key>y</arg_key><arg_value>6"
     assert values(glm.read(text, False, TOOLS)) == [("f", {"x": 5, "y": 6})]
     assert values(longcat.read(text.replace("arg_", "longcat_arg_"), False, TOOLS)) == [("f", {"x": 5, "y": 6})]
     assert (glm.several, glm.call_end, glm.cdata) == (False, "", False)
-    made = tags._tags(r"<(?P<name>\w+)!>", r"<p (?P<key>\w+)>", "</c.>", "</p>", tags._lines, cdata=True)
+    made = tags(r"<(?P<name>\w+)!>", r"<p (?P<key>\w+)>", "</c.>", "</p>", lines, cdata=True)
     text = "<f!><p i>\n5\n</p><p s>\n<![CDATA[</p>]]></p></c.><g!><p x>6</c.>"
     assert values(made.read(text, False, TOOLS)) == [("f", {"i": 5, "s": "<![CDATA[</p>]]>"}), ("g", {"x": "6"})]
     assert (made.several, made.cdata, made.call_end) == (True, True, "</c.>")

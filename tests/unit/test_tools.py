@@ -12,7 +12,8 @@ from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.text.parsers import harmony
 from mlx_parallm.text.parsers.calls import CallDelta, Piece
 from mlx_parallm.text.parsers.chat import ChatParser, Parser, Thinking, chat_parser
-from mlx_parallm.text.parsers.formats import DEEPSEEK_MARKS, ToolFormat
+from mlx_parallm.text.parsers.formats.deepseek import MARKS as DEEPSEEK_MARKS
+from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.types import Delta
 from tests.unit.vocabularies import byte_level
 

@@ -21,7 +21,8 @@ from mlx_parallm.text.detokenize import Prefixes
 from mlx_parallm.text.parsers import harmony
 from mlx_parallm.text.parsers.blocks import CallBlock
 from mlx_parallm.text.parsers.calls import Calls, Piece, Tool
-from mlx_parallm.text.parsers.formats import ToolFormat, bare_call
+from mlx_parallm.text.parsers.formats.llama import bare_call
+from mlx_parallm.text.parsers.tool_format import ToolFormat
 
 
 @dataclass(frozen=True, slots=True)

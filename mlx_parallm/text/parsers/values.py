@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -122,3 +123,15 @@ def tool_call(name: str, arguments: Mapping[str, object], *, complete: bool = Tr
     """A call with these arguments. The JSON text of incomplete ones is left open, so that it can't pass for all."""
     text = json_text(arguments)
     return ToolCall(name, text if complete else text[:-1])
+
+
+_STRING_PART = re.compile(r"""\\.|["']""", re.DOTALL)
+
+
+def string_end(text: str, at: int, quote: str) -> int:
+    """The place after the closing quote of a string that is open at `at`; the end of the text where it has none."""
+    while part := _STRING_PART.search(text, at):
+        at = part.end()
+        if part[0] == quote:
+            return at
+    return len(text)

@@ -1,83 +1,13 @@
-"""Tool calls written as Python calls, and as Gemma's `call:name{key:value}`."""
+"""Gemma's calls: `call:name{key:value}`, with strings between marks of their own."""
 
-import ast
 import json
 import re
 from collections.abc import Sequence
 
+from mlx_parallm.text.parsers.blocks import Quoting
 from mlx_parallm.text.parsers.calls import Tool, ToolCall
-from mlx_parallm.text.parsers.values import literal, parse_python, python_value, tool_call
-
-
-def read_python(text: str, cut_off: bool, tools: Sequence[Tool]) -> list[ToolCall] | None:
-    """`[f(a=1), g(b="x")]`, or a single call without the list; `f.call(…)` calls `f`, as Llama's built-in tools do."""
-    text = text.strip()
-    if not text.startswith("["):
-        text = f"[{text}]" if not cut_off else f"[{text}"
-    unfinished = False
-    if cut_off:
-        text, unfinished = _closed(text)
-    parsed = parse_python(text)
-    if not isinstance(parsed, ast.List) or not parsed.elts:
-        return None
-    names = {tool["function"]["name"] for tool in tools}
-    try:
-        found = [_python_call(node, names) for node in parsed.elts]
-    except (ValueError, RecursionError):
-        return None
-    last = len(found) - 1
-    return [
-        tool_call(name, arguments, complete=not unfinished or index < last)
-        for index, (name, arguments) in enumerate(found)
-    ]
-
-
-_PUNCTUATION = re.compile(r"""["'()\[\]{},]""")
-
-
-def _closed(text: str) -> tuple[str, bool]:
-    """A list that is cut off, closed after its last complete argument, and whether that leaves a call unfinished."""
-    keep, depth, at = 0, 0, 0
-    while mark := _PUNCTUATION.search(text, at):
-        at = mark.end()
-        if mark[0] in "\"'":
-            at = _string_end(text, at, mark[0])
-            continue
-        depth += 1 if mark[0] in "([{" else -1 if mark[0] in ")]}" else 0
-        if depth == 0:
-            return text[:at], False
-        if (mark[0] == "(" and depth == 2) or (mark[0] == ")" and depth == 1):
-            keep = at
-        elif mark[0] == "," and depth == 2:
-            keep = mark.start()
-    unfinished = depth > 1
-    return f"{text[:keep]}{')' if unfinished else ''}]", unfinished
-
-
-_STRING_PART = re.compile(r"""\\.|["']""", re.DOTALL)
-
-
-def _string_end(text: str, at: int, quote: str) -> int:
-    while part := _STRING_PART.search(text, at):
-        at = part.end()
-        if part[0] == quote:
-            return at
-    return len(text)
-
-
-def _python_call(node: ast.expr, names: set[str]) -> tuple[str, dict[str, object]]:
-    if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
-        raise ValueError("a call has a name, and so have its arguments")
-    name = ast.unparse(node.func)
-    base = name.removesuffix(".call")
-    if name not in names and base in names:
-        name = base
-    arguments: dict[str, object] = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("arguments have names")
-        arguments[keyword.arg] = python_value(keyword.value)
-    return name, arguments
+from mlx_parallm.text.parsers.notation import Notation
+from mlx_parallm.text.parsers.values import literal, string_end, tool_call
 
 
 class _Incomplete(Exception):
@@ -193,7 +123,7 @@ class _GemmaText:
         return self._text[start:end], end + len(self._quote)
 
     def _read_json_string(self, at: int) -> tuple[object, int]:
-        end = _string_end(self._text, at + 1, '"')
+        end = string_end(self._text, at + 1, '"')
         try:
             return json.loads(self._text[at:end], strict=False), end
         except ValueError:
@@ -205,3 +135,10 @@ class _GemmaText:
         if space.end() == len(self._text):
             raise _Incomplete
         return space.end()
+
+
+def _notation(quote: str) -> Notation:
+    return Notation(read=GemmaReader(quote).read, quoting=Quoting(((quote, quote),)))
+
+
+NOTATIONS = {"function_gemma": _notation("<escape>"), "gemma4": _notation('<|"|>')}

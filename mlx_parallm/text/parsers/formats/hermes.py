@@ -1,0 +1,7 @@
+"""JSON objects between marks, as Hermes and many after it write calls; also the format that models are taught here."""
+
+from mlx_parallm.text.parsers.notation import Notation
+
+JSON = Notation()
+START, END = "<tool_call>", "</tool_call>"
+NOTATIONS = {"json_tools": JSON}

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_parallm.bench import Percentiles
+from mlx_parallm.common_words import WORDS
 from mlx_parallm.errors import UnavailableError
-from mlx_parallm.wire import Endpoint, send
-from mlx_parallm.words import WORDS
+from mlx_parallm.http_client import Endpoint, send
 
 UNDER_WAY = 8  # tokens after which a stream counts as running
 

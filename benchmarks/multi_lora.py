@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_parallm.engine.batching import adapter_layout, slot_cache
-from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.lora.layers import Layout
-from mlx_parallm.lora.mixtures import Choice, SideBySide
+from mlx_parallm.lora.mixtures import RowAdapters, StackedLoRA
 from mlx_parallm.lora.registry import Registry, Version
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.device import device_kind, device_name
@@ -71,7 +71,7 @@ class Batch:
     """Rows in slots, decoded with one choice of adapters or another."""
 
     def __init__(self, forward: Forward, layers: int, rows: int, length: int) -> None:
-        tuning = Tuning.of(device_kind())
+        tuning = DeviceProfile.of(device_kind())
         self._forward = forward
         self._cache = slot_cache(layers, rows, 1 << 50, tuning)
         staged = self._cache.stage(1, length)
@@ -81,7 +81,7 @@ class Batch:
         self._rows, self._length, self._ahead = rows, length, tuning.ahead
         self._tokens = mx.zeros((rows,), mx.int32)
 
-    def rate(self, choice: Choice | None, steps: int) -> float:
+    def rate(self, choice: RowAdapters | None, steps: int) -> float:
         """Tokens a second."""
         under_way: list[mx.array] = []
         begin = time.perf_counter()
@@ -98,7 +98,7 @@ class Batch:
 
 def measure(args: argparse.Namespace, rows: int) -> dict[str, tuple[float, float]]:
     """Tokens a second, and the ratio to the bare model's just before and after."""
-    tuning = Tuning.of(device_kind())
+    tuning = DeviceProfile.of(device_kind())
     bare = load(args.model, name="model")
     layers = len(bare.module.layers)
     plain = Batch(Forward(bare.module), layers, rows, args.length)
@@ -136,9 +136,9 @@ def measure(args: argparse.Namespace, rows: int) -> dict[str, tuple[float, float
     return {name: (statistics.median(rates[name]), statistics.median(ratios[name])) for name in ways}
 
 
-def choice_of(registry: Registry, versions: list[Version]) -> Choice:
+def choice_of(registry: Registry, versions: list[Version]) -> RowAdapters:
     choice = registry.choice(versions)
-    if isinstance(choice, SideBySide):
+    if isinstance(choice, StackedLoRA):
         mx.eval(choice.arrays())
     return choice
 

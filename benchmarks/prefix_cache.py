@@ -34,8 +34,8 @@ from rich.table import Table
 
 from mlx_parallm.bench import LoadSpec, run_load
 from mlx_parallm.bench_cli import parse_span
+from mlx_parallm.common_words import WORDS
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.words import WORDS
 
 PARTS = ("prefix", "snapshots", "chats", "swapping", "overhead", "drift")
 SNAPSHOT_TOKENS = 500

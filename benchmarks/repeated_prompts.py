@@ -16,7 +16,7 @@ import weights
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.bench import LoadSpec, Summary, run_load
+from mlx_parallm.bench import BenchSummary, LoadSpec, run_load
 from mlx_parallm.bench_cli import parse_span
 
 
@@ -33,7 +33,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(server: servers.ServerProcess, args: argparse.Namespace, salt: str) -> Summary:
+def measure(server: servers.ServerProcess, args: argparse.Namespace, salt: str) -> BenchSummary:
     spec = LoadSpec(
         url=server.url,
         endpoint="completions",
@@ -50,7 +50,7 @@ def measure(server: servers.ServerProcess, args: argparse.Namespace, salt: str) 
 def main() -> int:
     args = parse_args()
     model = args.model or str(weights.embedded_float32())
-    found: dict[str, list[Summary]] = {"new": [], "again": []}
+    found: dict[str, list[BenchSummary]] = {"new": [], "again": []}
     with servers.running(servers.ours(model, args.serve_flags.split())) as server:
         measure(server, args, "warm-up")
         for number in range(args.rounds):

@@ -25,14 +25,14 @@ from rich.table import Table
 from weights import embedded_float32
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine, News
+from mlx_parallm.engine.engine import Engine, StepEvents
 from mlx_parallm.models.device import device_name
 from mlx_parallm.models.loader import load
+from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.trainer import RLConfig
 from mlx_parallm.training.trajectories import Ledger, Trajectory
-from mlx_parallm.training.tree import LoRAConfig
 from mlx_parallm.types import SamplingParams
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -60,7 +60,7 @@ Turn = dict[str, list[Any]]  # "steps": seconds of each; "rollouts": (seconds, t
 
 class Ours:
     def __init__(self, args: argparse.Namespace) -> None:
-        def dispatch(news: News) -> None:
+        def dispatch(news: StepEvents) -> None:
             for request, delta in news:
                 request.on_delta(delta)
 

@@ -25,7 +25,7 @@ import weights
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.bench import LoadResult, LoadSpec, Summary, run_load
+from mlx_parallm.bench import BenchSummary, LoadResult, LoadSpec, run_load
 from mlx_parallm.bench_cli import as_dict, parse_list, parse_span
 
 OURS, PEER = "mlx_parallm", "mlx_lm.server"
@@ -139,7 +139,7 @@ MEASURES = {
 
 
 def medians(runs: Sequence[Run], server: str, load: Load) -> dict[str, float]:
-    summaries: list[Summary] = [run.result.summary() for run in runs if (run.server, run.load) == (server, load)]
+    summaries: list[BenchSummary] = [run.result.summary() for run in runs if (run.server, run.load) == (server, load)]
     return {name: statistics.median(map(pick, summaries)) for name, pick in MEASURES.items()} if summaries else {}
 
 

@@ -19,7 +19,7 @@ from typing import IO, NoReturn
 
 from mlx_parallm.bench import first_model
 from mlx_parallm.errors import ParallmError, UnavailableError
-from mlx_parallm.wire import Endpoint, WireError, send
+from mlx_parallm.http_client import Endpoint, WireError, send
 
 
 class ServerProcess:

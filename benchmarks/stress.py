@@ -23,9 +23,9 @@ import servers
 from rich.console import Console
 from rich.table import Table
 
+from mlx_parallm.common_words import WORDS
 from mlx_parallm.errors import UnavailableError
-from mlx_parallm.wire import Answer, Endpoint, WireError, send
-from mlx_parallm.words import WORDS
+from mlx_parallm.http_client import Endpoint, HttpAnswer, WireError, send
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MALFORMED: list[tuple[str, Any]] = [
@@ -135,7 +135,7 @@ async def perform(endpoint: Endpoint, ask: Ask, patience: float | None = None) -
     return ending
 
 
-def _read(ending: Ending, answer: Answer) -> None:
+def _read(ending: Ending, answer: HttpAnswer) -> None:
     ending.status = answer.status
     if answer.body:
         ending.read(orjson.loads(answer.body))

@@ -27,7 +27,7 @@ import servers
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.words import WORDS
+from mlx_parallm.common_words import WORDS
 
 
 def parse_args() -> argparse.Namespace:

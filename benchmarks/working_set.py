@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import httpx
 import servers
 
-from mlx_parallm.words import WORDS
+from mlx_parallm.common_words import WORDS
 
 BLOCK = 16
 TIE = 1e-4  # of log-probability: which of two such tokens is the likelier depends on rounding

@@ -21,10 +21,11 @@ from rich.console import Console  # isort: skip
 from rich.table import Table
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine, News
+from mlx_parallm.engine.engine import Engine, StepEvents
 from mlx_parallm.models.loader import load
-from mlx_parallm.training.environments import make_asker
+from mlx_parallm.training.environments import make_task_sampler
 from mlx_parallm.training.loop import Loop, LoopConfig
+from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.report import LOG, PLOT, Progress, plot
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
@@ -32,7 +33,6 @@ from mlx_parallm.training.session import Alarms, Session
 from mlx_parallm.training.tasks import find_task
 from mlx_parallm.training.trainer import RLConfig
 from mlx_parallm.training.trajectories import Ledger
-from mlx_parallm.training.tree import LoRAConfig
 
 GAIN = 0.15  # of the held-out score: what counts as learnt
 
@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def deliver(news: News) -> None:
+def deliver(news: StepEvents) -> None:
     for request, delta in news:
         request.on_delta(delta)
 
@@ -66,7 +66,7 @@ class Demo:
         ledger = Ledger()
         self._engine.recorder = ledger
         rollouts = Rollouts(self._engine, ledger, 32)
-        self._asker = make_asker(self._engine, rollouts, Rewards(), find_task(args.task))
+        self._asker = make_task_sampler(self._engine, rollouts, Rewards(), find_task(args.task))
 
     def run(self, name: str, seed: int, learning_rate: float, shuffled: bool = False) -> tuple[float, float]:
         """Held-out scores before and after."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mlx_parallm.client import InferenceClient
     from mlx_parallm.integrated import RLIntegratedServer
     from mlx_parallm.llm import LLM
+    from mlx_parallm.training.model import LoRAConfig
     from mlx_parallm.training.trainer import RLConfig
-    from mlx_parallm.training.tree import LoRAConfig
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,7 +35,7 @@ LAZY = {
     "InferenceClient": "mlx_parallm.client",
     "RLIntegratedServer": "mlx_parallm.integrated",
     "RLConfig": "mlx_parallm.training.trainer",
-    "LoRAConfig": "mlx_parallm.training.tree",
+    "LoRAConfig": "mlx_parallm.training.model",
 }
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss PyTorch, which nobody needs here

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import orjson
 
+from mlx_parallm.common_words import WORDS
 from mlx_parallm.errors import ConfigError, UnavailableError
-from mlx_parallm.wire import Answer, Endpoint, WireError, send
-from mlx_parallm.words import WORDS
+from mlx_parallm.http_client import Endpoint, HttpAnswer, WireError, send
 
 Span = tuple[int, int]
 
@@ -66,7 +66,7 @@ class LoadSpec:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """What happened to one request. Times are seconds from its start, which is its arrival when a rate is given."""
 
     streamed: bool
@@ -85,17 +85,17 @@ class Record:
 @dataclass(slots=True)
 class LoadResult:
     spec: LoadSpec
-    records: list[Record]
+    records: list[RequestRecord]
     seconds: float  # from the first request's start to the last one's end
     client_cpu: float  # CPU seconds that this process spent meanwhile
 
     @property
-    def finished(self) -> list[Record]:
+    def finished(self) -> list[RequestRecord]:
         return [record for record in self.records if record.error is None]
 
-    def summary(self) -> "Summary":
+    def summary(self) -> "BenchSummary":
         done = self.finished
-        return Summary(
+        return BenchSummary(
             concurrency=self.spec.concurrency,
             requests=len(self.records),
             seconds=self.seconds,
@@ -141,7 +141,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class BenchSummary:
     concurrency: int
     requests: int
     seconds: float
@@ -199,7 +199,7 @@ def make_body(spec: LoadSpec, index: int) -> dict[str, Any]:
 class _Watch:
     """Listens to one stream's events and writes their times into its record."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RequestRecord) -> None:
         self.record = record
         self.last = 0.0
         self.pieces: list[str] = []
@@ -243,7 +243,7 @@ def _chunk_text(choice: dict[str, Any]) -> str:
     return text or ("".join(str(call) for call in delta.get("tool_calls") or ()))
 
 
-def _count_tokens(record: Record, usage: dict[str, Any]) -> None:
+def _count_tokens(record: RequestRecord, usage: dict[str, Any]) -> None:
     record.prompt_tokens = int(usage.get("prompt_tokens") or 0)
     record.output_tokens = int(usage.get("completion_tokens") or 0)
     record.counted = True
@@ -258,9 +258,9 @@ def _error_name(body: Any) -> str:
 
 async def ask(
     endpoint: Endpoint, path: str, body: dict[str, Any], *, limit: float = 600.0, started: float | None = None
-) -> Record:
+) -> RequestRecord:
     """Sends one request and waits for its end; failures are told in the record, not raised."""
-    record = Record(bool(body.get("stream")), time.perf_counter() if started is None else started)
+    record = RequestRecord(bool(body.get("stream")), time.perf_counter() if started is None else started)
     watch = _Watch(record)
     try:
         answer = await send(
@@ -273,7 +273,7 @@ async def ask(
     return record
 
 
-def _read_answer(record: Record, watch: _Watch, answer: Answer) -> None:
+def _read_answer(record: RequestRecord, watch: _Watch, answer: HttpAnswer) -> None:
     if answer.status != 200:
         record.error = f"HTTP {answer.status}: {_error_name(_json(answer.body))}"
     elif record.streamed:
@@ -319,13 +319,13 @@ def _arrivals(spec: LoadSpec) -> Iterator[float]:
             now += rng.expovariate(spec.rate)
 
 
-async def _offer(spec: LoadSpec, first: int, on_done: Callable[[Record], None]) -> list[Record]:
+async def _offer(spec: LoadSpec, first: int, on_done: Callable[[RequestRecord], None]) -> list[RequestRecord]:
     """Clients that take requests in turn until there are no more; `first` is the first request's number."""
     endpoint = Endpoint.parse(spec.url, spec.api_key)
     path = "/v1/chat/completions" if spec.endpoint == "chat" else "/v1/completions"
     begin = time.perf_counter()
     work = zip(count(), _arrivals(spec), strict=False)
-    records: list[Record] = []
+    records: list[RequestRecord] = []
 
     async def client() -> None:
         for number, arrival in work:
@@ -345,7 +345,7 @@ async def _offer(spec: LoadSpec, first: int, on_done: Callable[[Record], None]) 
     return records
 
 
-async def load(spec: LoadSpec, on_done: Callable[[Record], None] = lambda record: None) -> LoadResult:
+async def load(spec: LoadSpec, on_done: Callable[[RequestRecord], None] = lambda record: None) -> LoadResult:
     """Warms up, then offers the load; `on_done` hears of each measured request's end."""
     if not spec.model:
         spec = replace(spec, model=await first_model(Endpoint.parse(spec.url, spec.api_key)))
@@ -357,5 +357,5 @@ async def load(spec: LoadSpec, on_done: Callable[[Record], None] = lambda record
     return LoadResult(spec, records, time.perf_counter() - begin, time.process_time() - cpu)
 
 
-def run_load(spec: LoadSpec, on_done: Callable[[Record], None] = lambda record: None) -> LoadResult:
+def run_load(spec: LoadSpec, on_done: Callable[[RequestRecord], None] = lambda record: None) -> LoadResult:
     return asyncio.run(load(spec, on_done))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from mlx_parallm.bench import LoadResult, LoadSpec, Percentiles, Record, Span, Summary, run_load
+from mlx_parallm.bench import BenchSummary, LoadResult, LoadSpec, Percentiles, RequestRecord, Span, run_load
 from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _measure(spec: LoadSpec) -> LoadResult:
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=2, transient=True) as progress:
         task = progress.add_task(f"{spec.concurrency} clients", total=spec.requests)
 
-        def advance(record: Record) -> None:
+        def advance(record: RequestRecord) -> None:
             progress.advance(task)
 
         return run_load(spec, advance)
@@ -152,7 +152,7 @@ def _print(results: Sequence[LoadResult]) -> None:
         console.print(line, style="dim", highlight=False)
 
 
-def table(summaries: Sequence[Summary], title: str) -> "Table":
+def table(summaries: Sequence[BenchSummary], title: str) -> "Table":
     """A column per load, a row per measure."""
     from rich.table import Table
 
@@ -165,7 +165,7 @@ def table(summaries: Sequence[Summary], title: str) -> "Table":
     return grid
 
 
-def rows(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+def rows(summaries: Sequence[BenchSummary]) -> list[tuple[str, list[str]]]:
     lines: list[tuple[str, list[str]]] = [
         ("output tokens/s", [f"{s.output_rate:,.1f}" for s in summaries]),
         ("total tokens/s", [f"{s.total_rate:,.1f}" for s in summaries]),
@@ -194,7 +194,7 @@ def _time(values: Percentiles, level: str) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
-def notes(summaries: Sequence[Summary]) -> list[str]:
+def notes(summaries: Sequence[BenchSummary]) -> list[str]:
     lines = ["TTFT and inter-token times are those of the streams; an answer in one piece has neither."]
     if any(summary.estimated for summary in summaries):
         lines.append("Some answers came without usage: their tokens are counted by stream events.")
@@ -235,7 +235,7 @@ def _bars(axis: "Axes", clients: Sequence[str], rates: Sequence[float]) -> None:
     axis.set(xlabel="clients", ylabel="output tokens/s", title="throughput")
 
 
-def _lines(axis: "Axes", clients: Sequence[str], summaries: Sequence[Summary]) -> None:
+def _lines(axis: "Axes", clients: Sequence[str], summaries: Sequence[BenchSummary]) -> None:
     for name, pick, color in (("TTFT", "ttft", "#aa3377"), ("inter-token", "itl", "#228833")):
         for level, style in (("p50", "-"), ("p95", "--")):
             values = [1000 * getattr(getattr(summary, pick), level) for summary in summaries]

@@ -74,12 +74,12 @@ class Backend(Protocol):
 
 def _open_backend(args: argparse.Namespace) -> Backend:
     if args.url:
-        server = Server(args.url, args.model, args.api_key)
+        server = RemoteServer(args.url, args.model, args.api_key)
         if not server.answers():
             raise UnavailableError(f"no server answers at {args.url}")
         return server
     if not args.model_path:
-        server = Server(DEFAULT_URL, args.model, args.api_key)
+        server = RemoteServer(DEFAULT_URL, args.model, args.api_key)
         if server.answers():
             return server
         if args.model != "default":
@@ -87,7 +87,7 @@ def _open_backend(args: argparse.Namespace) -> Backend:
     return InProcess(args.model_path)
 
 
-class Server:
+class RemoteServer:
     def __init__(self, url: str, model: str, api_key: str | None) -> None:
         import httpx
 

@@ -16,16 +16,16 @@ from typing import Any
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.models import ServedModel
-from mlx_parallm.server.run import SWITCH_INTERVAL, Server, listen, start_engines
+from mlx_parallm.server.run import SWITCH_INTERVAL, HttpServer, listen, start_engines
 from mlx_parallm.server.state import Dispatcher
-from mlx_parallm.training.environments import make_asker
-from mlx_parallm.training.loop import Loop, LoopConfig, StepNews
+from mlx_parallm.training.environments import make_task_sampler
+from mlx_parallm.training.loop import Loop, LoopConfig, StepReport
+from mlx_parallm.training.manager import TrainingManager
+from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.rewards import Score
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import Task, find_task
 from mlx_parallm.training.trainer import RLConfig
-from mlx_parallm.training.training import Training
-from mlx_parallm.training.tree import LoRAConfig
 
 
 class RLIntegratedServer:
@@ -50,8 +50,8 @@ class RLIntegratedServer:
         self._dispatcher = Dispatcher()
         self._starting = asyncio.Lock()
         self._served: ServedModel | None = None
-        self._training: Training | None = None
-        self._server: Server | None = None
+        self._training: TrainingManager | None = None
+        self._server: HttpServer | None = None
 
     @property
     def session(self) -> Session:
@@ -69,7 +69,7 @@ class RLIntegratedServer:
             sys.setswitchinterval(SWITCH_INTERVAL)
             name, source = next(iter(self.config.named_models().items()))
             (engine,) = await asyncio.to_thread(start_engines, {name: source}, self.config, self._dispatcher)
-            training = Training(engine, self.config)
+            training = TrainingManager(engine, self.config)
             engine.records_all = True
             for scores_name, function in self._scores.items():
                 training.rewards.add(scores_name, function)
@@ -88,7 +88,7 @@ class RLIntegratedServer:
         )
         listener = listen(self.config.host, self.config.port)
         models = {self._served.name: self._served}
-        self._server = Server(models, self.config, self._dispatcher, listener, self._training)
+        self._server = HttpServer(models, self.config, self._dispatcher, listener, self._training)
         return await self._server.run_in_loop()
 
     async def run_training_loop(
@@ -98,15 +98,15 @@ class RLIntegratedServer:
         steps: int = 100,
         prompts_per_step: int | None = None,
         group_size: int = 8,
-        on_step: Callable[[StepNews], None] = lambda news: None,
+        on_step: Callable[[StepReport], None] = lambda news: None,
         **options: Any,
-    ) -> Sequence[StepNews]:
+    ) -> Sequence[StepReport]:
         """The built-in loop: about `rl_config.batch_size` answers in each step."""
         await self.start()
         training = self._training
         assert training is not None
         found = find_task(task) if isinstance(task, str) else task
-        asker = make_asker(training.engine, training.rollouts, training.rewards, found)
+        asker = make_task_sampler(training.engine, training.rollouts, training.rewards, found)
         prompts = prompts_per_step or max(1, self._rl.batch_size // group_size)
         settings = LoopConfig(
             steps=steps, prompts_per_step=prompts, group_size=group_size, **{"seed": self._rl.seed, **options}

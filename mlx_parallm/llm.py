@@ -55,7 +55,7 @@ class Completion:
 
 
 @dataclass(slots=True)
-class Piece:
+class TextChunk:
     """News of a streamed answer."""
 
     text: str
@@ -127,14 +127,14 @@ class LLM:
         ]
         return self._run(jobs, progress)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[TextChunk]:
         """Completes one prompt, piece by piece; closing the iterator stops the work."""
         job = self._job(prompt, self._encode(prompt, 0), sampling or SamplingParams(), 0, chat=False)
         return self._pieces(job)
 
     def stream_chat(
         self, conversation: Conversation, sampling: SamplingParams | None = None, **template: Any
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextChunk]:
         """Answers one conversation, piece by piece; closing the iterator stops the work."""
         job = self._job(None, self._render(conversation, **template), sampling or SamplingParams(), 0, chat=True)
         return self._pieces(job)
@@ -188,13 +188,13 @@ class LLM:
                 count(job, piece)
         return [job.completion for job in jobs]
 
-    def _pieces(self, job: "_Job") -> Iterator[Piece]:
+    def _pieces(self, job: "_Job") -> Iterator[TextChunk]:
         job.streamed = True
         for _, piece in self._deltas([job]):
             if piece.text or piece.token_ids or piece.finish_reason:
                 yield piece
 
-    def _deltas(self, jobs: "list[_Job]") -> "Iterator[tuple[_Job, Piece]]":
+    def _deltas(self, jobs: "list[_Job]") -> "Iterator[tuple[_Job, TextChunk]]":
         """Submits the jobs, no more at once than the queue holds, and yields what comes of them."""
         inbox: SimpleQueue[tuple[_Job, Delta]] = SimpleQueue()
         waiting, running = deque(jobs), set[_Job]()
@@ -255,7 +255,7 @@ class _Job:
             self.id, self.tokens, self.sampling, lambda delta: inbox.put((self, delta)), stream=self.streamed
         )
 
-    def take(self, delta: Delta) -> Piece:
+    def take(self, delta: Delta) -> TextChunk:
         """Adds a delta to its answer."""
         if delta.error is not None:
             raise delta.error
@@ -272,7 +272,7 @@ class _Job:
         output.stop_reason = stream.stopped if stream.stopped is not None else delta.stop_token
         output.text += "".join(texts)
         output.token_ids += tokens
-        return Piece("".join(texts), tokens, delta.index, output.finish_reason)
+        return TextChunk("".join(texts), tokens, delta.index, output.finish_reason)
 
 
 def _push(stream: TextStream, tokens: Sequence[int]) -> list[str]:
@@ -323,7 +323,7 @@ def _spread(sampling: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 
 @contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[_Job, Piece], None]]:
+def _progress(total: int, shown: bool) -> Iterator[Callable[[_Job, TextChunk], None]]:
     """Yields a function that hears of each job's news and moves the bar, where one is shown."""
     if not shown:
         yield lambda job, piece: None
@@ -337,7 +337,7 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[_Job, Piece], None]
         task = progress.add_task("", total=total, speed="")
         begin, tokens, finished = time.perf_counter(), 0, 0
 
-        def count(job: _Job, piece: Piece) -> None:
+        def count(job: _Job, piece: TextChunk) -> None:
             nonlocal tokens, finished
             tokens, finished = tokens + len(piece.token_ids), finished + job.done
             if job.done:

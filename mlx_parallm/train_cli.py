@@ -19,8 +19,8 @@ from mlx_parallm.errors import ConfigError
 if TYPE_CHECKING:
     from mlx_parallm.engine.engine import Engine
     from mlx_parallm.lora.weights import Adapter
+    from mlx_parallm.training.manager import TrainingManager
     from mlx_parallm.training.supervised import Supervised
-    from mlx_parallm.training.training import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_parallm.training.report import chosen_boards
 
     chosen_boards(settings.report_to)  # what is not there is said before a model is loaded
-    work: dict[str, Callable[[Training, TrainConfig], None]] = {
+    work: dict[str, Callable[[TrainingManager, TrainConfig], None]] = {
         "rl": _policy,
         "rm": _reward_model,
         "sft": _fine_tune,
@@ -250,25 +250,25 @@ def run(args: argparse.Namespace) -> int:
     if settings.mode != "rl" and not settings.keep_serving:
         return _alone(settings, work[settings.mode])
 
-    def companion(training: "Training") -> int | None:
+    def companion(training: "TrainingManager") -> int | None:
         work[settings.mode](training, settings)
         return None if settings.keep_serving else 0
 
     return serve(settings, companion)
 
 
-def _alone(settings: TrainConfig, work: "Callable[[Training, TrainConfig], None]") -> int:
+def _alone(settings: TrainConfig, work: "Callable[[TrainingManager, TrainConfig], None]") -> int:
     """On an engine that nobody else uses: no port, no requests."""
     from mlx_parallm.server import logs
     from mlx_parallm.server.run import start_engines
     from mlx_parallm.server.state import Dispatcher
-    from mlx_parallm.training.training import Training
+    from mlx_parallm.training.manager import TrainingManager
 
     logs.set_up(settings.log_level, settings.log_json)
     name, source = next(iter(settings.named_models().items()))
     (engine,) = start_engines({name: source}, settings, Dispatcher())
     try:
-        training = Training(engine, settings)
+        training = TrainingManager(engine, settings)
         work(training, settings)
         training.close()
     finally:
@@ -289,9 +289,9 @@ def _stop_at_signals(stop: Callable[[], None]) -> None:
         signal.signal(number, end)
 
 
-def _policy(training: "Training", settings: TrainConfig) -> None:
+def _policy(training: "TrainingManager", settings: TrainConfig) -> None:
     from mlx_parallm.training.components import parse_components
-    from mlx_parallm.training.environments import make_asker
+    from mlx_parallm.training.environments import make_task_sampler
     from mlx_parallm.training.loop import Loop, LoopConfig
     from mlx_parallm.training.report import Progress
     from mlx_parallm.training.tasks import Rows, find_task
@@ -304,7 +304,7 @@ def _policy(training: "Training", settings: TrainConfig) -> None:
         else Rows(settings.dataset, settings.eval_share, settings.train_seed)
     )
     components = parse_components(settings.reward, task)
-    asker = make_asker(training.engine, training.rollouts, training.rewards, task, components)
+    asker = make_task_sampler(training.engine, training.rollouts, training.rewards, task, components)
     loop_config = LoopConfig(
         steps=settings.steps,
         prompts_per_step=settings.prompts_per_step,
@@ -334,12 +334,12 @@ def _policy(training: "Training", settings: TrainConfig) -> None:
     _export(settings, session.engine, session.engine.work(session.adapter_steps()).result(), session.lora.rank)
 
 
-def _fine_tune(training: "Training", settings: TrainConfig) -> None:
+def _fine_tune(training: "TrainingManager", settings: TrainConfig) -> None:
     """SFT or DPO, and the folder of the adapter that came out."""
     from rich.console import Console
 
     from mlx_parallm.text.prompts import Prompts
-    from mlx_parallm.training.datasets import Reader, split
+    from mlx_parallm.training.datasets import DatasetReader, split
     from mlx_parallm.training.finetune import FineTuning, RunConfig, check_free, save_adapter
     from mlx_parallm.training.report import LOG, Progress
 
@@ -349,7 +349,7 @@ def _fine_tune(training: "Training", settings: TrainConfig) -> None:
     check_free(folder)
     length = min(settings.max_length, engine.model.context_length)
     chat = settings.chat_template and tokenizer.has_chat_template
-    reader = Reader(Prompts(tokenizer), int(tokenizer.eos_token_id), length, chat)
+    reader = DatasetReader(Prompts(tokenizer), int(tokenizer.eos_token_id), length, chat)
     read: Callable[[str], Any] = reader.examples if settings.mode == "sft" else reader.preferences
     found = read(settings.dataset)
     other = None if settings.eval_dataset is None else read(settings.eval_dataset)
@@ -385,8 +385,8 @@ def _fine_tune(training: "Training", settings: TrainConfig) -> None:
 def _trainer(engine: "Engine", settings: TrainConfig, steps: int) -> "Supervised[Any]":
     """Made on the engine, from the adapter to go on from where there is one."""
     from mlx_parallm.training.learner import OptimizerConfig
+    from mlx_parallm.training.manager import lora_config
     from mlx_parallm.training.supervised import DPO, SFT, Supervised, SupervisedConfig
-    from mlx_parallm.training.training import lora_config
 
     optimizer = OptimizerConfig(
         learning_rate=settings.learning_rate,
@@ -449,16 +449,16 @@ def _told(settings: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _reward_model(training: "Training", settings: TrainConfig) -> None:
+def _reward_model(training: "TrainingManager", settings: TrainConfig) -> None:
     """Trains one on pairs, looks at pairs that were held out, writes it, and serves it."""
     from functools import partial
 
     from rich.console import Console
 
     from mlx_parallm.text.prompts import Prompts
+    from mlx_parallm.training.manager import lora_config
     from mlx_parallm.training.reward_model import NAME, RewardModel, RewardTrainer, read_pairs
     from mlx_parallm.training.session import once
-    from mlx_parallm.training.training import lora_config
 
     console, engine = Console(), training.engine
     assert settings.pairs is not None

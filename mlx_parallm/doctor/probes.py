@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from mlx_parallm.doctor.findings import Finding, look
-from mlx_parallm.engine.engine import Engine, News
+from mlx_parallm.engine.engine import Engine, StepEvents
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.types import Delta, Request, SamplingParams
@@ -205,7 +205,7 @@ def _longest_gap(times: Sequence[Sequence[float]]) -> float:
     return max((b - a for one in times for a, b in itertools.pairwise(one)), default=0.0)
 
 
-def deliver(news: News) -> None:
+def deliver(news: StepEvents) -> None:
     for request, delta in news:
         request.on_delta(delta)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from mlx_parallm.engine.book import Book
+from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.runner import Runner, Step
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.kv.prefix import Prefix
@@ -76,7 +76,7 @@ class Accounts:
             self.gauge(served=False)
             mx.reset_peak_memory()
 
-    def imbalance(self, book: Book, adapters: Registry, under_way: bool) -> AssertionError | None:
+    def imbalance(self, book: LiveRequests, adapters: Registry, under_way: bool) -> AssertionError | None:
         """What does not add up, between two steps."""
         scheduler, cache = self._scheduler, self._runner.cache
         try:

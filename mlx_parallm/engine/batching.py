@@ -20,9 +20,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.runner import Runner
-from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv.attention import MIN_BLOCKS, attend
 from mlx_parallm.kv.disk import DiskTier
@@ -34,7 +34,7 @@ from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.lora import kernel
 from mlx_parallm.lora.blocks import fuse
 from mlx_parallm.lora.layers import RANK_STEP, Layout
-from mlx_parallm.lora.mixtures import Present, SideBySide
+from mlx_parallm.lora.mixtures import Present, StackedLoRA
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel, fingerprint
@@ -50,7 +50,7 @@ WARM_UP_TOKENS = 8192  # of one pass
 PROBE = ([3, 1, 4, 1, 5], [9, 2, 6])  # two short prompts; any ids do
 
 
-def adapter_layout(module: nn.Module, tuning: Tuning) -> Layout:
+def adapter_layout(module: nn.Module, tuning: DeviceProfile) -> Layout:
     """Gives a model's layers room for adapters, which are added in the way that is fastest here."""
     layout = Layout(module, traced=tuning.compiled)
     if not tuning.compiled:
@@ -64,7 +64,9 @@ def adapter_layout(module: nn.Module, tuning: Tuning) -> Layout:
     return layout
 
 
-def batch_cache(model: LanguageModel, forward: Forward, max_rows: int, max_bytes: int, tuning: Tuning) -> BatchCache:
+def batch_cache(
+    model: LanguageModel, forward: Forward, max_rows: int, max_bytes: int, tuning: DeviceProfile
+) -> BatchCache:
     for cache in _candidates(model, max_rows, max_bytes, tuning):
         name = type(cache).__name__
         try:
@@ -91,7 +93,7 @@ def check_room(cache: BatchCache, plan: MemoryPlan, context: int) -> None:
         )
 
 
-def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int, tuning: Tuning) -> None:
+def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int, tuning: DeviceProfile) -> None:
     """Where kernels are built at their first use, uses them: no request should wait for that."""
     if not layout.traced:
         return
@@ -169,25 +171,25 @@ def _try_adapters(forward: Forward, layout: Layout, cache: SlotCache) -> None:
     """Adapters that change nothing."""
     one, other = layout.blank(), layout.blank()
     for rows in ((one, one), (one, other), (one, None)):
-        choice = SideBySide.of(Present(tuple(dict.fromkeys(row for row in rows if row))), rows)
+        choice = StackedLoRA.of(Present(tuple(dict.fromkeys(row for row in rows if row))), rows)
         staged = cache.stage(len(rows), len(PROBE[0]))
         mx.eval(forward.at(mx.array([PROBE[0]] * 2), staged, mx.array([4, 4]), choice))
         positions = cache.join(staged, [(number, len(PROBE[0])) for number in range(2)])
         by_position = dict(zip(positions, rows, strict=True))
         placed = [by_position.get(position) for position in range(cache.positions)]
-        choice = SideBySide.of(Present(tuple(dict.fromkeys(row for row in placed if row))), placed)
+        choice = StackedLoRA.of(Present(tuple(dict.fromkeys(row for row in placed if row))), placed)
         mx.eval(cache.decode(forward, mx.zeros((len(placed),), mx.int32), [len(PROBE[0])] * len(placed), choice))
         for position in positions:
             cache.leave(position)
         cache.compact(0)
     if layout.selection.add is not None:  # prompts so long that MLX adds them
         length = kernel.MOST_READ // RANK_STEP
-        choice = SideBySide.of(Present((one,)), (one, one))
+        choice = StackedLoRA.of(Present((one,)), (one, one))
         mx.eval(forward.at(mx.zeros((2, length), mx.int32), cache.stage(2, length), mx.array([0, 0]), choice))
 
 
 def prefix_cache(
-    model: LanguageModel, cache: BatchCache, config: ServeConfig, max_bytes: int, tuning: Tuning
+    model: LanguageModel, cache: BatchCache, config: ServeConfig, max_bytes: int, tuning: DeviceProfile
 ) -> Prefix | None:
     """The prefix cache for a model, once its batch cache is proven: blocks where it runs in slots, else snapshots."""
     if config.num_blocks == 0:
@@ -233,14 +235,14 @@ def _disk(config: ServeConfig, identity: str) -> DiskTier | None:
     return disk
 
 
-def slot_cache(layers: int, max_rows: int, max_bytes: int, tuning: Tuning, mask_rank: int = 4) -> SlotCache:
+def slot_cache(layers: int, max_rows: int, max_bytes: int, tuning: DeviceProfile, mask_rank: int = 4) -> SlotCache:
     """With the kernels that there are for the device."""
     kernel = attend if tuning.fused else None if tuning.compiled else slot_attention()
     step, compiled = tuning.view_step, tuning.compiled
     return SlotCache(layers, max_rows, max_bytes, step, compiled, mask_rank, tuning.fused, kernel)
 
 
-def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: Tuning) -> Iterator[BatchCache]:
+def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: DeviceProfile) -> Iterator[BatchCache]:
     def fresh() -> list[Any]:
         return make_prompt_cache(model.module)
 

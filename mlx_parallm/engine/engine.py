@@ -23,15 +23,15 @@ from mlx_parallm.engine.accounts import Accounts
 from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.background import Background, Steps
 from mlx_parallm.engine.batching import adapter_layout, batch_cache, check_room, prefix_cache, warm_blocks, warm_up
-from mlx_parallm.engine.book import Book
 from mlx_parallm.engine.describe import describe
-from mlx_parallm.engine.errands import Errands
+from mlx_parallm.engine.device_profile import PROMPT_STEP, DeviceProfile
+from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.engine.recovery import FAULT_WINDOW_SECONDS, MAX_FAULTS, FaultCounter, discard_device_state, requeue
 from mlx_parallm.engine.rows import Job, Reader, Row
 from mlx_parallm.engine.runner import Runner, Step
 from mlx_parallm.engine.scheduler import Limits, Scheduler, wants_prompt_logprobs
-from mlx_parallm.engine.tuning import PROMPT_STEP, Tuning
+from mlx_parallm.engine.ssd_transfers import SsdTransfers
 from mlx_parallm.errors import (
     GrammarError,
     ModelLoadError,
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
-News = list[tuple[Request, Delta]]
+StepEvents = list[tuple[Request, Delta]]
 Recorder = Callable[[Request, int, Row, int | None], None]
 DEADLINE_CHECK_SECONDS = 0.1
 SPARE_SECONDS = 2.0  # for which an idle engine keeps freed memory: fresh memory costs more than it seems
@@ -72,9 +72,9 @@ class Engine:
         self,
         load: Callable[[], LanguageModel],
         config: ServeConfig,
-        dispatch: Callable[[News], None],
+        dispatch: Callable[[StepEvents], None],
         *,
-        tuning: Tuning | None = None,  # None: what suits the device
+        tuning: DeviceProfile | None = None,  # None: what suits the device
     ) -> None:
         self._load = load
         self._config = config
@@ -92,8 +92,8 @@ class Engine:
         self._quiet = threading.Event()  # a pause has begun
         self._pending = 0  # requests in the inbox
         self._pending_lock = threading.Lock()
-        self._book = Book(share=config.dedupe)
-        self._news: News = []
+        self._book = LiveRequests(share=config.dedupe)
+        self._news: StepEvents = []
         self._deadline_check = 0.0
         self._admissions = 0
         self._under_way: deque[Step] = deque()  # started and not read, the oldest first
@@ -113,7 +113,7 @@ class Engine:
         self.adapters: Registry
         self._admission: Admission
         self._prefix: Prefix | None
-        self._errands: Errands | None = None
+        self._errands: SsdTransfers | None = None
         self._runner: Runner
         self._scheduler: Scheduler
         self._accounts: Accounts
@@ -288,7 +288,7 @@ class Engine:
     def _main(self) -> None:
         try:
             self.model = self._load()
-            self.layout = adapter_layout(self.model.module, self._tuning or Tuning.of(device_kind()))
+            self.layout = adapter_layout(self.model.module, self._tuning or DeviceProfile.of(device_kind()))
             self._loaded.set()
             plan = self._plans.get()
             if plan is not None:
@@ -350,7 +350,7 @@ class Engine:
     def _set_up(self, plan: MemoryPlan) -> None:
         config = self._config
         self.grammars = GrammarCompiler(self.model.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
-        tuning = self._tuning or Tuning.of(device_kind())
+        tuning = self._tuning or DeviceProfile.of(device_kind())
         self._ahead = tuning.ahead
         self.memory = plan
         wire_memory()
@@ -402,7 +402,7 @@ class Engine:
             on_adapters=self.metrics.adapter_seconds.observe,
         )
         if self._prefix is not None and self._prefix.disk is not None:
-            self._errands = Errands(self._prefix, self._prefix.disk, self._scheduler, self._inbox.put)
+            self._errands = SsdTransfers(self._prefix, self._prefix.disk, self._scheduler, self._inbox.put)
         self.metrics.slots_total = config.max_batch_size
         self.metrics.kv_bytes_limit = plan.rows
         blocks = 0 if self._prefix is None else self._prefix.max_bytes

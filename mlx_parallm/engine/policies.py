@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from mlx_parallm.engine.book import Book
+from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.rows import Job, Row
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
@@ -28,7 +28,7 @@ class Policies:
     def __init__(
         self,
         registry: Registry,
-        book: Book,
+        book: LiveRequests,
         scheduler: Scheduler,
         runner: Runner,
         *,

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from mlx_parallm.engine.book import Book
+from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.rows import Job, Row
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
@@ -43,7 +43,7 @@ def discard_device_state(runner: Runner, adapters: Registry, prefix: Prefix | No
     give_memory_back()
 
 
-def requeue(scheduler: Scheduler, book: Book, put_back: Callable[[Row], None]) -> int:
+def requeue(scheduler: Scheduler, book: LiveRequests, put_back: Callable[[Row], None]) -> int:
     """Puts every live row that had begun back into the queue, and says how many those are.
 
     Rows come from the book, which knows them all, also those that were between two places when the fault surfaced.

@@ -14,17 +14,17 @@ import mlx.core as mx
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
+from mlx_parallm.engine.device_profile import PROMPT_STEP
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
-from mlx_parallm.engine.tuning import PROMPT_STEP
 from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.merged import state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix
-from mlx_parallm.lora.mixtures import Choice
+from mlx_parallm.lora.mixtures import RowAdapters
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native.draws import Drawer
@@ -81,7 +81,7 @@ class Runner:
         self._prefix = prefix
         self._adapters = adapters
         self._draw = draw
-        self._choice: Choice | None = None  # the current rows' adapters; None: nobody has one
+        self._choice: RowAdapters | None = None  # the current rows' adapters; None: nobody has one
         self._rows: list[Row | None] = []  # by position
         self._texts: dict[bytes, Row] = {}  # running rows by the hashes of their prompts' blocks
         self._last = mx.zeros((0,), mx.int32)  # (S,): each row's newest token
@@ -265,7 +265,7 @@ class Runner:
         self._before_wait()
         mx.async_eval(arrays)
 
-    def _choice_of(self, rows: Sequence[Row | None]) -> Choice | None:
+    def _choice_of(self, rows: Sequence[Row | None]) -> RowAdapters | None:
         versions = [None if row is None else row.adapter for row in rows]
         if self._adapters is None or not any(versions):
             return None
@@ -277,7 +277,7 @@ class Runner:
         return choice
 
     def _scored_prompt(
-        self, job: Job, tokens: mx.array, caches: list[Any], step: Step, choice: Choice | None
+        self, job: Job, tokens: mx.array, caches: list[Any], step: Step, choice: RowAdapters | None
     ) -> mx.array:
         """The same pass in smaller pieces, keeping the log-probability of each next prompt token."""
         row = job.rows[0]

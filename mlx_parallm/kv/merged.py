@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_parallm.kv.slots import Choice, Forward
+from mlx_parallm.kv.slots import ForwardPass, RowContext
 
 
 class _RowCaches:
@@ -107,7 +107,7 @@ class MergedCache(_RowCaches):
         return keep
 
     def decode(
-        self, forward: Forward, tokens: mx.array, lengths: Sequence[int], choice: Choice | None = None
+        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], choice: RowContext | None = None
     ) -> mx.array:
         return forward(tokens[:, None], self.layers, choice)[:, 0]
 
@@ -144,7 +144,7 @@ class SerialCache(_RowCaches):
         return keep
 
     def decode(
-        self, forward: Forward, tokens: mx.array, lengths: Sequence[int], choice: Choice | None = None
+        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], choice: RowContext | None = None
     ) -> mx.array:
         choices = [None if choice is None else choice.row(i) for i in range(len(self._rows))]
         return mx.concatenate(

@@ -20,10 +20,10 @@ CAPACITY_STEP = 256
 MAX_TRACES = 64
 
 
-class Choice(Protocol):
+class RowContext(Protocol):
     """What a pass depends on beside its tokens and caches: which adapter each row has."""
 
-    def row(self, number: int) -> "Choice":
+    def row(self, number: int) -> "RowContext":
         """For a pass over one of the rows."""
         ...
 
@@ -33,7 +33,7 @@ class Choice(Protocol):
 Attend = Callable[[mx.array, mx.array, mx.array, tuple[mx.array, mx.array], mx.array, float], mx.array | None]
 
 
-class Traceable(Choice, Protocol):
+class Traceable(RowContext, Protocol):
     """The same, where passes are traced."""
 
     @property
@@ -43,12 +43,12 @@ class Traceable(Choice, Protocol):
 
     def arrays(self) -> list[mx.array]: ...
 
-    def maker(self) -> "Callable[[Sequence[mx.array]], Choice]":
+    def maker(self) -> "Callable[[Sequence[mx.array]], RowContext]":
         """Makes the same of other arrays, given in the order of `arrays`."""
         ...
 
 
-class Forward(Protocol):
+class ForwardPass(Protocol):
     """A pass through the model: tokens (B, T), caches -> logits (B, T, V)."""
 
     def __call__(self, tokens: mx.array, caches: list[Any], choice: Any = None) -> mx.array: ...
@@ -100,7 +100,7 @@ class BatchCache(Protocol):
         ...
 
     def decode(
-        self, forward: Forward, tokens: mx.array, lengths: Sequence[int], choice: Choice | None = None
+        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], choice: RowContext | None = None
     ) -> mx.array:
         """One token per row: tokens (S,), cached lengths (S,) -> logits (S, V).
 
@@ -347,7 +347,7 @@ class SlotCache:
         return keep
 
     def decode(
-        self, forward: Forward, tokens: mx.array, lengths: Sequence[int], choice: Choice | None = None
+        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], choice: RowContext | None = None
     ) -> mx.array:
         self._longest = longest = max(lengths) + 1
         if longest > self._capacity:
@@ -368,7 +368,7 @@ class SlotCache:
         result: mx.array = logits
         return result
 
-    def _traceable(self, forward: Forward, length: int, choice: Traceable | None) -> Callable[..., Any]:
+    def _traceable(self, forward: ForwardPass, length: int, choice: Traceable | None) -> Callable[..., Any]:
         make = None if choice is None else choice.maker()
 
         def step(

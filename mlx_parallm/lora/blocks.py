@@ -16,7 +16,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_parallm.lora.kernel import powers_of
-from mlx_parallm.lora.layers import Residual, Seat, Turn
+from mlx_parallm.lora.layers import LoRAHook, Residual, RopeParams
 
 MODELS: tuple[Any, ...] = (llama, qwen2, qwen3)  # whose blocks and MLP compute in the same order
 BLOCKS = [model.TransformerBlock for model in MODELS]
@@ -34,7 +34,7 @@ def fuse(module: nn.Module) -> None:
         block.residual = Residual()
         for layer in (attention.o_proj, mlp.down_proj):
             layer.seat = layer.seat.closing(block.residual)
-        gate: Seat = mlp.gate_proj.seat
+        gate: LoRAHook = mlp.gate_proj.seat
         if gate.bundle is not None:
             gate.bundle.gate = gate
         _change_class(block, _fused_block)
@@ -64,7 +64,7 @@ def _change_class(layer: Any, fused: Any) -> None:
     layer.__class__ = fused(type(layer))
 
 
-def _turn_of(attention: Any) -> Turn | None:
+def _turn_of(attention: Any) -> RopeParams | None:
     """None where it is not done by halves, or not to whole heads, or the layers have no seats together."""
     rope, seats = attention.rope, [getattr(attention[f"{name}_proj"], "seat", None) for name in "qkv"]
     bundle = seats[0].bundle if seats[0] is not None else None
@@ -77,8 +77,8 @@ def _turn_of(attention: Any) -> Turn | None:
     if isinstance(rope, Llama3RoPE):
         waves = 1.0 / rope._freqs.astype(mx.float32)
         mx.eval(waves)  # else a trace computes it at every step
-        return Turn(waves, powers=False)
-    return Turn(powers_of(rope.base, rope.dims // 2), powers=True) if rope.scale == 1.0 else None
+        return RopeParams(waves, powers=False)
+    return RopeParams(powers_of(rope.base, rope.dims // 2), powers=True) if rope.scale == 1.0 else None
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 A pass over few tokens is bound by the number of kernels that it starts. With MLX's operations an adapter costs five
 per layer; here it is one for q, k and v together, and none more where the kernel takes the place of others:
-`add_and_close` also adds what a block adds to a layer's output, `add_and_gate` also computes swiglu, `add_and_turn`, in
-passes of one token a row, also does RoPE. `layers.Seat` calls them through its selection. They round between one and
-the other as separate kernels would; within swiglu they don't.
+`add_and_residual` also adds the block's residual to a layer's output, `add_and_gate` also computes swiglu, and
+`add_and_rope`, in passes of one token a row, also applies RoPE. `layers.LoRAHook` calls them through `ActiveAdapters`.
+They round between one and the other as separate kernels would; within swiglu they don't.
 """
 
 import functools
@@ -18,8 +18,8 @@ import numpy as np
 from mlx_lm.models.activations import swiglu
 
 from mlx_parallm.host import to_numpy
-from mlx_parallm.lora.layers import Adder, Fused, Turn
-from mlx_parallm.lora.mixtures import Groups, SideBySide
+from mlx_parallm.lora.layers import Adder, Fused, RopeParams
+from mlx_parallm.lora.mixtures import Groups, StackedLoRA
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ TURN = (
 )
 
 
-def add_own(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> list[mx.array] | None:
+def add_own(x: mx.array, layers: Sequence[Layer], choice: StackedLoRA) -> list[mx.array] | None:
     """For each layer's y + x (B, T, size) · the row's own lines of a[number] · its own of b[number].
 
     None where MLX's operations should do it.
@@ -183,7 +183,7 @@ def add_own(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> list[mx
     return None if parts is None else _run(_adding(len(parts)), x, parts, choice, [y.shape for y, *_ in parts])
 
 
-def add_and_close(x: mx.array, layer: Layer, choice: SideBySide, residual: mx.array) -> mx.array | None:
+def add_and_residual(x: mx.array, layer: Layer, choice: StackedLoRA, residual: mx.array) -> mx.array | None:
     """The same for one layer, and then added to residual (B, T, lines)."""
     parts = _parts(x, [layer], choice)
     if parts is None or residual.shape != layer[0].shape or residual.dtype != x.dtype:
@@ -191,7 +191,7 @@ def add_and_close(x: mx.array, layer: Layer, choice: SideBySide, residual: mx.ar
     return _run(_closing(), x, parts, choice, [residual.shape], [residual])[0]
 
 
-def add_and_gate(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> mx.array | None:
+def add_and_gate(x: mx.array, layers: Sequence[Layer], choice: StackedLoRA) -> mx.array | None:
     """The same for two layers, and then swiglu of the first and the second."""
     parts = _parts(x, layers, choice)
     if parts is None or layers[0][0].shape != layers[1][0].shape:
@@ -199,8 +199,8 @@ def add_and_gate(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> mx
     return _run(_gating(), x, parts, choice, [layers[0][0].shape])[0]
 
 
-def add_and_turn(
-    x: mx.array, layers: Sequence[Layer], choice: SideBySide, turn: Turn, offsets: mx.array
+def add_and_rope(
+    x: mx.array, layers: Sequence[Layer], choice: StackedLoRA, turn: RopeParams, offsets: mx.array
 ) -> list[mx.array] | None:
     """The same for queries, keys and values, of which the first two are then turned; not all need have adapters."""
     parts, half = _parts(x, layers, choice), turn.waves.shape[0]
@@ -212,7 +212,7 @@ def add_and_turn(
     return _run(_turning(), x, parts, choice, shapes, [offsets, turn.waves], [("POWERS", turn.powers)])
 
 
-def _parts(x: mx.array, layers: Sequence[Layer], choice: SideBySide) -> list[Part] | None:
+def _parts(x: mx.array, layers: Sequence[Layer], choice: StackedLoRA) -> list[Part] | None:
     """What the kernels need of layers; None where they can't do it."""
     if choice.spans is None or choice.max_rank > MAX_RANK or x.ndim != 3:
         return None
@@ -230,7 +230,7 @@ def _run(
     kernel: Any,
     x: mx.array,
     parts: Sequence[Part],
-    choice: SideBySide,
+    choice: StackedLoRA,
     shapes: Sequence[tuple[int, ...]],
     more: Sequence[mx.array] = (),
     template: Sequence[tuple[str, Any]] = (),
@@ -267,7 +267,7 @@ def _adding(count: int) -> Any:
 
 @functools.cache
 def _closing() -> Any:
-    return _kernel("add_and_close", CLOSE, 1, 1, ["residual"])
+    return _kernel("add_and_residual", CLOSE, 1, 1, ["residual"])
 
 
 @functools.cache
@@ -277,7 +277,7 @@ def _gating() -> Any:
 
 @functools.cache
 def _turning() -> Any:
-    return _kernel("add_and_turn", TURN.format(cases=_cases(3)), 3, 3, ["offsets", "waves"])
+    return _kernel("add_and_rope", TURN.format(cases=_cases(3)), 3, 3, ["offsets", "waves"])
 
 
 def _cases(count: int) -> str:
@@ -305,14 +305,14 @@ def fused(dtype: mx.Dtype) -> Fused | None:
     offsets, base, width = mx.array([7, 300], mx.int32), 500.0, 32
     freqs = base ** (mx.arange(0, width, 2) / width)
 
-    def turns(turn: Turn, **how: Any) -> bool:
+    def turns(turn: RopeParams, **how: Any) -> bool:
         def turned(sums: list[mx.array]) -> list[mx.array]:
             heads = [one.reshape(2, -1, 1, width) for one in sums]
             rope = [mx.fast.rope(one, width, traditional=False, scale=1.0, offset=offsets, **how) for one in heads[:2]]
             return [*rope, heads[2]]
 
         return _adds(
-            dtype, [96, 32, 32], lambda x, layers, choice: add_and_turn(x, layers, choice, turn, offsets), turned
+            dtype, [96, 32, 32], lambda x, layers, choice: add_and_rope(x, layers, choice, turn, offsets), turned
         )
 
     def right() -> bool:
@@ -320,7 +320,7 @@ def fused(dtype: mx.Dtype) -> Fused | None:
             _adds(
                 dtype,
                 [32],
-                lambda x, layers, choice: _listed(add_and_close(x, layers[0], choice, residual)),
+                lambda x, layers, choice: _listed(add_and_residual(x, layers[0], choice, residual)),
                 lambda sums: [residual + sums[0]],
                 tokens=3,
             )
@@ -331,11 +331,11 @@ def fused(dtype: mx.Dtype) -> Fused | None:
                 lambda sums: [swiglu(sums[0], sums[1])],
                 tokens=3,
             )
-            and turns(Turn(powers_of(base, width // 2), powers=True), base=base)
-            and turns(Turn(1.0 / freqs, powers=False), base=None, freqs=freqs)
+            and turns(RopeParams(powers_of(base, width // 2), powers=True), base=base)
+            and turns(RopeParams(1.0 / freqs, powers=False), base=None, freqs=freqs)
         )
 
-    return Fused(add_and_close, add_and_gate, add_and_turn) if _proven(right) else None
+    return Fused(add_and_residual, add_and_gate, add_and_rope) if _proven(right) else None
 
 
 def _proven(right: Callable[[], bool]) -> bool:
@@ -361,7 +361,7 @@ def _listed(found: mx.array | None) -> list[mx.array] | None:
 def _adds(
     dtype: mx.Dtype,
     lines: Sequence[int],
-    kernel: Callable[[mx.array, Sequence[Layer], SideBySide], list[mx.array] | None],
+    kernel: Callable[[mx.array, Sequence[Layer], StackedLoRA], list[mx.array] | None],
     then: Callable[[list[mx.array]], list[mx.array]] = lambda sums: sums,
     tokens: int = 1,
 ) -> bool:
@@ -377,7 +377,7 @@ def _adds(
     x = normal(2, tokens, 64)
     ys = [normal(2, tokens, count) for count in lines]
     groups: Groups = {i: (normal(2, 24, 64), normal(2, 24, count), None) for i, count in enumerate(lines)}
-    choice = SideBySide(groups, spans=mx.array([[0, 0], [8, 16]], mx.int32), max_rank=16)
+    choice = StackedLoRA(groups, spans=mx.array([[0, 0], [8, 16]], mx.int32), max_rank=16)
     found = kernel(x, [(y, i, 1) for i, y in enumerate(ys)], choice)
     assert found is not None
     added = []

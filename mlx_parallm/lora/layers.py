@@ -1,7 +1,7 @@
 """Gives a model's layers room for adapters: each row of a pass through them has its own, or none.
 
-`Layout` finds the layers and packs adapters for them, on any thread. Each layer has a `Seat`, which asks `Selection`
-what the rows of the pass under way have chosen, and a kernel or the choice itself (`mixtures`) to add it. Without an
+`Layout` finds the layers and packs adapters for them, on any thread. Each layer has a `LoRAHook`, which asks
+`ActiveAdapters` what the rows of the pass in flight have, and a kernel or `RowAdapters` itself to add it. Without an
 adapter in the batch a layer does what it did before.
 """
 
@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.lora.mixtures import BASE, Apart, Choice, Groups, Resident
+from mlx_parallm.lora.mixtures import BASE, GroupedLoRA, Groups, Resident, RowAdapters
 from mlx_parallm.lora.weights import Adapter, AdapterError, Array, Target
 
 RANK_STEP = 8  # ranks are padded to multiples of this
@@ -40,7 +40,7 @@ class PackedGroup:
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedAdapter:
     """An adapter in the shape of the model's groups, ready to be copied to the device."""
 
     rank: int  # padded
@@ -60,7 +60,7 @@ Adder = Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], list[mx.a
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class RopeParams:
     """How RoPE turns the heads of queries and keys by their positions."""
 
     waves: mx.array  # (half a head,): the angle of a position …
@@ -76,7 +76,7 @@ class Fused:
     # What a gate and the layer beside it gave -> swiglu of both.
     gate: Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], mx.array | None]
     # What the layers of queries, keys and values gave, how and how far (B,) to turn -> (B, heads, 1, width) of each.
-    turn: Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any, Turn, mx.array], list[mx.array] | None]
+    turn: Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any, RopeParams, mx.array], list[mx.array] | None]
 
 
 # A kernel that does the layers' own products too: x, each layer with its group and number in it, the choice.
@@ -84,10 +84,10 @@ Multiplier = Callable[[mx.array, Sequence[tuple[nn.Module, int, int]], Any], lis
 
 
 @dataclass(slots=True, eq=False)
-class Selection:
+class ActiveAdapters:
     """What the layers read: set before a pass, for its rows."""
 
-    choice: Choice = BASE
+    choice: RowAdapters = BASE
     add: Adder | None = None
     fused: Fused | None = None
     multiply: Multiplier | None = None
@@ -108,12 +108,14 @@ class Residual:
 class Bundle:
     """Layers that read the same inputs: the first that is asked finds the others' outputs too, and leaves them here."""
 
-    members: "list[tuple[Seat, Callable[[mx.array], mx.array], nn.Module]]" = field(default_factory=list)  # as named
-    asked: tuple[mx.array, Choice] | None = None  # the inputs and adapters that they are of
-    ready: "dict[Seat, mx.array]" = field(default_factory=dict)
-    gate: "Seat | None" = None  # of two layers whose outputs only swiglu reads, the first
+    members: "list[tuple[LoRAHook, Callable[[mx.array], mx.array], nn.Module]]" = field(
+        default_factory=list
+    )  # as named
+    asked: tuple[mx.array, RowAdapters] | None = None  # the inputs and adapters that they are of
+    ready: "dict[LoRAHook, mx.array]" = field(default_factory=dict)
+    gate: "LoRAHook | None" = None  # of two layers whose outputs only swiglu reads, the first
 
-    def turned(self, x: mx.array, turn: Turn, offsets: mx.array) -> list[mx.array] | None:
+    def turned(self, x: mx.array, turn: RopeParams, offsets: mx.array) -> list[mx.array] | None:
         """Queries, keys and values at their positions, by one kernel; None where there is none for this pass."""
         selection = self.members[0][0].selection
         groups, choice = [seat.group for seat, _, _ in self.members], selection.choice
@@ -123,10 +125,10 @@ class Bundle:
         outputs = [(base(x), seat.group, seat.number) for seat, base, _ in self.members]
         return selection.fused.turn(x, outputs, choice, turn, offsets)
 
-    def leave(self, x: mx.array, choice: Choice, outputs: "dict[Seat, mx.array]") -> None:
+    def leave(self, x: mx.array, choice: RowAdapters, outputs: "dict[LoRAHook, mx.array]") -> None:
         self.asked, self.ready = (x, choice) if outputs else None, outputs
 
-    def take(self, seat: "Seat", x: mx.array, choice: Choice) -> mx.array | None:
+    def take(self, seat: "LoRAHook", x: mx.array, choice: RowAdapters) -> mx.array | None:
         if self.asked is None or self.asked[0] is not x or self.asked[1] is not choice:
             return None
         found = self.ready.pop(seat, None)
@@ -136,17 +138,17 @@ class Bundle:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seat:
+class LoRAHook:
     """Where one layer finds its part of what is selected."""
 
-    selection: Selection
+    selection: ActiveAdapters
     group: int
     number: int
     bundle: Bundle | None = None
     residual: Residual | None = None  # its output goes nowhere but into a sum with this
 
-    def closing(self, residual: Residual) -> "Seat":
-        return Seat(self.selection, self.group, self.number, self.bundle, residual)
+    def closing(self, residual: Residual) -> "LoRAHook":
+        return LoRAHook(self.selection, self.group, self.number, self.bundle, residual)
 
     def linear(self, x: mx.array, base: Callable[[mx.array], mx.array], layer: nn.Module) -> mx.array:
         """What a linear layer gives for inputs x with each row's adapter, where without it is base(x) (B, T, lines)."""
@@ -169,7 +171,7 @@ class Seat:
             return None, 0
         return (
             (choice.parties(self.group, tokens), self.number)
-            if isinstance(choice, Apart) and choice.plain(self.group)
+            if isinstance(choice, GroupedLoRA) and choice.plain(self.group)
             else None
         )
 
@@ -231,7 +233,7 @@ class Seat:
         return choice.looked_up(self.group, self.number, tokens, y) if choice.has(self.group) else y
 
 
-def _is_plain(choice: Choice, group: int) -> bool:
+def _is_plain(choice: RowAdapters, group: int) -> bool:
     return not choice.has(group) or choice.plain(group)
 
 
@@ -239,7 +241,7 @@ class Layout:
     """The layers of a model that adapters may change, in groups."""
 
     def __init__(self, module: nn.Module, add: Adder | None = None, traced: bool = False) -> None:
-        self.selection = Selection(add=add)
+        self.selection = ActiveAdapters(add=add)
         self.traced = traced  # passes are traced once per shape: few shapes, and few kernels
         self._layers = {path: layer for path, layer in module.named_modules() if _kind(layer) is not None}
         self.dtype = _computed_in(self._layers.values())
@@ -257,14 +259,14 @@ class Layout:
     def attach(self) -> None:
         """From now on the layers add what is selected."""
         bundles: dict[tuple[str, tuple[str, ...]], Bundle] = {}
-        order: dict[Seat, int] = {}
+        order: dict[LoRAHook, int] = {}
         for path, layer in self._layers.items():
             kind: Any = type(layer)
             parent, _, name = path.rpartition(".")
             bundled = self.traced or self.selection.multiply is not None
             names = next((names for names in BUNDLES if name in names), None) if bundled else None
             bundle = None if names is None else bundles.setdefault((parent, names), Bundle())
-            seat = Seat(self.selection, *self._seats[path], bundle)
+            seat = LoRAHook(self.selection, *self._seats[path], bundle)
             if bundle is not None and names is not None:
                 bundle.members.append((seat, functools.partial(kind.__call__, layer), layer))
                 order[seat] = names.index(name)
@@ -273,7 +275,7 @@ class Layout:
         for bundle in bundles.values():
             bundle.members.sort(key=lambda member: order[member[0]])
 
-    def pack(self, adapter: Adapter) -> Packed:
+    def pack(self, adapter: Adapter) -> PackedAdapter:
         """NumPy alone: on any thread."""
         rank = -(-adapter.rank // RANK_STEP) * RANK_STEP
         by_group: dict[int, dict[int, str]] = {}
@@ -283,7 +285,7 @@ class Layout:
         groups = {group: self._packed(self.groups[group], paths, adapter, rank) for group, paths in by_group.items()}
         count = sum(part.a.size + part.b.size for part in adapter.parts.values())
         lengths = sum(part.m.nbytes for part in adapter.parts.values() if part.m is not None)
-        return Packed(rank, groups, _digest(rank, groups), adapter.rank, count * self.dtype.size + lengths)
+        return PackedAdapter(rank, groups, _digest(rank, groups), adapter.rank, count * self.dtype.size + lengths)
 
     def _packed(self, group: Group, paths: Mapping[int, str], adapter: Adapter, rank: int) -> PackedGroup:
         layers = len(group.paths)
@@ -300,7 +302,7 @@ class Layout:
             raise AdapterError(f"a weight of {group.paths[0]} or its like is too large for the model's {self.dtype}")
         return PackedGroup(sides[0], sides[1], None if np.isnan(m).all() else m)
 
-    def place(self, packed: Packed) -> Resident:
+    def place(self, packed: PackedAdapter) -> Resident:
         """Copies a packed adapter to the device."""
         groups = {}
         for number, group in packed.groups.items():

@@ -1,10 +1,10 @@
 """Which adapter each row of a pass has, and what that makes of a layer's output.
 
-Two ways. `SideBySide` is for devices where passes are traced and kernels cost: the adapters that a batch needs stand
+Two ways. `StackedLoRA` is for devices where passes are traced and kernels cost: the adapters that a batch needs stand
 side by side, as one pair of thin matrices per layer; a row's inputs go through all of them, a mask keeps what is its
 own, and one more product brings it back. Layers of one shape share an array, so that adapters come and go in a few
-large operations. `Apart` is for the CPU, where putting them together would cost more than it saves: rows are gathered
-by their adapter. Engine thread only.
+large operations. `GroupedLoRA` is for the CPU, where putting them together would cost more than it saves: rows are
+gathered by their adapter. Engine thread only.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -32,7 +32,7 @@ class Resident:
 Rows = Sequence[Resident | None]
 
 
-class Choice(Protocol):
+class RowAdapters(Protocol):
     """The adapters of a pass's rows."""
 
     def has(self, group: int) -> bool:
@@ -51,7 +51,7 @@ class Choice(Protocol):
         """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""
         ...
 
-    def row(self, number: int) -> "Choice":
+    def row(self, number: int) -> "RowAdapters":
         """For a pass over one of the rows."""
         ...
 
@@ -145,7 +145,7 @@ def _power_of_two(number: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SideBySide:
+class StackedLoRA:
     groups: Groups = field(default_factory=dict)
     mask: mx.array | None = None  # (B, 1, C)
     numbers: mx.array | None = None  # (B,)
@@ -153,7 +153,7 @@ class SideBySide:
     max_rank: int = 0  # of the adapters
 
     @classmethod
-    def of(cls, present: Present, rows: Rows, masked: bool = False) -> "SideBySide":
+    def of(cls, present: Present, rows: Rows, masked: bool = False) -> "StackedLoRA":
         """`masked`: also where all columns are every row's, so that a traced pass is the same for both."""
         max_rank = max(member.rank for member in present.members)
         spans = mx.array(present.spans(rows))
@@ -196,28 +196,28 @@ class SideBySide:
         every = [array for group in self.groups.values() for array in group] + [self.mask, self.numbers, self.spans]
         return [array for array in every if array is not None]
 
-    def maker(self) -> "Callable[[Sequence[mx.array]], SideBySide]":
+    def maker(self) -> "Callable[[Sequence[mx.array]], StackedLoRA]":
         """Makes the same of other arrays, given in the order of `arrays`; holds on to none of this one's."""
         factored = {number: factors is not None for number, (_, _, factors) in self.groups.items()}
         given = [array is not None for array in (self.mask, self.numbers, self.spans)]
         max_rank = self.max_rank
 
-        def make(arrays: Sequence[mx.array]) -> SideBySide:
+        def make(arrays: Sequence[mx.array]) -> StackedLoRA:
             rest = iter(arrays)
             groups = {number: (next(rest), next(rest), next(rest) if has else None) for number, has in factored.items()}
             mask, numbers, spans = (next(rest) if has else None for has in given)
-            return SideBySide(groups, mask, numbers, spans, max_rank)
+            return StackedLoRA(groups, mask, numbers, spans, max_rank)
 
         return make
 
-    def row(self, number: int) -> "SideBySide":
+    def row(self, number: int) -> "StackedLoRA":
         mask, numbers, spans = (
             None if one is None else one[number : number + 1] for one in (self.mask, self.numbers, self.spans)
         )
-        return SideBySide(self.groups, mask, numbers, spans, self.max_rank)
+        return StackedLoRA(self.groups, mask, numbers, spans, self.max_rank)
 
 
-class Apart:
+class GroupedLoRA:
     def __init__(self, rows: Rows) -> None:
         self._rows = list(rows)
         self._members: dict[Resident | None, list[int]] = {}
@@ -285,8 +285,8 @@ class Apart:
             self._parties[group, tokens] = np.array(found, np.int64)
         return self._parties[group, tokens]
 
-    def row(self, number: int) -> "Apart":
-        return Apart(self._rows[number : number + 1])
+    def row(self, number: int) -> "GroupedLoRA":
+        return GroupedLoRA(self._rows[number : number + 1])
 
 
 def _address(array: mx.array) -> int:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.errors import ModelNotFoundError
-from mlx_parallm.lora.layers import Layout, Packed
-from mlx_parallm.lora.mixtures import Apart, Choice, Present, Resident, SideBySide, width_of
+from mlx_parallm.lora.layers import Layout, PackedAdapter
+from mlx_parallm.lora.mixtures import GroupedLoRA, Present, Resident, RowAdapters, StackedLoRA, width_of
 from mlx_parallm.lora.weights import Adapter, AdapterError, Target
 
 KEPT_VERSIONS = 4  # of a name, for rollbacks, beside those that are pinned or in use
@@ -29,7 +29,7 @@ REMEMBERED_NAMES = 4096  # that were unloaded: their numbers are not given out a
 class Version:
     name: str
     number: int
-    packed: Packed
+    packed: PackedAdapter
     source: str
     config: Mapping[str, Any] | None = None  # as it came: for weights that come later without one
     created: float = field(default_factory=time.time)
@@ -88,7 +88,7 @@ class Registry:
     def targets(self) -> Mapping[str, Target]:
         return self._layout.targets
 
-    def pack(self, adapter: Adapter) -> Packed:
+    def pack(self, adapter: Adapter) -> PackedAdapter:
         return self._layout.pack(adapter)
 
     def find(self, name: str, number: int | None = None) -> Version:
@@ -162,7 +162,7 @@ class Registry:
     def publish(
         self,
         name: str,
-        packed: Packed,
+        packed: PackedAdapter,
         source: str,
         number: int | None = None,
         config: Mapping[str, Any] | None = None,
@@ -261,13 +261,13 @@ class Registry:
         else:
             version.tokens += tokens
 
-    def choice(self, versions: Sequence[Version | None]) -> Choice:
+    def choice(self, versions: Sequence[Version | None]) -> RowAdapters:
         """The adapters of a pass's rows, of whom at least one has one."""
         distinct = sorted({version for version in versions if version is not None}, key=lambda v: (v.name, v.number))
         residents = {version: self._resident(version, distinct) for version in distinct}
         rows = [None if version is None else residents[version] for version in versions]
         if not self._layout.traced:
-            return Apart(rows)
+            return GroupedLoRA(rows)
         members = tuple(residents.values())
         steady = self._layout.selection.add is not None  # a kernel reads a row's own columns alone: width costs nothing
         if steady and width_of(members) > self._columns:
@@ -279,7 +279,7 @@ class Registry:
             while len(self._presents) > PRESENT_KEPT:
                 self._presents.popitem(last=False)
         self._presents.move_to_end(members)
-        return SideBySide.of(self._presents[members], rows, steady)
+        return StackedLoRA.of(self._presents[members], rows, steady)
 
     def reset_device(self) -> None:
         """Takes every adapter off the device; the next pass that needs one uploads it again."""

@@ -30,7 +30,7 @@ def give_memory_back() -> None:
             trim(0)
 
 
-class Spare:
+class AllocatorCache:
     """Freed memory that MLX keeps for what comes next: the whole process's, so there is one of these.
 
     MLX takes a freed buffer back while it keeps less than its limit, and lets hardly anything that it keeps go for it.
@@ -71,4 +71,4 @@ class Spare:
             mx.set_cache_limit(self._limit)
 
 
-spare = Spare()
+spare = AllocatorCache()

@@ -32,14 +32,14 @@ class _Selecting:
         return getattr(self.inner, name)
 
 
-class Selection(Protocol):
+class AdapterState(Protocol):
     """What the model's layers read beside their inputs: which adapter each row has."""
 
     choice: Any
 
 
 class Forward:
-    def __init__(self, module: nn.Module, adapters: Selection | None = None) -> None:
+    def __init__(self, module: nn.Module, adapters: AdapterState | None = None) -> None:
         self._module = module
         self._adapters = adapters
         self._base = None if adapters is None else adapters.choice

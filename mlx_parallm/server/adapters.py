@@ -40,7 +40,7 @@ from mlx_parallm.server.schemas import (
     VllmLoadBody,
     VllmUnloadBody,
 )
-from mlx_parallm.training.training import Training
+from mlx_parallm.training.manager import TrainingManager
 
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")
 RAW_FIELDS = ("name", "lora_name", "adapter_name", "version", "config", "model")
@@ -64,7 +64,7 @@ UPLOAD_FORM = {
 
 
 class Adapters:
-    def __init__(self, table: ModelTable, config: ServeConfig, training: Training | None = None) -> None:
+    def __init__(self, table: ModelTable, config: ServeConfig, training: TrainingManager | None = None) -> None:
         self._training = training
         self._table = table
         self._config = config
@@ -88,7 +88,7 @@ class Adapters:
             ("/v1/load_lora_adapter", self.vllm_load, "Load an adapter, as vLLM does"),
             ("/v1/unload_lora_adapter", self.vllm_unload, "Unload an adapter, as vLLM does"),
         ):
-            responses = answers.responses(answers.Answer)
+            responses = answers.responses(answers.AnswerBody)
             responses[200]["content"] = {"text/plain": {"example": "Success"}}
             router.add_api_route(
                 path, endpoint, methods=["POST"], summary=summary, response_model=None, responses=responses

@@ -10,18 +10,18 @@ from pydantic import BaseModel, ConfigDict, Field
 EXAMPLES: dict[str, Any] = json.loads(files("mlx_parallm.server").joinpath("examples.json").read_text())
 
 
-class Answer(BaseModel):
+class AnswerBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ErrorDetail(Answer):
+class ErrorDetail(AnswerBody):
     message: str
     type: str
     param: str | None = Field(description="The field that is wrong, such as messages.0.role")
     code: str | None
 
 
-class Error(Answer):
+class Error(AnswerBody):
     model_config = ConfigDict(
         json_schema_extra={
             "example": {
@@ -37,15 +37,15 @@ class Error(Answer):
     error: ErrorDetail
 
 
-class PromptTokensDetails(Answer):
+class PromptTokensDetails(AnswerBody):
     cached_tokens: int = Field(description="Prompt tokens that were computed before and reused")
 
 
-class CompletionTokensDetails(Answer):
+class CompletionTokensDetails(AnswerBody):
     reasoning_tokens: int
 
 
-class Usage(Answer):
+class Usage(AnswerBody):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -56,7 +56,7 @@ class Usage(Answer):
 PromptLogprobs = list[dict[str, Any] | None]
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(AnswerBody):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
@@ -66,7 +66,7 @@ class CompletionLogprobs(Answer):
 REWARDS = "One for each choice, in the last chunk of a stream whose answers are scored"
 
 
-class PolicyChoice(Answer):
+class PolicyChoice(AnswerBody):
     """What trainers are told of a choice, when they send any of their fields."""
 
     policy_version: int | None = Field(None, description="The adapter version that made its newest token; 0: none")
@@ -84,7 +84,7 @@ class PolicyChoice(Answer):
     )
 
 
-class PolicyAnswer(Answer):
+class PolicyAnswer(AnswerBody):
     """What trainers sent comes back."""
 
     step_id: int | str | None = None
@@ -103,7 +103,7 @@ class CompletionChoice(PolicyChoice):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(PolicyAnswer):
+class CompletionAnswer(PolicyAnswer):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -113,12 +113,12 @@ class Completion(PolicyAnswer):
     system_fingerprint: str
 
 
-class CompletionChunk(Completion):
+class CompletionChunk(CompletionAnswer):
     usage: Usage | None = None  # type: ignore[assignment]
     rewards: list[float | None] | None = Field(None, description=REWARDS)
 
 
-class TopLogprob(Answer):
+class TopLogprob(AnswerBody):
     token: str
     logprob: float
     bytes: list[int]
@@ -128,29 +128,29 @@ class TokenLogprobs(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(AnswerBody):
     content: list[TokenLogprobs]
     refusal: None
 
 
-class Function(Answer):
+class Function(AnswerBody):
     name: str
     arguments: str = Field(description="JSON text")
 
 
-class ToolCall(Answer):
+class ToolCallAnswer(AnswerBody):
     id: str
     type: Literal["function"]
     function: Function
 
 
-class Message(Answer):
+class Message(AnswerBody):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="The same as reasoning_content")
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallAnswer] | None = None
 
 
 ChatFinish = Literal["stop", "length", "tool_calls", "abort"]  # abort: the engine was paused so
@@ -177,19 +177,19 @@ class ChatCompletion(PolicyAnswer):
     prompt_token_ids: list[int] | None = None
 
 
-class FunctionDelta(Answer):
+class FunctionDelta(AnswerBody):
     name: str | None = None
     arguments: str
 
 
-class ToolCallDelta(Answer):
+class ToolCallDelta(AnswerBody):
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionDelta
 
 
-class MessageDelta(Answer):
+class MessageDelta(AnswerBody):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
@@ -218,7 +218,7 @@ class ChatChunk(PolicyAnswer):
     rewards: list[float | None] | None = Field(None, description=REWARDS)
 
 
-class Model(Answer):
+class Model(AnswerBody):
     id: str
     object: Literal["model"]
     created: int
@@ -228,12 +228,12 @@ class Model(Answer):
     max_model_len: int
 
 
-class ModelList(Answer):
+class ModelList(AnswerBody):
     object: Literal["list"]
     data: list[Model]
 
 
-class Tokens(Answer):
+class Tokens(AnswerBody):
     model_config = ConfigDict(json_schema_extra={"example": {"count": 2, "max_model_len": 8192, "tokens": [19556, 17]}})
     count: int
     max_model_len: int
@@ -241,19 +241,19 @@ class Tokens(Answer):
     token_strs: list[str] | None = None
 
 
-class Text(Answer):
+class Text(AnswerBody):
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "Hello, world!"}})
     prompt: str
 
 
-class Health(Answer):
+class Health(AnswerBody):
     model_config = ConfigDict(json_schema_extra={"example": {"status": "healthy", "model_loaded": True}})
     status: Literal["healthy", "draining", "unhealthy"]
     model_loaded: bool
     reason: str | None = None
 
 
-class Summary(Answer):
+class MetricsSummary(AnswerBody):
     """What /metrics answers to `Accept: application/json`."""
 
     current_policy_version: int
@@ -262,7 +262,7 @@ class Summary(Answer):
     flush_interval_ms: float
 
 
-class DebugMetrics(Answer):
+class DebugMetrics(AnswerBody):
     batches_processed: int
     avg_batch_fill_pct: float
     batch_fill_hist: list[int] = Field(description="Decode steps by how full the batch was, in tenths")
@@ -302,12 +302,12 @@ class DebugMetrics(Answer):
     models: dict[str, "DebugMetrics"] | None = Field(None, description="Each model's own, when several are served")
 
 
-class Flushed(Answer):
+class Flushed(AnswerBody):
     success: bool = Field(description="Whether the engine's books balance")
     flushed_blocks: int
 
 
-class AdapterInfo(Answer):
+class AdapterInfo(AnswerBody):
     name: str
     version: int
     current: bool = Field(description="Whether the name means this version")
@@ -322,19 +322,19 @@ class AdapterInfo(Answer):
     created: int
 
 
-class AdapterList(Answer):
+class AdapterList(AnswerBody):
     object: Literal["list"]
     data: list[AdapterInfo]
 
 
-class AdapterChanged(Answer):
+class AdapterChanged(AnswerBody):
     status: Literal["success"]
     name: str
     policy_version: int
     message: str
 
 
-class Switched(Answer):
+class Switched(AnswerBody):
     status: Literal["success"]
     model: str
     serves: dict[str, float] = Field(description="Adapters with their shares of the requests")
@@ -342,12 +342,12 @@ class Switched(Answer):
     message: str
 
 
-class WeightVersion(Answer):
+class WeightVersion(AnswerBody):
     weight_version: str
     policy_version: int
 
 
-class ModelInfo(Answer):
+class ModelInfo(AnswerBody):
     id: str
     model_path: str
     precision: str
@@ -358,7 +358,7 @@ class ModelInfo(Answer):
     adapters: dict[str, int] = Field(description="What each name means: its version")
 
 
-class ServerInfo(Answer):
+class ServerInfo(AnswerBody):
     version: str
     model_path: str
     served_model_name: str
@@ -371,7 +371,7 @@ class ServerInfo(Answer):
     models: list[ModelInfo]
 
 
-class Generated(Answer):
+class Generated(AnswerBody):
     model_config = ConfigDict(
         json_schema_extra={
             "example": {
@@ -404,7 +404,7 @@ class Generated(Answer):
     metadata: dict[str, Any]
 
 
-class TrlGenerated(Answer):
+class TrlGenerated(AnswerBody):
     model_config = ConfigDict(
         json_schema_extra={
             "example": {
@@ -424,12 +424,12 @@ class TrlGenerated(Answer):
     )
 
 
-class WorldSize(Answer):
+class WorldSize(AnswerBody):
     model_config = ConfigDict(json_schema_extra={"example": {"world_size": 1}})
     world_size: int
 
 
-class Updated(Answer):
+class Updated(AnswerBody):
     policy_version: int
     published: bool
     loss: float | None
@@ -441,7 +441,7 @@ class Updated(Answer):
     metrics: dict[str, float]
 
 
-class TrainingStatus(Answer):
+class TrainingStatus(AnswerBody):
     training_enabled: bool
     policy_version: int
     current_lora: str | None = None
@@ -481,7 +481,7 @@ class TrainingStatus(Answer):
     environment: dict[str, Any] | None = Field(None, description="The Atropos environment that was started with it")
 
 
-class FeedbackTaken(Answer):
+class FeedbackTaken(AnswerBody):
     status: Literal["success"]
     request_id: str
     adapter: str
@@ -489,13 +489,13 @@ class FeedbackTaken(Answer):
     trajectories_ready: int
 
 
-class CheckpointWritten(Answer):
+class CheckpointWritten(AnswerBody):
     status: Literal["success"]
     checkpoint: str
     path: str
 
 
-class TrainingInternals(Answer):
+class TrainingInternals(AnswerBody):
     adapter: str
     lora: dict[str, Any]
     config: dict[str, Any]
@@ -511,7 +511,7 @@ class TrainingInternals(Answer):
     status: TrainingStatus
 
 
-class RolloutSample(Answer):
+class RolloutSample(AnswerBody):
     request_id: str
     index: int
     completion_ids: list[int]
@@ -523,23 +523,23 @@ class RolloutSample(Answer):
     policy_spans: list[tuple[int, int, int]]
 
 
-class RolloutGroup(Answer):
+class RolloutGroup(AnswerBody):
     prompt_ids: list[int]
     samples: list[RolloutSample]
 
 
-class Score(Answer):
+class Score(AnswerBody):
     index: int
     object: Literal["reward"]
     score: float
 
 
-class ScoreUsage(Answer):
+class ScoreUsage(AnswerBody):
     prompt_tokens: int
     total_tokens: int
 
 
-class Scored(Answer):
+class Scored(AnswerBody):
     id: str
     object: Literal["list"]
     created: int
@@ -548,15 +548,15 @@ class Scored(Answer):
     usage: ScoreUsage
 
 
-class Rollout(Answer):
+class Rollout(AnswerBody):
     groups: list[RolloutGroup]
 
 
-class Status(Answer):
+class Status(AnswerBody):
     status: str
 
 
-class Paused(Answer):
+class Paused(AnswerBody):
     is_paused: bool
 
 

@@ -19,13 +19,13 @@ from mlx_parallm.server.control import Control
 from mlx_parallm.server.generate import Generate
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
 from mlx_parallm.server.models import ModelTable, ServedModel
-from mlx_parallm.server.openai import OpenAI, Workers
+from mlx_parallm.server.openai import OpenAI, TokenizerPool
 from mlx_parallm.server.ops import Operations
 from mlx_parallm.server.state import Dispatcher, ServerState
-from mlx_parallm.server.tokens import Catalogue
+from mlx_parallm.server.tokens import ModelRoutes
 from mlx_parallm.server.training import TrainingRoutes
 from mlx_parallm.server.trl import Trl
-from mlx_parallm.training.training import Training
+from mlx_parallm.training.manager import TrainingManager
 
 DESCRIPTION = """An LLM server for Apple Silicon with continuous batching, behind OpenAI's API.
 
@@ -37,10 +37,10 @@ def create_app(
     config: ServeConfig,
     dispatcher: Dispatcher,
     state: ServerState | None = None,
-    training: Training | None = None,
+    training: TrainingManager | None = None,
 ) -> FastAPI:
     """`models` have started engines whose news come through `dispatcher`; the first is the default."""
-    workers = Workers(ThreadPoolExecutor(2, thread_name_prefix="tokenise"))
+    workers = TokenizerPool(ThreadPoolExecutor(2, thread_name_prefix="tokenise"))
     table = ModelTable(models)
 
     @asynccontextmanager
@@ -61,7 +61,7 @@ def create_app(
     openai = OpenAI(table, config, workers, training)
     app.include_router(openai.router())
     app.include_router(Generate(openai).router())
-    app.include_router(Catalogue(table, workers).router())
+    app.include_router(ModelRoutes(table, workers).router())
     app.include_router(Adapters(table, config, training).router())
     app.include_router(Control(table, config).router())
     if training is not None:

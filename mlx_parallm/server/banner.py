@@ -9,7 +9,7 @@ from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.server.access import is_loopback, keys_of
 from mlx_parallm.server.models import ServedModel
-from mlx_parallm.training.training import Training
+from mlx_parallm.training.manager import TrainingManager
 
 SLOW_SECONDS = 1.0  # a step that takes longer says so when it is done
 
@@ -29,7 +29,7 @@ def progress(what: str) -> Iterator[None]:
         say(f"  {what}: done in {seconds:.1f} s")
 
 
-def ready_lines(models: Sequence[ServedModel], config: ServeConfig, training: Training, url: str) -> list[str]:
+def ready_lines(models: Sequence[ServedModel], config: ServeConfig, training: TrainingManager, url: str) -> list[str]:
     rows = [row for served in models for row in served.engine.describe()]
     rows += [
         ("scheduler", _scheduler(config)),
@@ -54,7 +54,7 @@ def _adapters(models: Sequence[ServedModel], config: ServeConfig) -> str:
     return f"{loaded}; up to {config.max_loras} different ones in a batch"
 
 
-def _training(config: ServeConfig, training: Training) -> str:
+def _training(config: ServeConfig, training: TrainingManager) -> str:
     if not training.sessions:
         unused = [name for name in ("atropos_url", "environment") if getattr(config, name) is not None]
         told = f"; {' and '.join(unused)} is not used" if unused else ""

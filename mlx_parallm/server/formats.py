@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.generation import Choice, Collected, Generation, News
+from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected, Generation
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.sse import DONE, event
 from mlx_parallm.text.detokenize import Vocabulary
@@ -23,7 +23,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class ResponseOptions:
     """What a client wants to see beside the text."""
 
     logprobs: bool = False
@@ -35,7 +35,7 @@ class Wishes:
     echoed: dict[str, Any] = field(default_factory=dict)  # what comes back as it was sent
 
 
-class Format(ABC):
+class ResponseWriter(ABC):
     """What chat and completions share: the envelope, usage, and the fast way to write text."""
 
     whole: str  # "object" of a whole answer
@@ -43,7 +43,9 @@ class Format(ABC):
     ending = DONE
     media_type = b"text/event-stream; charset=utf-8"
 
-    def __init__(self, name: str, served: ServedModel, generation: Generation, wishes: Wishes, model: str) -> None:
+    def __init__(
+        self, name: str, served: ServedModel, generation: Generation, wishes: ResponseOptions, model: str
+    ) -> None:
         self.served = served
         self.generation = generation
         self.wishes = wishes
@@ -53,18 +55,18 @@ class Format(ABC):
         self._frames = [self._frame(choice) for choice in generation.choices]
 
     @abstractmethod
-    def _skeleton(self, choice: Choice, text: str) -> dict[str, Any]:
+    def _skeleton(self, choice: ChoiceStream, text: str) -> dict[str, Any]:
         """A chunk's choice that has this text and no other news."""
 
     @abstractmethod
-    def _choice(self, choice: Choice, news: News) -> dict[str, Any]:
+    def _choice(self, choice: ChoiceStream, news: ChoiceUpdate) -> dict[str, Any]:
         """A chunk's choice with all of its news."""
 
     @abstractmethod
     def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
         """The whole answer."""
 
-    def chunk(self, choice: Choice, news: News) -> bytes:
+    def chunk(self, choice: ChoiceStream, news: ChoiceUpdate) -> bytes:
         piece = news.piece
         if self._plain and news.finish_reason is None and not piece.reasoning and not piece.calls:
             if not piece.content:
@@ -109,7 +111,7 @@ class Format(ABC):
             chunk["usage"] = self.usage() if self.wishes.running_usage else None
         return chunk
 
-    def _policy(self, choice: Choice, ended: bool) -> dict[str, Any]:
+    def _policy(self, choice: ChoiceStream, ended: bool) -> dict[str, Any]:
         if not self.wishes.policy:
             return {}
         found: dict[str, Any] = {"policy_version": choice.policy_version}
@@ -119,7 +121,7 @@ class Format(ABC):
             found["reward"] = self.generation.rewards.get(choice.index)
         return found
 
-    def _frame(self, choice: Choice) -> tuple[bytes, bytes]:
+    def _frame(self, choice: ChoiceStream) -> tuple[bytes, bytes]:
         """The bytes around a chunk's text. The mark between them needs no escaping and can't occur elsewhere."""
         mark = f"\x00{self._envelope['id']}"
         before, after = event(self._chunk([self._skeleton(choice, mark)])).split(orjson.dumps(mark), 1)
@@ -136,24 +138,24 @@ class Format(ABC):
         }
 
 
-class ChatFormat(Format):
+class ChatWriter(ResponseWriter):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
     def opening(self) -> bytes:
         return b"".join(event(self._opening(choice)) for choice in self.generation.choices)
 
-    def _opening(self, choice: Choice) -> dict[str, Any]:
+    def _opening(self, choice: ChoiceStream) -> dict[str, Any]:
         chunk = self._chunk([self._skeleton(choice, "")])
         chunk["choices"][0]["delta"] = {"role": "assistant", "content": ""}
         if self.wishes.token_ids:
             chunk["prompt_token_ids"] = self.generation.prompts[choice.prompt]
         return chunk
 
-    def _skeleton(self, choice: Choice, text: str) -> dict[str, Any]:
+    def _skeleton(self, choice: ChoiceStream, text: str) -> dict[str, Any]:
         return {"index": choice.index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
-    def _choice(self, choice: Choice, news: News) -> dict[str, Any]:
+    def _choice(self, choice: ChoiceStream, news: ChoiceUpdate) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if news.piece.content:
             delta["content"] = news.piece.content
@@ -183,7 +185,7 @@ class ChatFormat(Format):
             more["prompt_token_ids"] = self.generation.prompts[0]
         return self._whole(choices, **more)
 
-    def _message(self, choice: Choice, result: Collected) -> dict[str, Any]:
+    def _message(self, choice: ChoiceStream, result: Collected) -> dict[str, Any]:
         content = "".join(result.content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning := "".join(result.reasoning):
@@ -214,11 +216,17 @@ class ChatFormat(Format):
         return {"content": content, "refusal": None}
 
 
-class CompletionFormat(Format):
+class CompletionWriter(ResponseWriter):
     whole = part = "text_completion"
 
     def __init__(
-        self, name: str, served: ServedModel, generation: Generation, wishes: Wishes, model: str, echo: list[str] | None
+        self,
+        name: str,
+        served: ServedModel,
+        generation: Generation,
+        wishes: ResponseOptions,
+        model: str,
+        echo: list[str] | None,
     ) -> None:
         self._echo = echo  # the prompts' texts, when answers begin with them
         super().__init__(name, served, generation, wishes, model)
@@ -228,7 +236,7 @@ class CompletionFormat(Format):
             return b""
         return b"".join(event(self._chunk([self._opening(choice)])) for choice in self.generation.choices)
 
-    def _opening(self, choice: Choice) -> dict[str, Any]:
+    def _opening(self, choice: ChoiceStream) -> dict[str, Any]:
         part = self._skeleton(choice, self._echo[choice.prompt] if self._echo is not None else "")
         if self._echo is not None and self.wishes.logprobs:
             part["logprobs"] = self._logprobs(self._prompt_entries(choice), 0)
@@ -236,10 +244,10 @@ class CompletionFormat(Format):
             part["prompt_token_ids"] = self.generation.prompts[choice.prompt]
         return part
 
-    def _skeleton(self, choice: Choice, text: str) -> dict[str, Any]:
+    def _skeleton(self, choice: ChoiceStream, text: str) -> dict[str, Any]:
         return {"text": text, "index": choice.index, "logprobs": None, "finish_reason": None}
 
-    def _choice(self, choice: Choice, news: News) -> dict[str, Any]:
+    def _choice(self, choice: ChoiceStream, news: ChoiceUpdate) -> dict[str, Any]:
         part = self._skeleton(choice, news.piece.content)
         part["finish_reason"] = news.finish_reason
         if self.wishes.logprobs:
@@ -253,7 +261,7 @@ class CompletionFormat(Format):
     def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
         return self._whole([self._text(*pair) for pair in zip(self.generation.choices, results, strict=True)])
 
-    def _text(self, choice: Choice, result: Collected) -> dict[str, Any]:
+    def _text(self, choice: ChoiceStream, result: Collected) -> dict[str, Any]:
         echo = self._echo[choice.prompt] if self._echo is not None else ""
         answer = self._skeleton(choice, echo + "".join(result.content))
         answer["finish_reason"], answer["stop_reason"] = choice.finish_reason, choice.stop_reason
@@ -268,10 +276,10 @@ class CompletionFormat(Format):
             answer["prompt_token_ids"] = self.generation.prompts[choice.prompt]
         return answer | self._policy(choice, True)
 
-    def _start(self, choice: Choice) -> int:
+    def _start(self, choice: ChoiceStream) -> int:
         return len(self._echo[choice.prompt]) if self._echo is not None else 0
 
-    def _prompt_entries(self, choice: Choice) -> list[tuple[TokenLogprob, int]]:
+    def _prompt_entries(self, choice: ChoiceStream) -> list[tuple[TokenLogprob, int]]:
         """The prompt's tokens with their places; the first has nothing before it that could predict it."""
         tokens, vocabulary = self.generation.prompts[choice.prompt], self.served.vocabulary
         known = choice.prompt_logprobs or [None] * len(tokens)

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server import answers
 from mlx_parallm.server.formats import finite
-from mlx_parallm.server.generation import Choice, Collected, Generation, News
+from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected, Generation
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.openai import OpenAI
 from mlx_parallm.server.routing import JSONRoute, add_routes
@@ -47,13 +47,13 @@ class Generate:
         SGLang's `/generate` are answered in their own shapes."""
         completion = _completion(body) if isinstance(body, SglangBody) else body
         served, generation = await self._openai.begin(completion, request, "gen", GENERATE_TOKENS)
-        form: Form
+        form: GenerateWriter
         if isinstance(body, SglangBody):
-            form = SglangForm(body, completion, served, generation, request)
+            form = SglangWriter(body, completion, served, generation, request)
         elif isinstance(body, VllmBody):
-            form = VllmForm(completion, served, generation, request)
+            form = VllmWriter(completion, served, generation, request)
         else:
-            form = OwnForm(body, served, generation, request)
+            form = OwnWriter(body, served, generation, request)
         return await self._openai.respond(completion, request, generation, form)
 
 
@@ -64,7 +64,7 @@ def _completion(body: SglangBody) -> CompletionBody:
         raise RequestValidationError(error.errors(), body=body.model_dump()) from error
 
 
-class Form:
+class GenerateWriter:
     """What the three have in common."""
 
     ending = DONE
@@ -84,7 +84,7 @@ class Form:
     def closing(self) -> bytes:
         return b""
 
-    def chunk(self, choice: Choice, news: News) -> bytes:
+    def chunk(self, choice: ChoiceStream, news: ChoiceUpdate) -> bytes:
         self._so_far[choice.index].add(news)
         return self._frame(self._part(choice, news))
 
@@ -95,7 +95,7 @@ class Form:
         return event(part)
 
     @abstractmethod
-    def _part(self, choice: Choice, news: News) -> Any: ...
+    def _part(self, choice: ChoiceStream, news: ChoiceUpdate) -> Any: ...
 
     @abstractmethod
     def answer(self, results: Sequence[Collected]) -> Any: ...
@@ -108,8 +108,8 @@ class Form:
         return "".join(result.content)
 
 
-class OwnForm(Form):
-    def _common(self, choice: Choice) -> dict[str, Any]:
+class OwnWriter(GenerateWriter):
+    def _common(self, choice: ChoiceStream) -> dict[str, Any]:
         # A model without adapters has no versions: then the number is the client's own.
         asked, registry = self.body.policy_version, self.served.engine.adapters
         version = asked if asked is not None and not len(registry) else choice.policy_version
@@ -120,7 +120,7 @@ class OwnForm(Form):
         version = self.generation.version
         return 0 if version is None else self.served.engine.adapters.newest(version).number
 
-    def _part(self, choice: Choice, news: News) -> dict[str, Any]:
+    def _part(self, choice: ChoiceStream, news: ChoiceUpdate) -> dict[str, Any]:
         ended = news.finish_reason is not None
         return {
             **self._common(choice),
@@ -143,7 +143,7 @@ class OwnForm(Form):
             **self._at_the_end(choice),
         }
 
-    def _at_the_end(self, choice: Choice) -> dict[str, Any]:
+    def _at_the_end(self, choice: ChoiceStream) -> dict[str, Any]:
         return {
             "policy_spans": choice.policy_spans,
             "mixed_policy": choice.mixed_policy,
@@ -163,7 +163,7 @@ class OwnForm(Form):
         }
 
 
-class VllmForm(Form):
+class VllmWriter(GenerateWriter):
     """vLLM's: lists over the choices; a token's log-probabilities are objects of one, the sampled first."""
 
     ending = b""
@@ -172,7 +172,7 @@ class VllmForm(Form):
     def _frame(self, part: Any) -> bytes:
         return orjson.dumps(part) + b"\n"
 
-    def _part(self, choice: Choice, news: News) -> dict[str, Any]:
+    def _part(self, choice: ChoiceStream, news: ChoiceUpdate) -> dict[str, Any]:
         return {"text": [self._prompt(choice) + self._text(one) for one in self._so_far]} | self._rest(self._so_far)
 
     def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class VllmForm(Form):
             answer["prompt_logprobs"] = [None if one is None else _merged(one) for one in known]  # type: ignore[misc]
         return answer | self._rest(results) | {"prompt_token_ids": self.generation.prompts[0]}
 
-    def _prompt(self, choice: Choice) -> str:
+    def _prompt(self, choice: ChoiceStream) -> str:
         """vLLM's text begins with a prompt that was text."""
         prompt = self.body.prompt[choice.prompt]
         return prompt if isinstance(prompt, str) else ""
@@ -212,7 +212,7 @@ def _merged(score: TokenLogprob) -> dict[str, float | None]:
     return {str(token): finite(logprob) for token, logprob in [*score.top, (score.token, score.logprob)]}
 
 
-class SglangForm(Form):
+class SglangWriter(GenerateWriter):
     """SGLang's: an object per choice, the text so far in every chunk of a stream."""
 
     def __init__(
@@ -226,14 +226,14 @@ class SglangForm(Form):
         super().__init__(body, served, generation, request)
         self._asked = asked
 
-    def _part(self, choice: Choice, news: News) -> dict[str, Any]:
+    def _part(self, choice: ChoiceStream, news: ChoiceUpdate) -> dict[str, Any]:
         return self._one(choice, self._so_far[choice.index])
 
     def answer(self, results: Sequence[Collected]) -> Any:
         found = [self._one(*pair) for pair in zip(self.generation.choices, results, strict=True)]
         return found if self._asked.several or len(found) > 1 else found[0]
 
-    def _one(self, choice: Choice, result: Collected) -> dict[str, Any]:
+    def _one(self, choice: ChoiceStream, result: Collected) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": self._asked.name_of(choice.prompt) or f"{self.name}-{choice.index}",
             "finish_reason": self._finish(choice),
@@ -257,7 +257,7 @@ class SglangForm(Form):
             ]
         return {"text": self._text(result), "output_ids": result.tokens, "meta_info": meta, "index": choice.index}
 
-    def _finish(self, choice: Choice) -> dict[str, Any] | None:
+    def _finish(self, choice: ChoiceStream) -> dict[str, Any] | None:
         if choice.finish_reason is None:
             return None
         if choice.finish_reason == "abort":

@@ -24,7 +24,7 @@ from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
 
 
 @dataclass(slots=True)
-class News:
+class ChoiceUpdate:
     """What one delta means for the client."""
 
     piece: Piece
@@ -34,7 +34,7 @@ class News:
     finish_reason: str | None = None
 
 
-class Choice:
+class ChoiceStream:
     """One choice's text, counted and split as its tokens come in.
 
     `exact`: log-probabilities of all its tokens, the one that ended it and those of a stop string included.
@@ -87,7 +87,7 @@ class Choice:
         """Whether several adapter versions made it: then its log-probabilities are those of no single policy."""
         return len(self.policy_spans) > 1
 
-    def take(self, delta: Delta) -> News | None:
+    def take(self, delta: Delta) -> ChoiceUpdate | None:
         """What there is to tell, or None while there is nothing."""
         if self.finish_reason is not None:
             return None
@@ -95,7 +95,7 @@ class Choice:
             self.prompt_logprobs = delta.prompt_logprobs
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
         self.versions = delta.versions or self.versions
-        news = News(Piece(), delta.tokens)
+        news = ChoiceUpdate(Piece(), delta.tokens)
         before = self.completion_tokens
         one_by_one = self._parser is not None or self._stream.has_stops
         if delta.logprobs is not None or (one_by_one and len(delta.tokens) > 1):
@@ -117,7 +117,7 @@ class Choice:
             news.logprobs, self._held = self._held, []
         return news if news.piece or news.finish_reason or news.tokens else None
 
-    def _push(self, tokens: Sequence[int], news: News, logprob: TokenLogprob | None) -> None:
+    def _push(self, tokens: Sequence[int], news: ChoiceUpdate, logprob: TokenLogprob | None) -> None:
         if self._stream.stopped is not None:
             return
         self.completion_tokens += len(tokens)
@@ -125,7 +125,7 @@ class Choice:
             self._held.append((logprob, self._stream.decoded))
         self._add(self._stream.push(tokens), news, len(tokens))
 
-    def _add(self, text: str, news: News, tokens: int = 0) -> None:
+    def _add(self, text: str, news: ChoiceUpdate, tokens: int = 0) -> None:
         self._released += len(text)
         parser = self._parser
         if parser is None:
@@ -137,7 +137,7 @@ class Choice:
             _extend(news.piece, parser.push(text))
         self._stream.show_special = parser.state == "tool"
 
-    def _end(self, delta: Delta, news: News) -> None:
+    def _end(self, delta: Delta, news: ChoiceUpdate) -> None:
         reason: str | None = delta.finish_reason
         self.stop_token = delta.stop_token
         self.stop_reason = delta.stop_token if delta.stop_token in self._stop_token_ids else None
@@ -164,7 +164,7 @@ def _extend(piece: Piece, more: Piece) -> None:
 
 
 class Listener(Protocol):
-    def on_news(self, choice: Choice, news: News) -> None: ...
+    def on_news(self, choice: ChoiceStream, news: ChoiceUpdate) -> None: ...
     def on_end(self, error: ParallmError | None) -> None: ...
 
 
@@ -176,7 +176,7 @@ class Generation:
         engine: Engine,
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
-        make_choice: Callable[[int, int], Choice],  # (its index, its prompt's number)
+        make_choice: Callable[[int, int], ChoiceStream],  # (its index, its prompt's number)
         *,
         name: str,
         stream: bool,
@@ -297,7 +297,7 @@ class Collected:
         self.scores: list[TokenLogprob] = []
         self.logprobs: list[tuple[TokenLogprob, int]] = []
 
-    def add(self, news: News) -> None:
+    def add(self, news: ChoiceUpdate) -> None:
         self.content.append(news.piece.content)
         self.reasoning.append(news.piece.reasoning)
         self.tokens += news.tokens
@@ -328,7 +328,7 @@ class Collector:
             self._generation.cancel()
         return self.results
 
-    def on_news(self, choice: Choice, news: News) -> None:
+    def on_news(self, choice: ChoiceStream, news: ChoiceUpdate) -> None:
         self.results[choice.index].add(news)
 
     def on_end(self, error: ParallmError | None) -> None:

@@ -21,16 +21,16 @@ from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.lora.registry import Version
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.formats import ChatFormat, CompletionFormat, Wishes
-from mlx_parallm.server.generation import Choice, Collected, Collector, Generation
+from mlx_parallm.server.formats import ChatWriter, CompletionWriter, ResponseOptions
+from mlx_parallm.server.generation import ChoiceStream, Collected, Collector, Generation
 from mlx_parallm.server.models import ModelTable, ServedModel
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schemas import ChatBody, CompletionBody, GenerationBody
-from mlx_parallm.server.sse import EventStream, StreamFormat
+from mlx_parallm.server.sse import EventStream, StreamWriter
 from mlx_parallm.text.detokenize import TextStream
 from mlx_parallm.text.parsers.chat import Parser, chat_parser
 from mlx_parallm.text.prompts import Conversation, Prompt
-from mlx_parallm.training.training import NOT_ENABLED, Collection, Training
+from mlx_parallm.training.manager import NOT_ENABLED, Collection, TrainingManager
 from mlx_parallm.types import SamplingParams
 
 LONG_TEXT = 4_000  # characters; about a millisecond of tokenising
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class TokenizerPool:
     """A few threads for what would hold up the event loop."""
 
     pool: ThreadPoolExecutor
@@ -65,7 +65,7 @@ class Workers:
         return work() if conversation.size() < LONG_TEXT else await self.run(work)
 
 
-class AnswerFormat(StreamFormat, Protocol):
+class AnswerWriter(StreamWriter, Protocol):
     """How a route answers, whole and in chunks."""
 
     def answer(self, results: Sequence[Collected]) -> Any: ...
@@ -75,7 +75,7 @@ class OpenAI:
     """The two routes over the served models."""
 
     def __init__(
-        self, table: ModelTable, config: ServeConfig, workers: Workers, training: Training | None = None
+        self, table: ModelTable, config: ServeConfig, workers: TokenizerPool, training: TrainingManager | None = None
     ) -> None:
         self._table = table
         self._config = config
@@ -86,7 +86,7 @@ class OpenAI:
         router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
         add_routes(
             router,
-            ("/v1/completions", "POST", self.completions, answers.Completion, "Continue text"),
+            ("/v1/completions", "POST", self.completions, answers.CompletionAnswer, "Continue text"),
             ("/v1/chat/completions", "POST", self.chat, answers.ChatCompletion, "Answer a conversation"),
             streams=True,
         )
@@ -101,7 +101,7 @@ class OpenAI:
             [_prompt_text(body, served, number, prompt) for number, prompt in enumerate(prompts)] if body.echo else None
         )
         name = f"cmpl-{request.scope['request_id']}"
-        form = CompletionFormat(name, served, generation, wishes, _name(body, served), echo)
+        form = CompletionWriter(name, served, generation, wishes, _name(body, served), echo)
         return await self.respond(body, request, generation, form)
 
     async def begin(
@@ -123,9 +123,9 @@ class OpenAI:
             for length in lengths
         ]
 
-        def make_choice(index: int, prompt: int) -> Choice:
+        def make_choice(index: int, prompt: int) -> ChoiceStream:
             stream = self._text_stream(body, served, prompts[prompt], chat=False)
-            return Choice(index, prompt, stream, None, body.stop_token_ids, body.return_token_ids)
+            return ChoiceStream(index, prompt, stream, None, body.stop_token_ids, body.return_token_ids)
 
         return served, self._generation(body, served, version, prompts, sampling, make_choice, request, kind)
 
@@ -149,14 +149,14 @@ class OpenAI:
         top = (body.top_logprobs or 0) if body.logprobs else None
         sampling = params.sampling_params(body, served, max_tokens=length, logprobs=top, grammar=grammar)
 
-        def make_choice(index: int, number: int) -> Choice:
+        def make_choice(index: int, number: int) -> ChoiceStream:
             parser = _parser(body, served, prompt.inside_thinking)
             stream = self._text_stream(body, served, tokens, chat=True)
-            return Choice(index, number, stream, parser, body.stop_token_ids, body.return_token_ids)
+            return ChoiceStream(index, number, stream, parser, body.stop_token_ids, body.return_token_ids)
 
         generation = self._generation(body, served, version, [tokens], [sampling], make_choice, request, "chatcmpl")
         name = f"chatcmpl-{request.scope['request_id']}"
-        form = ChatFormat(name, served, generation, _wishes(body, body.logprobs), _name(body, served))
+        form = ChatWriter(name, served, generation, _wishes(body, body.logprobs), _name(body, served))
         return await self.respond(body, request, generation, form)
 
     async def _completion_prompts(self, body: CompletionBody, served: ServedModel) -> list[list[int]]:
@@ -202,7 +202,7 @@ class OpenAI:
         version: Version | None,
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
-        make_choice: Callable[[int, int], Choice],
+        make_choice: Callable[[int, int], ChoiceStream],
         request: Request,
         kind: str,
     ) -> Generation:
@@ -246,7 +246,7 @@ class OpenAI:
         )
 
     async def respond(
-        self, body: GenerationBody, request: Request, generation: Generation, form: AnswerFormat
+        self, body: GenerationBody, request: Request, generation: Generation, form: AnswerWriter
     ) -> Response:
         if body.stream:
             return EventStream(generation, form)
@@ -271,9 +271,9 @@ def _parser(body: ChatBody, served: ServedModel, inside_thinking: bool) -> Parse
     )
 
 
-def _wishes(body: GenerationBody, logprobs: bool) -> Wishes:
+def _wishes(body: GenerationBody, logprobs: bool) -> ResponseOptions:
     options = body.stream_options
-    return Wishes(
+    return ResponseOptions(
         logprobs=logprobs,
         token_ids=body.return_token_ids,
         prompt_logprobs=body.prompt_logprobs is not None,

@@ -27,8 +27,8 @@ from mlx_parallm.server import answers
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.state import ServerState
+from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.training import Training
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
 class TrainingCollector(Collector):
     """How training goes; each adapter that learns is a label."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingManager) -> None:
         self._training = training
 
     def collect(self) -> Iterator[Metric]:
@@ -238,7 +238,7 @@ class TrainingCollector(Collector):
 
 class Operations:
     def __init__(
-        self, table: ModelTable, config: ServeConfig, state: ServerState, training: Training | None = None
+        self, table: ModelTable, config: ServeConfig, state: ServerState, training: TrainingManager | None = None
     ) -> None:
         self._table = table
         self._config = config
@@ -252,7 +252,7 @@ class Operations:
         router = APIRouter(tags=["Operations"])
         for path, endpoint, answer, summary in (
             ("/health", self.health, answers.Health, "Whether the engine is alive"),
-            ("/metrics", self.metrics, answers.Summary, "Prometheus metrics"),
+            ("/metrics", self.metrics, answers.MetricsSummary, "Prometheus metrics"),
             ("/debug/metrics", self.debug_metrics, answers.DebugMetrics, "The engine's counters"),
         ):
             responses = answers.responses(answer)

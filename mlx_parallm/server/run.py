@@ -32,11 +32,11 @@ from mlx_parallm.server.app import create_app
 from mlx_parallm.server.banner import progress, ready_lines, say
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.state import Dispatcher, ServerState
-from mlx_parallm.training.training import Training
+from mlx_parallm.training.manager import TrainingManager
 
 log = logging.getLogger(__name__)
 
-Companion = Callable[[Training], int | None]
+Companion = Callable[[TrainingManager], int | None]
 
 # The engine thread builds its graphs in Python: it must not wait 5 ms for the event loop to give way.
 SWITCH_INTERVAL = 0.0005
@@ -68,12 +68,12 @@ def serve(config: ServeConfig, companion: Companion | None = None) -> int:
     training = _training(models, config)
     gc.collect()
     gc.freeze()  # what the models brought along will not be garbage
-    return Server(models, config, dispatcher, listener, training, companion).run_until_stopped()
+    return HttpServer(models, config, dispatcher, listener, training, companion).run_until_stopped()
 
 
-def _training(models: dict[str, ServedModel], config: ServeConfig) -> Training:
+def _training(models: dict[str, ServedModel], config: ServeConfig) -> TrainingManager:
     try:
-        training = Training(next(iter(models.values())).engine, config)
+        training = TrainingManager(next(iter(models.values())).engine, config)
         training.start()
     except ParallmError:
         for served in models.values():
@@ -130,7 +130,7 @@ def start_engines(sources: Mapping[str, str | None], config: ServeConfig, dispat
     return engines
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn with our signals, and the engines that stop with it."""
 
     def __init__(
@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
         config: ServeConfig,
         dispatcher: Dispatcher,
         listener: socket.socket,
-        training: Training,
+        training: TrainingManager,
         companion: Companion | None = None,
     ) -> None:
         self._training = training

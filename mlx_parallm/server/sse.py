@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.generation import Choice, Generation, News, client_left
+from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Generation, client_left
 
 HEADERS = [
     (b"cache-control", b"no-cache"),
@@ -25,7 +25,7 @@ def event(content: object) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
-class StreamFormat(Protocol):
+class StreamWriter(Protocol):
     """How news reads on the wire: chat and completions each have their own."""
 
     @property
@@ -33,7 +33,7 @@ class StreamFormat(Protocol):
     @property
     def media_type(self) -> bytes: ...
     def opening(self) -> bytes: ...
-    def chunk(self, choice: Choice, news: News) -> bytes: ...
+    def chunk(self, choice: ChoiceStream, news: ChoiceUpdate) -> bytes: ...
     def closing(self) -> bytes: ...
     def failure(self, error: ParallmError) -> bytes: ...
 
@@ -41,7 +41,7 @@ class StreamFormat(Protocol):
 class EventStream(Response):
     """Listens to a generation and writes it out."""
 
-    def __init__(self, generation: Generation, form: StreamFormat) -> None:
+    def __init__(self, generation: Generation, form: StreamWriter) -> None:
         self.status_code = 200
         self.background = None
         self._generation = generation
@@ -51,7 +51,7 @@ class EventStream(Response):
         self._ended = self._left = False
         self._error: ParallmError | None = None
 
-    def on_news(self, choice: Choice, news: News) -> None:
+    def on_news(self, choice: ChoiceStream, news: ChoiceUpdate) -> None:
         if data := self._form.chunk(choice, news):
             self._pending.append(data)
             self._wake()

@@ -12,15 +12,15 @@ from mlx_parallm.lora.registry import Entry
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ModelTable, ServedModel
-from mlx_parallm.server.openai import Workers
+from mlx_parallm.server.openai import TokenizerPool
 from mlx_parallm.server.routing import JSONRoute
 from mlx_parallm.server.schemas import DetokenizeBody, TokenizeBody
 
 
-class Catalogue:
+class ModelRoutes:
     """Routes that look at the models without running them."""
 
-    def __init__(self, table: ModelTable, workers: Workers) -> None:
+    def __init__(self, table: ModelTable, workers: TokenizerPool) -> None:
         self._table = table
         self._workers = workers
 

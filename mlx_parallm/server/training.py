@@ -1,4 +1,4 @@
-"""Training over HTTP: updates, status, feedback, checkpoints, and `/v1/rl/rollout`. The work is `training.Training`'s.
+"""Training over HTTP: updates, status, feedback, checkpoints, and `/v1/rl/rollout`. The work is `TrainingManager`'s.
 
 What blocks (an update, a rollout) runs on threads, never on the event loop.
 """
@@ -28,11 +28,11 @@ from mlx_parallm.errors import (
 from mlx_parallm.server import answers, params
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ServedModel
-from mlx_parallm.server.openai import Workers
+from mlx_parallm.server.openai import TokenizerPool
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schemas import MAX_TOKENS, Body, ChatMessage
+from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.session import Report, Session
-from mlx_parallm.training.training import Training
 from mlx_parallm.training.trajectories import Record, Trajectory
 from mlx_parallm.types import SamplingParams
 
@@ -174,7 +174,7 @@ def _check_distinct(trajectories: Sequence[Trajectory]) -> None:
 
 
 class TrainingRoutes:
-    def __init__(self, training: Training, served: ServedModel, workers: Workers) -> None:
+    def __init__(self, training: TrainingManager, served: ServedModel, workers: TokenizerPool) -> None:
         self._training = training
         self._served = served
         self._workers = workers

@@ -27,8 +27,8 @@ from typing import Any
 import httpx
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
+from mlx_parallm.http_client import Endpoint
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.wire import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -436,7 +436,7 @@ class EnvironmentConfig:
         ]
 
 
-class Environment:
+class AtroposProcess:
     """An environment as a process of its own, which is there while the server and the API are.
 
     A thread starts it once both answer, ends it on `close`, and starts it again where it fails: an API that was started

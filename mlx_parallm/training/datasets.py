@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DatasetRow:
     """A line of a file, an object."""
 
     path: str
@@ -54,7 +54,7 @@ class Row:
         return self.fields[name]
 
 
-def read_rows(path: Path | str) -> list[Row]:
+def read_rows(path: Path | str) -> list[DatasetRow]:
     """All lines that are not empty."""
     try:
         data = Path(path).expanduser().read_bytes()
@@ -63,13 +63,13 @@ def read_rows(path: Path | str) -> list[Row]:
     found = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
-            found.append(Row(str(path), number, _object(line, Row(str(path), number, {}))))
+            found.append(DatasetRow(str(path), number, _object(line, DatasetRow(str(path), number, {}))))
     if not found:
         raise ConfigError(f"{path} has no rows in it")
     return found
 
 
-def _object(line: bytes, row: Row) -> dict[str, Any]:
+def _object(line: bytes, row: DatasetRow) -> dict[str, Any]:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -111,7 +111,7 @@ class Dataset(Generic[T]):
     left_out: int = 0  # of which nothing to learn was left
 
 
-class Reader:
+class DatasetReader:
     """Rows as tokens. `chat`: strings are a user's and an assistant's messages; else they are text as it is, and an
     answer ends with the end-of-sequence token."""
 
@@ -134,7 +134,7 @@ class Reader:
     def _dataset(
         self,
         path: Path | str,
-        read: Callable[[Row], list[T]],
+        read: Callable[[DatasetRow], list[T]],
         parts: Callable[[T], list[Example]],
         join: Callable[[list[Example]], T],
     ) -> Dataset[T]:
@@ -155,7 +155,7 @@ class Reader:
             raise ConfigError(f"{path}: no row has anything to learn within {self._max_length} tokens")
         return found
 
-    def _examples(self, row: Row) -> list[Example]:
+    def _examples(self, row: DatasetRow) -> list[Example]:
         if "messages" in row.fields:
             return self._turns(row, row.messages("messages", "user"), 0)
         if "prompt" not in row.fields:
@@ -165,7 +165,7 @@ class Reader:
         prompt, completion = row.messages("prompt", "user"), row.messages("completion", "assistant")
         return self._turns(row, prompt + completion, len(prompt))
 
-    def _preferences(self, row: Row) -> list[Preference]:
+    def _preferences(self, row: DatasetRow) -> list[Preference]:
         if self._is_text(row, "prompt", "chosen", "rejected"):
             prompt = row.text("prompt")
             return [Preference(*(self._text(prompt, row.text(name)) for name in ("chosen", "rejected")))]
@@ -179,7 +179,7 @@ class Reader:
             pair += found
         return [Preference(*pair)]
 
-    def _is_text(self, row: Row, *names: str) -> bool:
+    def _is_text(self, row: DatasetRow, *names: str) -> bool:
         return not self._chat and all(isinstance(row.get(name), str) for name in names)
 
     def _text(self, prompt: str, completion: str) -> Example:
@@ -188,7 +188,7 @@ class Reader:
         begin = _alike(self._prompts.encode(prompt, add_special_tokens=True), tokens)
         return Example(tokens, [place >= begin for place in range(len(tokens))])
 
-    def _turns(self, row: Row, messages: Sequence[Message], first: int) -> list[Example]:
+    def _turns(self, row: DatasetRow, messages: Sequence[Message], first: int) -> list[Example]:
         """The assistant's turns, from the given message on, are learnt: all in one example, or each in its own where
         the template renders a turn differently once others follow."""
         places = [place for place in range(first, len(messages)) if messages[place]["role"] == "assistant"]

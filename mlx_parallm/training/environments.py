@@ -27,7 +27,7 @@ from mlx_parallm.text.parsers.chat import Thinking, chat_parser
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.text.prompts import Conversation, Message, Prompts
 from mlx_parallm.training.components import Component
-from mlx_parallm.training.loop import Answer, Asker
+from mlx_parallm.training.loop import ScoredAnswer, TaskSampler
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.tasks import Problem, Task
@@ -134,16 +134,16 @@ class Episode:
         )
 
 
-def make_asker(
+def make_task_sampler(
     engine: Engine, rollouts: Rollouts, rewards: Rewards, task: Task, components: Sequence[Component] = ()
-) -> Asker:
+) -> TaskSampler:
     """What puts a task's problems to a policy: episodes for an environment, single answers for all others."""
     if isinstance(task, EnvironmentTask):
-        return EpisodeAsker(engine, rollouts, task)
-    return Asker(engine, rollouts, rewards, task, components)
+        return EpisodeSampler(engine, rollouts, task)
+    return TaskSampler(engine, rollouts, rewards, task, components)
 
 
-class EpisodeAsker(Asker):
+class EpisodeSampler(TaskSampler):
     """Plays episodes with a policy, all of a step's side by side, turn by turn."""
 
     def __init__(self, engine: Engine, rollouts: Rollouts, task: EnvironmentTask) -> None:
@@ -164,7 +164,7 @@ class EpisodeAsker(Asker):
 
     def ask(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
-    ) -> list[list[Answer]]:
+    ) -> list[list[ScoredAnswer]]:
         """For each problem `sampling.n` episodes, with what they were worth; None where the environment failed."""
         single = replace(sampling, n=1)
         with ThreadPoolExecutor(STEPS_AT_ONCE, thread_name_prefix="environment") as pool:
@@ -189,10 +189,10 @@ class EpisodeAsker(Asker):
                     self._wait(episode, stepped)
             for episode, stepped in [(one, pool.submit(self._cut_off, one)) for one in episodes]:
                 self._wait(episode, stepped)
-        found: list[list[Answer]] = [[] for _ in problems]
+        found: list[list[ScoredAnswer]] = [[] for _ in problems]
         for episode in episodes:
             reward = None if episode.failed else episode.reward
-            found[episode.group].append(Answer(episode.record(), reward, dict(episode.environment.metrics)))
+            found[episode.group].append(ScoredAnswer(episode.record(), reward, dict(episode.environment.metrics)))
         return found
 
     def _begin(self, problem: Problem, group: int) -> Episode | None:

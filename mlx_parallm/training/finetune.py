@@ -16,7 +16,7 @@ from typing import Any, Generic
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.training.checkpoints import STATE, Checkpoints, adapter_files
-from mlx_parallm.training.learner import Snapshot
+from mlx_parallm.training.learner import LearnerState
 from mlx_parallm.training.session import once
 from mlx_parallm.training.supervised import Item, Supervised
 
@@ -43,7 +43,7 @@ class RunConfig:
 
 
 @dataclass(slots=True)
-class RunNews:
+class RunReport:
     """What a step has to tell; step 0 is before the first."""
 
     step: int
@@ -78,7 +78,7 @@ class FineTuning(Generic[Item]):
         items: Sequence[Item],
         held_out: Sequence[Item],
         config: RunConfig,
-        on_step: Callable[[RunNews], None] = lambda news: None,
+        on_step: Callable[[RunReport], None] = lambda news: None,
     ) -> None:
         if config.patience and not held_out:
             raise ConfigError("patience needs held-out examples: give --eval-share or --eval-dataset")
@@ -89,16 +89,16 @@ class FineTuning(Generic[Item]):
         self._config = config
         self._on_step = on_step
         self._stopping = threading.Event()
-        self._best: tuple[float, Snapshot] | None = None
+        self._best: tuple[float, LearnerState] | None = None
         self._worse = 0  # looks since the best one
 
     def stop(self) -> None:
         """After the step that runs; what was learnt until then stands."""
         self._stopping.set()
 
-    def run(self) -> list[RunNews]:
+    def run(self) -> list[RunReport]:
         """With a patience, the parameters are those of the smallest held-out loss in the end."""
-        found = [RunNews(0, 0.0, held_out=self._look())]
+        found = [RunReport(0, 0.0, held_out=self._look())]
         self._on_step(found[0])
         batches = self._batches()
         each = len(batches) // self._config.epochs
@@ -107,7 +107,7 @@ class FineTuning(Generic[Item]):
                 break
             begun = time.perf_counter()
             metrics = self._engine.work(self._trainer.step(batch, self._engine.is_serving)).result()
-            news = RunNews(step, step / each, time.perf_counter() - begun, metrics)
+            news = RunReport(step, step / each, time.perf_counter() - begun, metrics)
             if step % (self._config.eval_every or each) == 0 or step == len(batches):
                 news.held_out = self._look()
             found.append(news)

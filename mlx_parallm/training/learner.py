@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.memory import available_memory
-from mlx_parallm.training.tree import Stacks
+from mlx_parallm.training.model import Stacks
 
 Parameters = dict[str, mx.array]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -55,7 +55,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class LearnerState:
     """A learner as it was."""
 
     parameters: Parameters
@@ -178,19 +178,19 @@ class Learner:
 
     # To go back to.
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LearnerState:
         """Copies nothing: arrays stay as they are."""
         optimizer = tree_map(lambda leaf: leaf, self.optimizer.state)
-        return Snapshot(self.parameters, self.stacks, optimizer, self.updates)
+        return LearnerState(self.parameters, self.stacks, optimizer, self.updates)
 
-    def go_back(self, snapshot: Snapshot) -> None:
+    def go_back(self, snapshot: LearnerState) -> None:
         self.parameters, self.stacks, self.updates = snapshot.parameters, snapshot.stacks, snapshot.updates
         self.optimizer.state = tree_map(lambda leaf: leaf, snapshot.optimizer)
         self._put(self.parameters)
 
     # What a checkpoint keeps.
 
-    def state(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
+    def state(self, snapshot: LearnerState | None = None) -> dict[str, Any]:
         """Arrays by name, on the host: waits for them. As it is now, or was."""
         kept = snapshot or self.snapshot()
         split = self.by_shape.split({name: to_numpy(stack) for name, stack in kept.stacks.items()})
@@ -199,7 +199,7 @@ class Learner:
             arrays |= {f"optimizer.{name}": one for name, one in self.by_shape.apart(path, to_numpy(stack)).items()}
         return arrays
 
-    def snapshot_of(self, arrays: dict[str, Any], updates: int) -> Snapshot:
+    def snapshot_of(self, arrays: dict[str, Any], updates: int) -> LearnerState:
         """What `state` has written, to go back to."""
         parameters = {name: mx.array(array) for name, array in _below("parameters.", arrays).items()}
         if {name: array.shape for name, array in parameters.items()} != {
@@ -216,7 +216,7 @@ class Learner:
             optimizer["learning_rate"] = mx.array(self.config.learning_rate)  # what is asked for now, not then
         stacks = self.by_shape.join(parameters)
         mx.eval(stacks, optimizer)
-        return Snapshot(self.by_shape.split(stacks), stacks, optimizer, updates)
+        return LearnerState(self.by_shape.split(stacks), stacks, optimizer, updates)
 
 
 def number(value: mx.array) -> float:

@@ -55,7 +55,7 @@ class LoopConfig:
 
 
 @dataclass(slots=True)
-class StepNews:
+class StepReport:
     """What a step has to tell."""
 
     step: int
@@ -118,7 +118,7 @@ class StepNews:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoredAnswer:
     """`score`: None where a part of the reward could not be had. `parts`: of the reward, by name, before weights."""
 
     record: Record
@@ -126,10 +126,10 @@ class Answer:
     parts: Mapping[str, float | None]
 
 
-Groups = Sequence[Sequence[Answer]]
+Groups = Sequence[Sequence[ScoredAnswer]]
 
 
-class Asker:
+class TaskSampler:
     """Puts problems to a policy and scores its answers: by the task, or by components of a reward."""
 
     def __init__(
@@ -155,7 +155,7 @@ class Asker:
 
     def ask(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
-    ) -> list[list[Answer]]:
+    ) -> list[list[ScoredAnswer]]:
         """For each problem, its answers with their scores."""
         drawn = self._rollouts.draw(
             [self.tokens(problem) for problem in problems], sampling, adapter=adapter, seed=seed, salt=salt
@@ -171,7 +171,7 @@ class Asker:
             for record in records
         ]
         scored = iter(self._scored(items))
-        return [[Answer(record, *next(scored)) for record in records] for records in drawn]
+        return [[ScoredAnswer(record, *next(scored)) for record in records] for records in drawn]
 
     def _scored(self, items: Sequence[Item]) -> list[tuple[float | None, dict[str, float | None]]]:
         if not self._components:
@@ -209,9 +209,9 @@ class Loop:
     def __init__(
         self,
         session: Session,
-        asker: Asker,
+        asker: TaskSampler,
         config: LoopConfig,
-        on_step: Callable[[StepNews], None] = lambda news: None,
+        on_step: Callable[[StepReport], None] = lambda news: None,
     ) -> None:
         self._session = session
         self._asker = asker
@@ -232,15 +232,15 @@ class Loop:
     def stop(self) -> None:
         self._stopping.set()
 
-    def run(self) -> list[StepNews]:
+    def run(self) -> list[StepReport]:
         """All steps that are left."""
         session, config = self._session, self._config
         begin = int(session.extra.get("step", 0))
         level = int(session.extra.get("level", config.level))
         self._successes = list(session.extra.get("successes", []))
-        found: list[StepNews] = []
+        found: list[StepReport] = []
         if not begin:
-            first = StepNews(0, 0.0, level, 0.0, 0, 0.0)
+            first = StepReport(0, 0.0, level, 0.0, 0, 0.0)
             self._look(first)
             self._tell(found, first)
         for step in range(begin + 1, config.steps + 1):
@@ -252,11 +252,11 @@ class Loop:
             self._tell(found, news)
         return found
 
-    def _tell(self, found: list[StepNews], news: StepNews) -> None:
+    def _tell(self, found: list[StepReport], news: StepReport) -> None:
         found.append(news)
         self._on_step(news)
 
-    def _step(self, step: int, level: int) -> tuple[StepNews, int]:
+    def _step(self, step: int, level: int) -> tuple[StepReport, int]:
         """What it has to tell, and the level of the next."""
         config, session = self._config, self._session
         chance = random.Random(f"{config.seed} {step}")
@@ -275,7 +275,7 @@ class Loop:
         if report is None:
             session.extra = notes
         records = [answer.record for group in answers for answer in group]
-        news = StepNews(
+        news = StepReport(
             step,
             reward,
             level,
@@ -305,7 +305,7 @@ class Loop:
         """The mean score of greedy answers to problems that are never learnt from."""
         return _mean(answer.score for group in self._held_out_answers() for answer in group)
 
-    def _look(self, news: StepNews) -> None:
+    def _look(self, news: StepReport) -> None:
         answers = self._held_out_answers()
         news.held_out = _mean(answer.score for group in answers for answer in group)
         news.held_out_components = _means(answers)

@@ -26,7 +26,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 NONE = "none"
 
 
-class News(Protocol):
+class ProgressEntry(Protocol):
     """What a step has to tell."""
 
     @property
@@ -80,7 +80,7 @@ class Progress:
             drawn = plot([self._folder / LOG], self._folder / PLOT, [self._title])
             self._console.print(f"[dim]{self._folder / LOG}{f' and {drawn}' if drawn else ''}")
 
-    def on_step(self, news: News) -> None:
+    def on_step(self, news: ProgressEntry) -> None:
         flat = news.flat()
         self._file.write(json.dumps(flat) + "\n")
         self._file.flush()

@@ -27,7 +27,7 @@ from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.text.prompts import Conversation, Message, Prompts
 from mlx_parallm.training.checkpoints import Checkpoints, adapter_files
 from mlx_parallm.training.learner import Learner, OptimizerConfig, Parameters, Refused
-from mlx_parallm.training.tree import LearningTree, LoRAConfig, PromptCache
+from mlx_parallm.training.model import LoRAConfig, PromptCache, TrainableModel
 
 T = TypeVar("T")
 Tokens = Sequence[int]
@@ -48,7 +48,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class RewardModelFiles:
     """A reward model on the host, to be written. Any thread."""
 
     files: dict[str, bytes]
@@ -72,7 +72,7 @@ class RewardModel:
         self._source = model.source
         self._limits = model.vocab_size, model.context_length
         mx.random.seed(seed)
-        self.tree = LearningTree(model, lora)
+        self.tree = TrainableModel(model, lora)
         self._backbone = _backbone(self.tree.module, model.name)
         learnt = {name: array.astype(mx.float32) for name, array in self.tree.parameters().items()}
         self.parameters: Parameters = learnt | {WEIGHT: mx.zeros(self._width(model.name)), BIAS: mx.zeros(())}
@@ -159,11 +159,11 @@ class RewardModel:
         arrays, state = _kept(where, name)
         self.load_state(arrays, int(state.get("updates", 0)))
 
-    def pack(self) -> Packed:
+    def pack(self) -> RewardModelFiles:
         """As it is now. Waits for it."""
         files = adapter_files(self.tree.adapter(), self.lora.scale, self.lora.rank, self._source)
         state = {"kind": KIND, "updates": self.updates, "model": self._source, "lora": asdict(self.lora)}
-        return Packed(files, self.state(), state)
+        return RewardModelFiles(files, self.state(), state)
 
     def state(self) -> dict[str, Any]:
         """Arrays by name, on the host: waits for them."""

@@ -40,9 +40,9 @@ from mlx_parallm.training.checkpoints import (
     check_name,
 )
 from mlx_parallm.training.journal import Journal
-from mlx_parallm.training.trainer import Outcome, RLConfig, Snapshot, Trainer
+from mlx_parallm.training.model import LoRAConfig
+from mlx_parallm.training.trainer import LearnerState, Outcome, RLConfig, Trainer
 from mlx_parallm.training.trajectories import Buffer, Trajectory
-from mlx_parallm.training.tree import LoRAConfig
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +115,10 @@ class Totals:
 class _Captured:
     """All that a checkpoint holds, at one moment."""
 
-    snapshot: Snapshot
+    snapshot: LearnerState
     adapter: Adapter
-    good: Snapshot | None
-    served: Snapshot | None
+    good: LearnerState | None
+    served: LearnerState | None
     waiting: list[Trajectory]
     state: dict[str, Any]
     journal: int  # the number of its first file that holds what came later
@@ -154,7 +154,7 @@ class Session:
         self._seconds = checkpoint_seconds
         self._update_trajectories = update_trajectories or config.batch_size
         self._journal: Journal | None = None
-        self._versions: dict[int, Snapshot] = {}  # the trainer at each version that is loaded
+        self._versions: dict[int, LearnerState] = {}  # the trainer at each version that is loaded
         self._last_version = 0  # that was ever given out
         self._saving = threading.Lock()  # is taken before `_lock`
         self._changed = threading.Event()  # since the last checkpoint
@@ -164,7 +164,7 @@ class Session:
         self._rewards: deque[float] = deque(maxlen=RECENT)
         self._deviations: deque[float] = deque(maxlen=RECENT)
         self._best_reward = -np.inf
-        self._good: tuple[int | None, Snapshot] | None = None  # its version; None: it was before a restart
+        self._good: tuple[int | None, LearnerState] | None = None  # its version; None: it was before a restart
         self._closed = False
         self._thread: threading.Thread | None = None
         self.trainer: Trainer
@@ -202,7 +202,7 @@ class Session:
             self._saver = threading.Thread(target=self._save_after_changes, name=f"save-{self.name}", daemon=True)
             self._saver.start()
 
-    def _resume(self, resume: bool) -> tuple[int | None, Snapshot | None]:
+    def _resume(self, resume: bool) -> tuple[int | None, LearnerState | None]:
         """Goes on from the last checkpoint and from the journal: the version that was served, and what it was where
         the trainer had gone on without publishing."""
         assert self.checkpoints is not None
@@ -372,7 +372,7 @@ class Session:
     def begin_with(self, adapter: Adapter) -> int:
         """Another adapter than a new one, before the first update: its version."""
 
-        def take() -> tuple[Adapter, Snapshot]:
+        def take() -> tuple[Adapter, LearnerState]:
             trainer = self.trainer
             trainer.learner.set_parameters(trainer.tree.parameters_of(adapter))
             return trainer.adapter(), trainer.snapshot()
@@ -491,7 +491,7 @@ class Session:
         report.version = self._back_to(version)
         log.error("%s: %s; back to version %d", self.name, alarm, report.version)
 
-    def _publish_or_undo(self, adapter: Adapter, before: Snapshot) -> int:
+    def _publish_or_undo(self, adapter: Adapter, before: LearnerState) -> int:
         try:
             return self._publish(adapter, self._on_engine(self.trainer.snapshot))
         except BaseException:
@@ -506,7 +506,7 @@ class Session:
             pass
         return self._publish(*self._on_engine(lambda: (self.trainer.adapter(), self.trainer.snapshot())))
 
-    def _publish(self, adapter: Adapter, snapshot: Snapshot, number: int | None = None) -> int:
+    def _publish(self, adapter: Adapter, snapshot: LearnerState, number: int | None = None) -> int:
         """Serves these parameters as a new version, or as one that they were before a restart."""
         number = self._new_number() if number is None else number
         config = {"fine_tune_type": "dora" if adapter.dora else "lora", "lora_parameters": {"scale": self.lora.scale}}
@@ -529,7 +529,7 @@ class Session:
         self._last_version = number
         return number
 
-    def _adapter_of(self, snapshot: Snapshot) -> Adapter:
+    def _adapter_of(self, snapshot: LearnerState) -> Adapter:
         now = self.trainer.snapshot()
         self.trainer.go_back(snapshot)
         try:
@@ -623,7 +623,7 @@ class Session:
             found |= {f"{prefix}{name}": array for name, array in earlier.items()}
         return found
 
-    def _part_of(self, kept: Checkpoint, prefix: str, updates: str) -> Snapshot | None:
+    def _part_of(self, kept: Checkpoint, prefix: str, updates: str) -> LearnerState | None:
         """An earlier state of the trainer that the checkpoint holds, where it is another than its own."""
         arrays = {name.removeprefix(prefix): array for name, array in kept.arrays.items() if name.startswith(prefix)}
         if not arrays or kept.state.get(updates) is None:

@@ -30,8 +30,8 @@ from mlx_parallm.models.memory import available_memory
 from mlx_parallm.training.batches import ROUND_TOKENS, round_up
 from mlx_parallm.training.datasets import Example, Preference
 from mlx_parallm.training.learner import Budget, Learner, OptimizerConfig, Parameters, Refused
+from mlx_parallm.training.model import LoRAConfig, PackedCache, TrainableModel, can_pack
 from mlx_parallm.training.objectives import Floats, Integers, chosen_logprobs
-from mlx_parallm.training.tree import LearningTree, LoRAConfig, PackedCache, can_pack
 
 Item = TypeVar("Item", Example, Preference)
 Metrics = dict[str, float]
@@ -54,7 +54,7 @@ class SupervisedConfig:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class TokenRows:
     """Rows of tokens (n, T). Of pairs, the chosen texts come first, then the rejected ones."""
 
     places: list[int]  # of its items in the batch
@@ -78,7 +78,7 @@ class Supervised(ABC, Generic[Item]):
         self._memory = memory
         self._source = model.source
         mx.random.seed(config.seed)
-        self.tree = LearningTree(model, lora, checkpointing=config.gradient_checkpointing)
+        self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
         self.learner = Learner(self.tree.parameters(), config.optimizer, self.tree.set_parameters)
         self.packs = config.packing and can_pack(self.tree.module, model.vocab_size)
         self.rounded = device_kind() == "cuda"  # where each new shape costs as much as thousands of tokens
@@ -98,7 +98,7 @@ class Supervised(ABC, Generic[Item]):
         total: Parameters = {}
         sums: list[Any] = []
 
-        def work(piece: Piece) -> None:
+        def work(piece: TokenRows) -> None:
             nonlocal total
             (_, values), found = self._gradient(self.learner.parameters, piece, items)
             total = self.learner.add(total, found)
@@ -129,7 +129,7 @@ class Supervised(ABC, Generic[Item]):
     ) -> Generator[None, None, Metrics]:
         sums: list[Any] = []
 
-        def work(piece: Piece) -> None:
+        def work(piece: TokenRows) -> None:
             _, values = self._loss(self.learner.parameters, piece, items)
             mx.eval(values)
             sums.append(self._read(to_numpy(values), piece, items))
@@ -146,19 +146,19 @@ class Supervised(ABC, Generic[Item]):
     def _rows(self, item: Item) -> list[Example]: ...
 
     @abstractmethod
-    def _loss(self, parameters: Parameters, piece: Piece, items: Sequence[Item]) -> tuple[mx.array, mx.array]:
+    def _loss(self, parameters: Parameters, piece: TokenRows, items: Sequence[Item]) -> tuple[mx.array, mx.array]:
         """Its part of the batch's loss, and what is told of it."""
 
     @abstractmethod
     def _metrics(self, sums: Any, items: Sequence[Item]) -> Metrics: ...
 
-    def _read(self, values: Any, piece: Piece, items: Sequence[Item]) -> Any:
+    def _read(self, values: Any, piece: TokenRows, items: Sequence[Item]) -> Any:
         """Of what is told of a piece, that which adds up."""
         return values
 
     # Pieces.
 
-    def _pieces(self, items: Sequence[Item], budget: Callable[[], int]) -> Iterator[Piece]:
+    def _pieces(self, items: Sequence[Item], budget: Callable[[], int]) -> Iterator[TokenRows]:
         width = {place: max(len(row.tokens) for row in self._rows(item)) for place, item in enumerate(items)}
         rows = deque(sorted(self._packed(width), key=lambda row: sum(width[place] for place in row)))
         while rows:
@@ -184,7 +184,7 @@ class Supervised(ABC, Generic[Item]):
             left[row] -= width[place]
         return rows
 
-    def _piece(self, items: Sequence[Item], rows: Sequence[Sequence[int]]) -> Piece:
+    def _piece(self, items: Sequence[Item], rows: Sequence[Sequence[int]]) -> TokenRows:
         each = [[self._rows(items[place]) for place in row] for row in rows]
         lines = [[parts[side] for parts in row] for side in range(len(each[0][0])) for row in each]
         length = max(sum(len(one.tokens) for one in line) for line in lines)
@@ -203,9 +203,9 @@ class Supervised(ABC, Generic[Item]):
                 mask[number, begin] = 0.0  # nothing before it says what it is
                 begin = end
         places = [place for row in rows for place in row]
-        return Piece(places, tokens, mask, texts if self.packs else None)
+        return TokenRows(places, tokens, mask, texts if self.packs else None)
 
-    def _logprobs(self, parameters: Parameters, piece: Piece) -> mx.array:
+    def _logprobs(self, parameters: Parameters, piece: TokenRows) -> mx.array:
         """(n, T - 1): of each token after the first, where it is learnt; else 0."""
         self.tree.set_parameters({name: array.astype(self.tree.dtype) for name, array in parameters.items()})
         module, tokens = self.tree.module, mx.array(piece.tokens)
@@ -227,7 +227,7 @@ class SFT(Supervised[Example]):
     def _rows(self, item: Example) -> list[Example]:
         return [item]
 
-    def _loss(self, parameters: Parameters, piece: Piece, items: Sequence[Example]) -> tuple[mx.array, mx.array]:
+    def _loss(self, parameters: Parameters, piece: TokenRows, items: Sequence[Example]) -> tuple[mx.array, mx.array]:
         loss = -mx.sum(self._logprobs(parameters, piece)) / sum(item.learnt for item in items)
         return loss, mx.stop_gradient(loss)[None]
 
@@ -252,7 +252,7 @@ class DPO(Supervised[Preference]):
     def _rows(self, item: Preference) -> list[Example]:
         return [item.chosen, item.rejected]
 
-    def _loss(self, parameters: Parameters, piece: Piece, items: Sequence[Preference]) -> tuple[mx.array, mx.array]:
+    def _loss(self, parameters: Parameters, piece: TokenRows, items: Sequence[Preference]) -> tuple[mx.array, mx.array]:
         reference = self._reference(piece, items)  # (2, k)
         logprobs = mx.sum(self._logprobs(parameters, piece), axis=1).reshape(2, -1)
         chosen, rejected = self.config.beta * (logprobs - reference)
@@ -261,13 +261,13 @@ class DPO(Supervised[Preference]):
         values = mx.concatenate([mx.stack([one.astype(mx.float32) for one in told]), reference.reshape(-1)])
         return loss, mx.stop_gradient(values)
 
-    def _reference(self, piece: Piece, items: Sequence[Preference]) -> mx.array:
+    def _reference(self, piece: TokenRows, items: Sequence[Preference]) -> mx.array:
         known = [self._references.get(id(items[place])) for place in piece.places]
         if all(known):
             return mx.array(np.array([one[1:] for one in known if one is not None], np.float32).T)
         return mx.stop_gradient(mx.sum(self._logprobs(self._start, piece), axis=1).reshape(2, -1))
 
-    def _read(self, values: Any, piece: Piece, items: Sequence[Preference]) -> Any:
+    def _read(self, values: Any, piece: TokenRows, items: Sequence[Preference]) -> Any:
         references = values[4:].reshape(2, -1).T.tolist()
         for place, (chosen, rejected) in zip(piece.places, references, strict=True):
             self._references[id(items[place])] = items[place], chosen, rejected

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.common_words import WORDS
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.training.datasets import Row, read_rows, split
-from mlx_parallm.words import WORDS
+from mlx_parallm.training.datasets import DatasetRow, read_rows, split
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -215,7 +215,7 @@ class Rows(Task):
         raise ConfigError("a dataset has no score of its own: give --reward")
 
 
-def _problem(row: Row) -> Problem:
+def _problem(row: DatasetRow) -> Problem:
     messages = row.messages("prompt", "user")
     facts = {name: value for name, value in row.fields.items() if name != "prompt"}
     return Problem(tuple({"role": one["role"], "content": one["content"]} for one in messages), facts)

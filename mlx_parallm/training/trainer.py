@@ -27,13 +27,14 @@ from mlx_parallm.training.learner import (
     MIN_MICRO,
     Budget,
     Learner,
+    LearnerState,
     OptimizerConfig,
     Parameters,
     Refused,
     Schedule,
-    Snapshot,
     number,
 )
+from mlx_parallm.training.model import LoRAConfig, TrainableModel, answer_logits, shared_tree
 from mlx_parallm.training.objectives import (
     AGGREGATION,
     Algorithm,
@@ -43,9 +44,8 @@ from mlx_parallm.training.objectives import (
     losses,
 )
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.training.tree import LearningTree, LoRAConfig, answer_logits, shared_tree
 
-__all__ = ["Outcome", "RLConfig", "Snapshot", "Trainer"]
+__all__ = ["LearnerState", "Outcome", "RLConfig", "Trainer"]
 
 MIN_ROUNDED = 1024  # where shapes are rounded: smaller pieces would take no less time
 REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
@@ -109,7 +109,7 @@ class RLConfig:
 
 
 @dataclass(slots=True)
-class Sums:
+class LossTotals:
     """Over the tokens of an update."""
 
     loss: float = 0.0
@@ -170,7 +170,7 @@ class Trainer:
         self._memory = memory
         self.lora = lora
         mx.random.seed(config.seed)
-        self.tree = LearningTree(model, lora, checkpointing=config.gradient_checkpointing)
+        self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
         self.learner = Learner(self.tree.parameters(), config.optimizer, self.tree.set_parameters)
         self._reference = shared_tree(model)
         self.kept_snapshots = 0  # that somebody holds beside it
@@ -267,8 +267,8 @@ class Trainer:
         config = self.config
         return Batch.of(trajectories, config.algorithm, config.max_length, keep_flat=config.beta > 0)
 
-    def _step(self, batch: Batch) -> Generator[None, None, tuple[Sums, float, _Sample]]:
-        sums = Sums()
+    def _step(self, batch: Batch) -> Generator[None, None, tuple[LossTotals, float, _Sample]]:
+        sums = LossTotals()
         first: _Sample | None = None
         total: Parameters = {}
 
@@ -378,18 +378,18 @@ class Trainer:
 
     # To go back to, and what a checkpoint keeps.
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LearnerState:
         """Copies nothing: arrays stay as they are."""
         return self.learner.snapshot()
 
-    def go_back(self, snapshot: Snapshot) -> None:
+    def go_back(self, snapshot: LearnerState) -> None:
         self.learner.go_back(snapshot)
 
-    def state(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
+    def state(self, snapshot: LearnerState | None = None) -> dict[str, Any]:
         """Arrays by name, on the host: waits for them. As it is now, or was."""
         return self.learner.state(snapshot)
 
-    def snapshot_of(self, arrays: dict[str, Any], updates: int) -> Snapshot:
+    def snapshot_of(self, arrays: dict[str, Any], updates: int) -> LearnerState:
         """What `state` has written, to go back to."""
         return self.learner.snapshot_of(arrays, updates)
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from benchmarks.servers import ServerProcess, free_port, ours, running
-from mlx_parallm.training.atropos import Environment, EnvironmentConfig
+from mlx_parallm.training.atropos import AtroposProcess, EnvironmentConfig
 
 ENVIRONMENT = Path(__file__).with_name("atropos_env.py")
 
@@ -189,7 +189,7 @@ def test_an_environment_that_fails_is_started_again_until_it_is_closed(
 ) -> None:
     stand_in.with_suffix(".codes").write_text("3")
     config = EnvironmentConfig(f"{stand_in} --env.group_size 4", url, url, tmp_path / "logs" / "log", api_key="secret")
-    environment = Environment(config, lambda folder: Path(folder, "tokenizer.json").write_text("{}"))
+    environment = AtroposProcess(config, lambda folder: Path(folder, "tokenizer.json").write_text("{}"))
     environment.start()
     try:
         first, second = starts(stand_in, 2)
@@ -215,7 +215,7 @@ def test_an_environment_that_fails_is_started_again_until_it_is_closed(
 
 def test_an_environment_that_is_done_stays_so(url: str, stand_in: Path, tmp_path: Path) -> None:
     stand_in.with_suffix(".codes").write_text("0 0")
-    environment = Environment(EnvironmentConfig(str(stand_in), url, url, tmp_path / "log"), lambda folder: None)
+    environment = AtroposProcess(EnvironmentConfig(str(stand_in), url, url, tmp_path / "log"), lambda folder: None)
     environment.start()
     environment._thread.join(30)
     environment.close()

@@ -98,7 +98,7 @@ def test_health_and_metrics(client: httpx.Client) -> None:
     assert 'mlx_parallm_requests_finished_total{model="tiny-llama",reason=' in text
     assert 'mlx_parallm_step_start_seconds_total{kind="decode",model="tiny-llama"}' in text
     summary = client.get("/metrics", headers={"Accept": "application/json"}).json()
-    assert answers.Summary.model_validate(summary).max_batch_size == 32
+    assert answers.MetricsSummary.model_validate(summary).max_batch_size == 32
     debug = answers.DebugMetrics.model_validate(client.get("/debug/metrics").json())
     assert debug.batches_processed > 0
     assert len(debug.batch_fill_hist) == 10

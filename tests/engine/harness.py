@@ -15,8 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine, News
-from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.engine.engine import Engine, StepEvents
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.native.layers import speed_up
 from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
@@ -94,7 +94,7 @@ class Driver:
         assert self.engine.metrics.kv_bytes == 0
 
 
-def deliver(news: News) -> None:
+def deliver(news: StepEvents) -> None:
     for request, delta in news:
         request.on_delta(delta)
 
@@ -106,12 +106,14 @@ def as_served(kind: str) -> LanguageModel:
     return model
 
 
-def driver(kind: str, *, tuning: Tuning | None = None, **config: object) -> AbstractContextManager[Driver]:
+def driver(kind: str, *, tuning: DeviceProfile | None = None, **config: object) -> AbstractContextManager[Driver]:
     return driver_of(lambda: as_served(kind) if tuning is None else tiny(kind), tuning=tuning, **config)
 
 
 @contextmanager
-def driver_of(load: Callable[[], LanguageModel], *, tuning: Tuning | None = None, **config: object) -> Iterator[Driver]:
+def driver_of(
+    load: Callable[[], LanguageModel], *, tuning: DeviceProfile | None = None, **config: object
+) -> Iterator[Driver]:
     engine = Engine(load, ServeConfig(**{"ssd": False, **config}), deliver, tuning=tuning)  # type: ignore[arg-type]
     engine.start()
     try:

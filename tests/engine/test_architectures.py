@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.engine.batching import batch_cache
-from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
 from tests.tiny import tiny_tokenizer
@@ -39,7 +39,7 @@ IN_SLOTS = (
     "minicpm", "nemotron", "exaone", "internlm2", "hunyuan_v1_dense", "granitemoe", "mimo", "glm", "gptj", "gpt_neox",
     "qwen", "deepseek", "gpt2", "telechat3", "nanochat", "youtu_llm", "talkie",
 )  # fmt: skip
-TUNING = Tuning(ahead=0, compiled=False, view_step=32, max_padding=0.0, round_prompts=False)
+TUNING = DeviceProfile(ahead=0, compiled=False, view_step=32, max_padding=0.0, round_prompts=False)
 
 
 def build(name: str) -> LanguageModel | None:

@@ -18,7 +18,7 @@ from mlx_parallm.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from mlx_parallm.models.device import Spare
+from mlx_parallm.models.device import AllocatorCache
 from mlx_parallm.text.grammar import json_grammar
 from tests.engine.harness import Bare, driver
 from tests.tiny import tiny
@@ -252,7 +252,7 @@ def test_memory_of_other_work_is_counted_apart() -> None:
 
 
 def test_freed_memory_that_nobody_uses_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    spare = Spare()
+    spare = AllocatorCache()
     monkeypatch.setattr(engine_module, "spare", spare)
     before = mx.set_cache_limit(0)
     try:

@@ -9,11 +9,11 @@ import pytest
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.text.prompts import Message
 from mlx_parallm.training.batches import PaddedPrompts
-from mlx_parallm.training.environments import Calculator, Environment, EnvironmentTask, EpisodeAsker, evaluate
+from mlx_parallm.training.environments import Calculator, Environment, EnvironmentTask, EpisodeSampler, evaluate
+from mlx_parallm.training.model import answer_logits
 from mlx_parallm.training.objectives import chosen_logprobs
 from mlx_parallm.training.tasks import Problem, find_task
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.training.tree import answer_logits
 from mlx_parallm.types import SamplingParams
 from tests.engine.test_session import School, school
 
@@ -40,8 +40,8 @@ class Broken(Echo):
         return super().step(messages)
 
 
-def asker(one: School, kind: type[Environment]) -> EpisodeAsker:
-    return EpisodeAsker(one.engine, one.rollouts, EnvironmentTask("t", kind))
+def asker(one: School, kind: type[Environment]) -> EpisodeSampler:
+    return EpisodeSampler(one.engine, one.rollouts, EnvironmentTask("t", kind))
 
 
 def test_an_episode_is_one_trajectory_with_the_samplers_own_numbers() -> None:

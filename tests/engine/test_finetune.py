@@ -9,11 +9,11 @@ import pytest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.training.datasets import Example
-from mlx_parallm.training.finetune import FineTuning, RunConfig, RunNews, check_free, save_adapter
+from mlx_parallm.training.finetune import FineTuning, RunConfig, RunReport, check_free, save_adapter
 from mlx_parallm.training.learner import OptimizerConfig
+from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.session import once
 from mlx_parallm.training.supervised import SFT, SupervisedConfig
-from mlx_parallm.training.tree import LoRAConfig
 from tests.engine.harness import Driver, driver
 from tests.engine.test_supervised import examples
 
@@ -26,8 +26,8 @@ def trainer(drive: Driver, rate: float) -> SFT:
 
 def tuned(
     drive: Driver, rate: float, held_out: list[Example], **options: Any
-) -> tuple[FineTuning[Example], SFT, list[RunNews]]:
-    made, told = trainer(drive, rate), list[RunNews]()
+) -> tuple[FineTuning[Example], SFT, list[RunReport]]:
+    made, told = trainer(drive, rate), list[RunReport]()
     tuning = FineTuning(drive.engine, made, examples(12), held_out, RunConfig(batch_size=4, **options), told.append)
     assert tuning.run() == told
     return tuning, made, told

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from mlx_parallm.models.loader import load
-from mlx_parallm.training.environments import make_asker
-from mlx_parallm.training.loop import Loop, LoopConfig, StepNews
+from mlx_parallm.training.environments import make_task_sampler
+from mlx_parallm.training.loop import Loop, LoopConfig, StepReport
+from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Alarms, Session
 from mlx_parallm.training.tasks import Problem, Task, find_task
 from mlx_parallm.training.trainer import RLConfig
 from mlx_parallm.training.trajectories import Ledger
-from mlx_parallm.training.tree import LoRAConfig
 from tests.engine.harness import driver_of
 
 pytestmark = pytest.mark.slow
@@ -44,11 +44,11 @@ class Capitals(Task):
         return Problem(({"role": "user", "content": text},))
 
 
-def learn(task: Task, lora: LoRAConfig, learning_rate: float, **settings: Any) -> list[StepNews]:
+def learn(task: Task, lora: LoRAConfig, learning_rate: float, **settings: Any) -> list[StepReport]:
     with driver_of(lambda: load(None, name="embedded")) as driver:
         ledger = Ledger()
         driver.engine.recorder = ledger
-        asker = make_asker(driver.engine, Rollouts(driver.engine, ledger, 32), Rewards(), task)
+        asker = make_task_sampler(driver.engine, Rollouts(driver.engine, ledger, 32), Rewards(), task)
         config = RLConfig(learning_rate=learning_rate, microbatch_tokens=160)
         session = Session(driver.engine, "policy", lora, config, alarms=Alarms(reward_drop=None))
         session.start(serve=False)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.engine.device_profile import DeviceProfile
 from tests.engine.harness import Bare, Driver, driver
 from tests.tiny import tiny
 
 KINDS = ["llama", "qwen3", "gemma3", "hybrid", "qwen3_next", "mamba"]
 # As on a GPU: steps overlap, are traced, and prompts are padded to round shapes.
-GPU = Tuning(2, True, 64, max_padding=0.5, round_prompts=True, match_step=16, min_match=16, pass_tokens=48)
+GPU = DeviceProfile(2, True, 64, max_padding=0.5, round_prompts=True, match_step=16, min_match=16, pass_tokens=48)
 MODES = [(kind, None) for kind in KINDS] + [(kind, GPU) for kind in ("llama", "gemma3", "hybrid")]
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.rows import Row
-from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.lora.layers import Layout
@@ -304,7 +304,7 @@ def merged(adapter: Adapter) -> Bare:
 
 
 @pytest.mark.parametrize("tuning", [None, GPU], ids=["cpu", "gpu"])
-def test_a_version_that_was_replaced_leaves_the_device(tuning: Tuning | None) -> None:
+def test_a_version_that_was_replaced_leaves_the_device(tuning: DeviceProfile | None) -> None:
     layout = Layout(tiny().module)
     adapters = [random_adapter(layout, ("q_proj", "v_proj"), seed, rank=4, size=0.2) for seed in range(8)]
     with driver("llama", tuning=tuning, max_loras=8) as running:

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.engine import errands
+from mlx_parallm.engine import ssd_transfers
 from mlx_parallm.engine.batching import warm_blocks, warm_prompt_shapes
-from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import disk, prefix, snapshots
 from mlx_parallm.kv.slots import SlotCache
@@ -25,7 +25,7 @@ from mlx_parallm.models.forward import Forward
 from tests.engine.harness import Answer, Bare, Driver, driver, driver_of
 from tests.tiny import tiny
 
-GPU = Tuning(ahead=2, compiled=True, view_step=64, max_padding=0.5, round_prompts=True, min_match=8)
+GPU = DeviceProfile(ahead=2, compiled=True, view_step=64, max_padding=0.5, round_prompts=True, min_match=8)
 MODES = [("llama", None, None), ("llama", None, 12), ("qwen3", None, 40), ("llama", GPU, None), ("llama", GPU, 12)]
 MODES += [(kind, None, None) for kind in ("gemma3", "hybrid", "qwen3_next", "mamba")] + [("hybrid", GPU, None)]
 OPTIONS = {"max_batch_size": 5, "prefill_step_size": 96, "block_size": 8}
@@ -148,8 +148,8 @@ def test_a_prompt_is_known_after_a_restart(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errands, "FETCH_SECONDS", 1.0)
-    monkeypatch.setattr(errands, "SAVE_SECONDS", 0.5)
+    monkeypatch.setattr(ssd_transfers, "FETCH_SECONDS", 1.0)
+    monkeypatch.setattr(ssd_transfers, "SAVE_SECONDS", 0.5)
     monkeypatch.setattr(disk, "STUCK_SECONDS", 0.3)
     with driver("llama", block_size=8, num_blocks=14, ssd=True, ssd_cache_dir=str(tmp_path)) as running:
         first = running.ask(PROMPT, max_tokens=4, ignore_eos=True)

@@ -15,6 +15,7 @@ from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestEr
 from mlx_parallm.text.prompts import Prompts
 from mlx_parallm.training import reward_model
 from mlx_parallm.training.checkpoints import ADAPTER, Checkpoints
+from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.reward_model import (
     Pair,
     RewardModel,
@@ -22,7 +23,6 @@ from mlx_parallm.training.reward_model import (
     open_reward_model,
     read_pairs,
 )
-from mlx_parallm.training.tree import LoRAConfig
 from tests.engine.harness import as_served, driver
 from tests.tiny import tiny, tiny_tokenizer
 

@@ -16,7 +16,8 @@ from mlx_parallm.models.loader import load
 from mlx_parallm.text.prompts import Conversation, Prompts
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.checkpoints import Checkpoints
-from mlx_parallm.training.loop import Asker, Loop, LoopConfig, StepNews
+from mlx_parallm.training.loop import Loop, LoopConfig, StepReport, TaskSampler
+from mlx_parallm.training.model import LoRAConfig, answer_logits
 from mlx_parallm.training.objectives import chosen_logprobs
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
@@ -24,7 +25,6 @@ from mlx_parallm.training.session import Alarms, Session
 from mlx_parallm.training.tasks import Problem, Task
 from mlx_parallm.training.trainer import RLConfig
 from mlx_parallm.training.trajectories import Ledger, Record, Trajectory
-from mlx_parallm.training.tree import LoRAConfig, answer_logits
 from mlx_parallm.types import SamplingParams
 from tests.engine.harness import Answer, Driver, as_served, driver_of
 
@@ -303,8 +303,8 @@ class LowTokens(Task):
         return sum(letter in "abcdefgh" for letter in completion) / max(1, len(completion))
 
 
-def run_loop(one: School, session: Session, **options: object) -> list[StepNews]:
-    asker = Asker(one.engine, one.rollouts, Rewards(), LowTokens())
+def run_loop(one: School, session: Session, **options: object) -> list[StepReport]:
+    asker = TaskSampler(one.engine, one.rollouts, Rewards(), LowTokens())
     settings = {"steps": 4, "prompts_per_step": 3, "group_size": 4, "eval_problems": 4, **options}
     return Loop(session, asker, LoopConfig(**settings)).run()  # type: ignore[arg-type]
 

@@ -16,8 +16,8 @@ from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.datasets import Example, Preference
 from mlx_parallm.training.learner import OptimizerConfig
+from mlx_parallm.training.model import LoRAConfig, can_pack
 from mlx_parallm.training.supervised import DPO, SFT, Supervised, SupervisedConfig
-from mlx_parallm.training.tree import LoRAConfig, can_pack
 from tests.engine.harness import as_served
 from tests.tiny import tiny, tiny_tokenizer
 

@@ -11,10 +11,10 @@ from mlx.utils import tree_flatten
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
 from mlx_parallm.training.learner import Pace
+from mlx_parallm.training.model import LoRAConfig, PromptCache, TrainableModel, answer_logits, can_share_prompts
 from mlx_parallm.training.objectives import AGGREGATION, chosen_logprobs
 from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.training.tree import LearningTree, LoRAConfig, PromptCache, answer_logits, can_share_prompts
 from tests.engine.harness import as_served
 from tests.tiny import tiny
 
@@ -57,7 +57,7 @@ def apart(left: Trainer, right: Trainer) -> float:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_answers_behind_one_prompt_are_the_same_as_whole_texts(kind: str) -> None:
-    tree = LearningTree(as_served(kind), LORA)
+    tree = TrainableModel(as_served(kind), LORA)
     assert tree.shares_prompts
     answers = mx.array([[5, 6, 7, 8], [50, 60, 70, 80]])
     prompt = PaddedPrompts.of(PROMPTS[:1], [2])
@@ -68,7 +68,7 @@ def test_answers_behind_one_prompt_are_the_same_as_whole_texts(kind: str) -> Non
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("lengths", [(21, 13, 30), (9, 9), (1, 2), (1, 1)])
 def test_answers_behind_several_prompts_are_the_same_as_whole_texts(kind: str, lengths: tuple[int, ...]) -> None:
-    tree = LearningTree(as_served(kind), LORA)
+    tree = TrainableModel(as_served(kind), LORA)
     assert tree.mixes_prompts
     random = np.random.default_rng(0)
     texts = [random.integers(3, 90, length).tolist() for length in lengths]
@@ -96,7 +96,7 @@ def test_positions_and_windows_behind_padded_prompts() -> None:
 
 
 def test_a_model_with_one_position_for_all_rows_has_one_prompt_at_a_time() -> None:
-    tree = LearningTree(as_served("llama"), LORA)
+    tree = TrainableModel(as_served("llama"), LORA)
     for layer in tree.module.layers:
         rope = layer.self_attn.rope
         layer.self_attn.rope = lambda x, offset=0, rope=rope: rope(x, offset=int(offset))
@@ -105,8 +105,8 @@ def test_a_model_with_one_position_for_all_rows_has_one_prompt_at_a_time() -> No
 
 
 def test_models_with_other_state_do_not_share_prompts() -> None:
-    assert not LearningTree(as_served("gemma3"), LORA).shares_prompts
-    assert not LearningTree(
+    assert not TrainableModel(as_served("gemma3"), LORA).shares_prompts
+    assert not TrainableModel(
         as_served("hybrid"), LoRAConfig(rank=4, target_modules=("q_proj", "in_proj"))
     ).shares_prompts
 

@@ -8,8 +8,8 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.training.model import LoRAConfig, TrainableModel, shared_tree
 from mlx_parallm.training.objectives import Objective, chosen_logprobs, losses
-from mlx_parallm.training.tree import LearningTree, LoRAConfig, shared_tree
 from tests.engine.harness import as_served, driver_of
 from tests.tiny import KINDS, tiny
 
@@ -37,11 +37,11 @@ def test_a_quantised_model_is_shared_too() -> None:
     served = dict(tree_flatten(model.module.parameters()))
     assert all(array is served[name] for name, array in tree_flatten(tree.parameters()))
     assert mx.allclose(tree(mx.array([PROMPT])), model.module(mx.array([PROMPT])), atol=1e-4)
-    learning = LearningTree(model, LoRAConfig(rank=4, target_modules=ALL))
+    learning = TrainableModel(model, LoRAConfig(rank=4, target_modules=ALL))
     assert learning.parameters()
 
 
-def random_parameters(tree: LearningTree, seed: int) -> None:
+def random_parameters(tree: TrainableModel, seed: int) -> None:
     random = np.random.default_rng(seed)
     tree.set_parameters(
         {
@@ -65,7 +65,7 @@ def test_rollouts_and_the_tree_give_the_same_logprobs(lora: LoRAConfig) -> None:
         return models[0]
 
     with driver_of(load, block_size=8) as running:
-        tree = LearningTree(models[0], lora)
+        tree = TrainableModel(models[0], lora)
         for seed in (1, 2):
             random_parameters(tree, seed)
             running.engine.policies.publish("policy", tree.adapter(), "")
@@ -80,7 +80,7 @@ def test_rollouts_and_the_tree_give_the_same_logprobs(lora: LoRAConfig) -> None:
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "rloo"])  # CISPO holds its ratio fixed: not what its loss says
 def test_gradients_are_those_of_finite_differences(algorithm: str) -> None:
-    tree = LearningTree(tiny(), LoRAConfig(rank=2, alpha=4))
+    tree = TrainableModel(tiny(), LoRAConfig(rank=2, alpha=4))
     random_parameters(tree, 3)
     tokens = mx.array([PROMPT[:12], PROMPT[5:17]])
     mask = mx.array([[0.0] * 5 + [1.0] * 6, [0.0] * 4 + [1.0] * 5 + [0.0] * 2])
@@ -112,4 +112,4 @@ def test_gradients_are_those_of_finite_differences(algorithm: str) -> None:
 
 def test_layers_that_are_not_there() -> None:
     with pytest.raises(ModelLoadError, match="no layer called wobble"):
-        LearningTree(tiny(), LoRAConfig(target_modules=("wobble",)))
+        TrainableModel(tiny(), LoRAConfig(target_modules=("wobble",)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.training.environments import EpisodeAsker
+from mlx_parallm.training.environments import EpisodeSampler
 from mlx_parallm.training.tasks import Task, find_task
 from mlx_parallm.training.verifiers_env import VerifiersEpisode, VerifiersTask
 from mlx_parallm.types import SamplingParams
@@ -92,7 +92,7 @@ def test_episodes_are_scored_by_the_environments_rubric(named: None, kind: str, 
     one = task(kind)
     with school() as given:
         session = given.session()
-        plays = EpisodeAsker(given.engine, given.rollouts, one)  # type: ignore[arg-type]
+        plays = EpisodeSampler(given.engine, given.rollouts, one)  # type: ignore[arg-type]
         asked = problems(one, 1, 2)
         sampling = SamplingParams(temperature=1.0, max_tokens=4, n=2, ignore_eos=True)
         groups = plays.ask(asked, sampling, "policy", 7, "salt")
@@ -158,7 +158,7 @@ def test_what_an_environment_can_not_do_costs_its_episodes(
     one = task(kind)
     with school() as given:
         given.session()
-        plays = EpisodeAsker(given.engine, given.rollouts, one)  # type: ignore[arg-type]
+        plays = EpisodeSampler(given.engine, given.rollouts, one)  # type: ignore[arg-type]
         sampling = SamplingParams(temperature=1.0, max_tokens=4, n=2, ignore_eos=True)
         (group,) = plays.ask(problems(one, 1), sampling, "policy", 7, "salt")
         assert [answer.score for answer in group] == [None, None]

@@ -18,12 +18,12 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors.numpy import save
 
 from mlx_parallm.engine.batching import slot_cache
-from mlx_parallm.engine.tuning import Tuning
+from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.lora import kernel
 from mlx_parallm.lora.blocks import fuse
 from mlx_parallm.lora.files import from_peft, parse, parse_config, read_folder
-from mlx_parallm.lora.layers import Fused, Layout, Turn
-from mlx_parallm.lora.mixtures import BASE, Apart, Choice, Present, Resident, SideBySide
+from mlx_parallm.lora.layers import Fused, Layout, RopeParams
+from mlx_parallm.lora.mixtures import BASE, GroupedLoRA, Present, Resident, RowAdapters, StackedLoRA
 from mlx_parallm.lora.weights import Adapter, AdapterError, Part, check_fit, check_name
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
@@ -120,10 +120,10 @@ def test_rows_with_different_adapters_equal_models_with_them(
     assert mx.allclose(module(tokens), expected[None], atol=1e-5 if way == "in the product" else 0)
 
 
-def chosen_by(rows: Sequence[Resident | None], way: str) -> Choice:
+def chosen_by(rows: Sequence[Resident | None], way: str) -> RowAdapters:
     if way != "side by side":
-        return Apart(rows)
-    return SideBySide.of(Present(tuple(dict.fromkeys(row for row in rows if row))), rows)
+        return GroupedLoRA(rows)
+    return StackedLoRA.of(Present(tuple(dict.fromkeys(row for row in rows if row))), rows)
 
 
 def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
     module = base()
     calls: list[list[int]] = []
 
-    def add(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array]:
+    def add(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> list[mx.array]:
         calls.append([y.shape[-1] for y, *_ in layers])
         return added_by_hand(x, layers, choice)
 
@@ -146,7 +146,7 @@ def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
         present = Present(tuple(dict.fromkeys(chosen)))
         columns = next(iter(present.groups.values()))[0].shape[1]
         assert columns & (columns - 1) == 0, "few widths, since each is traced"
-        layout.selection.choice = SideBySide.of(present, chosen)
+        layout.selection.choice = StackedLoRA.of(present, chosen)
         calls.clear()
         found = module(tokens)
         for row, name in enumerate(rows):
@@ -169,7 +169,7 @@ def random_adapter(layout: Layout, names: tuple[str, ...], seed: int, rank: int 
     )
 
 
-def added_by_hand(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array]:
+def added_by_hand(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> list[mx.array]:
     """What the kernel gives."""
     assert choice.spans is not None
     added = [y for y, *_ in layers]
@@ -190,16 +190,16 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
     module = model.module
     counts = {"close": 0, "gate": 0, "turn": 0}
 
-    def close(x: mx.array, layer: Any, choice: SideBySide, residual: mx.array) -> mx.array | None:
+    def close(x: mx.array, layer: Any, choice: StackedLoRA, residual: mx.array) -> mx.array | None:
         counts["close"] += 1
         return residual + by_hand(x, [layer], choice)[0]
 
-    def gate(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> mx.array | None:
+    def gate(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> mx.array | None:
         counts["gate"] += 1
         return swiglu(*by_hand(x, layers, choice))
 
     def turn(
-        x: mx.array, layers: Sequence[Any], choice: SideBySide, turn: Turn, offsets: mx.array
+        x: mx.array, layers: Sequence[Any], choice: StackedLoRA, turn: RopeParams, offsets: mx.array
     ) -> list[mx.array] | None:
         counts["turn"] += 1
         half = turn.waves.shape[0]
@@ -211,7 +211,7 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
             heads[i] = mx.concatenate([one * cos - other * sin, one * sin + other * cos], axis=-1)
         return heads
 
-    def by_hand(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array]:
+    def by_hand(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> list[mx.array]:
         return [choice.added(g, n, x, y, None) if choice.has(g) else y for y, g, n in layers]
 
     layout = Layout(module, traced=True)
@@ -221,7 +221,7 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
     for names in (ATTENTION, ALL, ["mlp.up_proj", "mlp.down_proj"]):
         one, other = (layout.place(layout.pack(random_adapter(layout, tuple(names), seed))) for seed in range(2))
         choices += [
-            SideBySide.of(Present(members), rows, masked=True)
+            StackedLoRA.of(Present(members), rows, masked=True)
             for members, rows in (((one,), [one] * 4), ((other, one), [other, None, one, one]))
         ]
 
@@ -231,7 +231,7 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
         prompts = mx.random.randint(3, 90, (4, 20), key=mx.random.key(4))
         lengths = [20, 10, 15, 3]
         for choice in (None, *choices):
-            cache = slot_cache(len(module.layers), 4, 1 << 30, Tuning.of("metal" if compiled else "cpu"))
+            cache = slot_cache(len(module.layers), 4, 1 << 30, DeviceProfile.of("metal" if compiled else "cpu"))
             staged = cache.stage(4, 20)
             mx.eval(forward.at(prompts, staged, mx.array(lengths) - 1, choice))
             cache.join(staged, list(enumerate(lengths)))
@@ -252,7 +252,7 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_a_kernels_trial_knows_right_from_wrong(dtype: mx.Dtype) -> None:
-    def wrong(x: mx.array, layers: Sequence[Any], choice: SideBySide) -> list[mx.array]:
+    def wrong(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> list[mx.array]:
         return [y * (1 + mx.arange(2)[:, None, None]).astype(dtype) for y in added_by_hand(x, layers, choice)]
 
     assert kernel._adds(dtype, [32, 64], added_by_hand)
@@ -274,12 +274,12 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
     thin = [(0.05 * mx.random.normal((3, columns, count))).astype(dtype) for count in (size, lines) * 2]
     groups = {0: (thin[0], thin[1], None), 1: (thin[2], thin[3], None)}
     spans = ([(0, 0), (0, 8), (8, 64), (72, 56), (120, 8)] * rows)[:rows]
-    choice = SideBySide(groups, spans=mx.array(spans, mx.int32), max_rank=64)
+    choice = StackedLoRA(groups, spans=mx.array(spans, mx.int32), max_rank=64)
     bound = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
 
-    def sums(x: mx.array, layers: Sequence[Any], choice: SideBySide, residual: mx.array) -> list[mx.array]:
+    def sums(x: mx.array, layers: Sequence[Any], choice: StackedLoRA, residual: mx.array) -> list[mx.array]:
         added = kernel.add_own(x, layers, choice)
-        gated, closed = kernel.add_and_gate(x, layers, choice), kernel.add_and_close(x, layers[0], choice, residual)
+        gated, closed = kernel.add_and_gate(x, layers, choice), kernel.add_and_residual(x, layers[0], choice, residual)
         assert added is not None
         assert gated is not None
         assert closed is not None
@@ -290,11 +290,11 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
     added = sums(x, [(first, 0, 2), (second, 1, 1)], choice, residual)
     base, offsets = 500000.0, mx.array([0, 1, 77, 4000, 90000, *range(43)], mx.int32)
     for turn, how in (
-        (Turn(kernel.powers_of(base, 32), True), {"base": base}),
-        (Turn(1 / (base ** (mx.arange(32) / 32)), False), {"base": None, "freqs": base ** (mx.arange(32) / 32)}),
+        (RopeParams(kernel.powers_of(base, 32), True), {"base": base}),
+        (RopeParams(1 / (base ** (mx.arange(32) / 32)), False), {"base": None, "freqs": base ** (mx.arange(32) / 32)}),
     ):
         some = [(first, 0, 2), (second, 7, 0), (second, 1, 1)]  # nobody has anything for the second
-        found = kernel.add_and_turn(x, some, choice, turn, offsets)
+        found = kernel.add_and_rope(x, some, choice, turn, offsets)
         assert found is not None
         for one, whole, turned in zip(found, (added[0], second, added[1]), (True, True, False), strict=True):
             heads = whole.reshape(rows, -1, 1, 64)
@@ -303,11 +303,11 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
             assert mx.allclose(
                 one, heads, rtol=1e-2 if dtype == mx.bfloat16 else 1e-3, atol=1e-5 if dtype == mx.float32 else 1e-2
             )
-    wide = SideBySide(groups, spans=mx.array(spans[: rows // 3], mx.int32), max_rank=64)  # three tokens a row
+    wide = StackedLoRA(groups, spans=mx.array(spans[: rows // 3], mx.int32), max_rank=64)  # three tokens a row
     x, first, second, residual = (one.reshape(rows // 3, 3, -1) for one in (x, first, second, residual))
     layers = [(first, 0, 2), (second, 1, 1)]
     sums(x, layers, wide, residual)
-    assert kernel.add_and_turn(x, [*layers, (second, 1, 0)], wide, turn, offsets[: rows // 3]) is None
+    assert kernel.add_and_rope(x, [*layers, (second, 1, 0)], wide, turn, offsets[: rows // 3]) is None
 
 
 @pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")
@@ -328,7 +328,7 @@ def test_the_kernel_adds_each_rows_own(count: int, dtype: mx.Dtype) -> None:
     ]
     spans = [(0, 0), (0, 8), (8, 64), (72, 56), (120, 8)] * rows
     groups = {i: (a, b, None) for i, (_, a, b, _) in enumerate(parts)}
-    choice = SideBySide(groups, spans=mx.array(spans[:rows], mx.int32), max_rank=64)
+    choice = StackedLoRA(groups, spans=mx.array(spans[:rows], mx.int32), max_rank=64)
     added = kernel.add_own(x, [(y, i, number) for i, (y, _, _, number) in enumerate(parts)], choice)
     assert added is not None
     for (y, a, b, number), found in zip(parts, added, strict=True):
@@ -350,10 +350,10 @@ def test_long_prompts_are_left_to_mlx() -> None:
         (1, kernel.MAX_RANK + 1, True),
         (1, 8, False),
     ):
-        choice = SideBySide({0: (a, b, None)}, spans=mx.zeros((2, 2), mx.int32), max_rank=max_rank)
+        choice = StackedLoRA({0: (a, b, None)}, spans=mx.zeros((2, 2), mx.int32), max_rank=max_rank)
         layers = [(mx.zeros((2, tokens, 32)), 0, 1)]
         assert (kernel._parts(mx.zeros((2, tokens, 64)), layers, choice) is None) == left
-    one, other = (SideBySide({0: (a, b, None)}, max_rank=rank) for rank in (8, 64))
+    one, other = (StackedLoRA({0: (a, b, None)}, max_rank=rank) for rank in (8, 64))
     assert one.form == other.form, "a trace is for both"
 
 
@@ -412,7 +412,7 @@ def test_pefts_files_give_what_peft_gives(name: str) -> None:
     if name != "base":
         resident = layout.place(layout.pack(read(GOLDEN / f"peft_{name}", layout)))
         rows = [resident] * len(GOLD["tokens"])
-        layout.selection.choice = Apart(rows)
+        layout.selection.choice = GroupedLoRA(rows)
     found = module(mx.array(GOLD["tokens"]))[:, -1]
     assert mx.allclose(found, mx.array(GOLD["logits"][name]), atol=1e-4)
 

@@ -14,7 +14,7 @@ from mlx_parallm.bench import (
     LoadResult,
     LoadSpec,
     Percentiles,
-    Record,
+    RequestRecord,
     load,
     make_body,
     make_prompt,
@@ -23,7 +23,7 @@ from mlx_parallm.bench import (
 )
 from mlx_parallm.bench_cli import as_dict, notes, parse_list, parse_span, rows
 from mlx_parallm.errors import ConfigError, UnavailableError
-from mlx_parallm.wire import ChunkedDecoder, Endpoint, EventParser, WireError, send
+from mlx_parallm.http_client import ChunkedDecoder, Endpoint, EventParser, WireError, send
 
 SPEC = LoadSpec(url="http://127.0.0.1:1", model="m", concurrency=2, requests=4)
 
@@ -135,9 +135,11 @@ def test_spans_and_lists() -> None:
 
 
 def test_summary_counts_only_what_ended_right() -> None:
-    good = Record(True, 0.0, first=0.5, total=2.0, gaps=[0.1, 0.2], prompt_tokens=10, output_tokens=20, counted=True)
-    whole = Record(False, 0.0, total=1.0, prompt_tokens=5, output_tokens=6, counted=True)
-    bad = Record(True, 0.0, first=9.0, output_tokens=99, error="timeout")
+    good = RequestRecord(
+        True, 0.0, first=0.5, total=2.0, gaps=[0.1, 0.2], prompt_tokens=10, output_tokens=20, counted=True
+    )
+    whole = RequestRecord(False, 0.0, total=1.0, prompt_tokens=5, output_tokens=6, counted=True)
+    bad = RequestRecord(True, 0.0, first=9.0, output_tokens=99, error="timeout")
     summary = LoadResult(SPEC, [good, whole, bad], seconds=2.0, client_cpu=0.1).summary()
     assert (summary.requests, summary.requests_finished, summary.streams) == (3, 2, 1)
     assert (summary.output_rate, summary.total_rate, summary.request_rate) == (13.0, 20.5, 1.0)
@@ -216,7 +218,7 @@ def with_server(handler: Handler, use: Callable[[str], Awaitable[T]]) -> T:
 
 
 def test_a_load_is_counted() -> None:
-    done: list[Record] = []
+    done: list[RequestRecord] = []
     result = with_server(openai_like, lambda url: load(replace(SPEC, url=url, requests=10, warmup=3), done.append))
     summary = result.summary()
     assert summary.errors == {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_parallm.server.generation import Choice, Collected
+from mlx_parallm.server.generation import ChoiceStream, Collected
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.text.parsers.chat import ChatParser, Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat
@@ -22,11 +22,11 @@ def parser(**options: bool) -> ChatParser:
     return ChatParser(thinking=Thinking("<think>", "</think>"), tool_format=CALLS, **options)
 
 
-def choice(stop: tuple[str, ...] = (), chat: ChatParser | None = None) -> Choice:
-    return Choice(0, 0, TextStream(VOCABULARY, stop, visible=MARKS if chat else ()), chat, stop_token_ids=[65])
+def choice(stop: tuple[str, ...] = (), chat: ChatParser | None = None) -> ChoiceStream:
+    return ChoiceStream(0, 0, TextStream(VOCABULARY, stop, visible=MARKS if chat else ()), chat, stop_token_ids=[65])
 
 
-def feed(subject: Choice, text: str, size: int, reason: str | None = "stop", logprobs: bool = False) -> Collected:
+def feed(subject: ChoiceStream, text: str, size: int, reason: str | None = "stop", logprobs: bool = False) -> Collected:
     tokens = TOKENIZER.encode(text)
     collected = Collected()
     for at in range(0, max(len(tokens), 1), size):

@@ -8,17 +8,17 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.text.prompts import Prompts
-from mlx_parallm.training.datasets import Example, Reader, read_rows, split
+from mlx_parallm.training.datasets import DatasetReader, Example, read_rows, split
 from tests.tiny import tiny_tokenizer
 
 USER, ASSISTANT = "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n"
 
 
-def reader(max_length: int = 1000, *, chat: bool = True, template: str | None = None) -> Reader:
+def reader(max_length: int = 1000, *, chat: bool = True, template: str | None = None) -> DatasetReader:
     tokenizer = tiny_tokenizer()
     if template is not None:
         tokenizer._tokenizer.chat_template = template
-    return Reader(Prompts(tokenizer), tokenizer.eos_token_id, max_length, chat)
+    return DatasetReader(Prompts(tokenizer), tokenizer.eos_token_id, max_length, chat)
 
 
 def written(folder: Path, *rows: Any) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.models.device import Spare, device_kind
+from mlx_parallm.models.device import AllocatorCache, device_kind
 
 MB = 1 << 20
 
@@ -53,7 +53,7 @@ def test_at_its_limit_mlx_asks_for_every_steps_memory_anew() -> None:
 
 
 def test_what_is_in_use_stays_and_what_is_not_goes() -> None:
-    spare = Spare()
+    spare = AllocatorCache()
     spare.allow("a", 80 * MB)
     use(10, 11, 12)
     use(*STEP)
@@ -66,7 +66,7 @@ def test_what_is_in_use_stays_and_what_is_not_goes() -> None:
 
 
 def test_nothing_goes_while_there_is_room() -> None:
-    spare = Spare()
+    spare = AllocatorCache()
     spare.allow("a", 80 * MB)
     use(10, 11, 12)
     kept = mx.get_cache_memory()
@@ -75,7 +75,7 @@ def test_nothing_goes_while_there_is_room() -> None:
 
 
 def test_who_needs_most_decides() -> None:
-    spare = Spare()
+    spare = AllocatorCache()
     spare.allow("a", 80 * MB)
     spare.allow("b", 20 * MB)
     assert current_limit() == 80 * MB
@@ -85,7 +85,7 @@ def test_who_needs_most_decides() -> None:
 
 def test_behind_the_last_the_limit_is_what_it_was_and_nothing_is_kept() -> None:
     before = current_limit()
-    spare = Spare()
+    spare = AllocatorCache()
     spare.allow("a", 80 * MB)
     use(10, 11, 12)
     assert mx.get_cache_memory() > 0

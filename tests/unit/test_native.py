@@ -11,11 +11,11 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
 from mlx_parallm.engine.batching import adapter_layout, slot_cache
+from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.engine.sampling import Sampler, log_sum_exp
-from mlx_parallm.engine.tuning import Tuning
 from mlx_parallm.lora.layers import Layout
-from mlx_parallm.lora.mixtures import Apart
+from mlx_parallm.lora.mixtures import GroupedLoRA
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native import kernels
@@ -195,14 +195,14 @@ def test_draws_follow_the_probabilities() -> None:
 def test_a_block_decodes_as_mlx_does(rows: int, adapted: bool) -> None:
     """Rows of different lengths in slots, with and without adapters: the same logits, and the same slots after them."""
     plain, fast = fast_llama()
-    tuning = Tuning.of("cpu")
+    tuning = DeviceProfile.of("cpu")
     found: list[tuple[list[mx.array], list[mx.array]]] = []
     for module, kind in ((plain, replace(tuning, compiled=True)), (fast, tuning)):
         layout = adapter_layout(module, tuning)
         forward = Forward(module, layout.selection)
         cache = slot_cache(len(module.layers), rows, 1 << 30, kind)
         residents = [layout.place(layout.pack(random_adapter(layout, rank))) for rank in (4, 16)]
-        choice = Apart([None if not adapted else (None, *residents)[row % 3] for row in range(rows)])
+        choice = GroupedLoRA([None if not adapted else (None, *residents)[row % 3] for row in range(rows)])
         lengths = [(7 * row) % 11 + 1 for row in range(rows)]
         cache.expect(rows)
         for row, length in enumerate(lengths):

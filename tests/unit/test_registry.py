@@ -6,7 +6,7 @@ import pytest
 
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.layers import Layout
-from mlx_parallm.lora.mixtures import Apart, SideBySide
+from mlx_parallm.lora.mixtures import GroupedLoRA, StackedLoRA
 from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED, PRESENT_KEPT, Registry, Route, Version
 from mlx_parallm.lora.weights import Adapter, AdapterError, Part
 
@@ -235,7 +235,7 @@ def test_the_least_recently_used_makes_room_on_the_device() -> None:
     found = registry(max_resident=2)
     a, b, c = (publish(found, name) for name in "abc")
     first = found.choice([a, None])
-    assert isinstance(first, Apart)
+    assert isinstance(first, GroupedLoRA)
     assert [any(first.row(number).has(group) for group in range(2)) for number in range(2)] == [True, False]
     found.choice([b])
     found.choice([a, b])
@@ -274,7 +274,7 @@ def test_a_publish_takes_replaced_versions_off_the_device_unless_rows_use_them()
 def test_traced_passes_have_their_adapters_side_by_side_and_keep_a_few_mixtures() -> None:
     found = registry(max_resident=8, traced=True)
     versions = [publish(found, f"{number}") for number in range(PRESENT_KEPT + 1)]
-    assert isinstance(found.choice([versions[0], None]), SideBySide)
+    assert isinstance(found.choice([versions[0], None]), StackedLoRA)
     found.choice([None, versions[0], versions[0]])
     assert found.joins == 1
     for version in versions[1:PRESENT_KEPT]:
@@ -320,7 +320,7 @@ def test_where_a_kernel_reads_columns_mixtures_get_wider_and_never_narrower() ->
     (present,) = found._presents.values()  # those of the smaller width are of no use any more
     assert present.columns > small
     choice = found.choice([wide])
-    assert isinstance(choice, SideBySide)
+    assert isinstance(choice, StackedLoRA)
     assert choice.mask is not None, "a kernel is always told which columns are a row's own"
     assert found.joins == 2
     found.choice([narrow])

@@ -10,14 +10,14 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.training import report
-from mlx_parallm.training.finetune import RunNews
-from mlx_parallm.training.loop import StepNews
+from mlx_parallm.training.finetune import RunReport
+from mlx_parallm.training.loop import StepReport
 from mlx_parallm.training.report import LOG, PLOT, Progress, chosen_boards, read_log
 
 NEWS = [
-    RunNews(0, 0.0, held_out={"loss": 2.0}),
-    RunNews(1, 0.5, 0.1, {"loss": 1.5, "tokens": 9.0}),
-    RunNews(2, 1.0, 0.1, {"loss": 1.25}, {"loss": 1.0}),
+    RunReport(0, 0.0, held_out={"loss": 2.0}),
+    RunReport(1, 0.5, 0.1, {"loss": 1.5, "tokens": 9.0}),
+    RunReport(2, 1.0, 0.1, {"loss": 1.25}, {"loss": 1.0}),
 ]
 
 
@@ -31,7 +31,7 @@ def test_a_run_s_log_and_plot(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_reward_are_told_one_by_one() -> None:
-    news = StepNews(3, 0.7, 1, 1.0, 10, 1.0, held_out=0.5, components={"number": 0.6, "regex": 1.0})
+    news = StepReport(3, 0.7, 1, 1.0, 10, 1.0, held_out=0.5, components={"number": 0.6, "regex": 1.0})
     news.held_out_components = {"number": 0.5}
     flat = news.flat()
     assert (flat["reward/number"], flat["reward/regex"], flat["held_out/number"]) == (0.6, 1.0, 0.5)

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, mistral, pythonic, qwen3_coder
 
-from mlx_parallm.server.generation import Choice, Collected
+from mlx_parallm.server.generation import ChoiceStream, Collected
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.text.parsers import harmony
 from mlx_parallm.text.parsers.calls import CallDelta, Piece
@@ -345,13 +345,13 @@ def test_text_after_a_bare_call(size: int) -> None:
 HARMONY = byte_level(list(harmony.MARKS))
 
 
-def harmony_choice(text: str, reason: str, **options: Any) -> tuple[Choice, Collected]:
+def harmony_choice(text: str, reason: str, **options: Any) -> tuple[ChoiceStream, Collected]:
     """Tokens through the text stream and the parser, as the server does it."""
     tool_format = ToolFormat.of(HARMONY)
     assert tool_format.kind == "harmony"
     parser = chat_parser(tool_format, thinking=Thinking.of(HARMONY), **options)
     visible = HARMONY.convert_tokens_to_ids(list(tool_format.marks))
-    choice = Choice(0, 0, TextStream(Vocabulary(HARMONY), visible=visible, trim=True), parser)
+    choice = ChoiceStream(0, 0, TextStream(Vocabulary(HARMONY), visible=visible, trim=True), parser)
     collected = Collected()
     for token in HARMONY.encode(text):
         if news := choice.take(Delta("id", 0, [token])):
@@ -429,7 +429,7 @@ def test_special_tokens_of_deepseek_are_read_and_not_shown(fence: str) -> None:
     text = f"hm</think>Yes.{DEEPSEEK_MARKS[0]}{call}{call}{DEEPSEEK_MARKS[1]}"
     visible = tokenizer.convert_tokens_to_ids([*tool_format.marks, "<think>", "</think>"])
     parser = chat_parser(tool_format, thinking=thinking, inside_thinking=True, tools=TOOLS)
-    choice = Choice(0, 0, TextStream(Vocabulary(tokenizer), visible=visible, trim=True), parser)
+    choice = ChoiceStream(0, 0, TextStream(Vocabulary(tokenizer), visible=visible, trim=True), parser)
     collected = Collected()
     for delta in (Delta("id", 0, tokenizer.encode(text)), Delta("id", 0, [], finish_reason="stop")):
         if news := choice.take(delta):

@@ -29,7 +29,7 @@ from mlx_parallm.models.native.layers import (
 )
 
 
-class Block(llama.TransformerBlock):
+class NativeBlock(llama.TransformerBlock):
     kernels: Any
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:

@@ -45,9 +45,9 @@ def _fast_class(library: Any, original: type) -> type | None:
     if original is nn.RMSNorm:
         return type("RMSNorm", (RMSNorm,), {"kernels": library})
     if original is llama.TransformerBlock and _has_lane_products():
-        from mlx_parallm.models.native.blocks import Block
+        from mlx_parallm.models.native.blocks import NativeBlock
 
-        return type("Block", (Block,), {"kernels": library})
+        return type("Block", (NativeBlock,), {"kernels": library})
     if original is nn.Linear and _has_lane_products():
         return type("Linear", (Linear,), {"kernels": library})
     if original is nn.Embedding and _has_lane_products():

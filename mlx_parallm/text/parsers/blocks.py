@@ -333,13 +333,13 @@ def _call_in(text: str) -> ToolCall | None:
 
 # The calls in a block's text, or None when it is malformed. Of a text that is cut off, the last call may be incomplete:
 # it has the arguments that are complete, in JSON text that is not closed.
-Reader = Callable[[str, bool], "list[ToolCall] | None"]
+ReadText = Callable[[str, bool], "list[ToolCall] | None"]
 
 
 class TextBlock:
     """Calls in a notation that is not JSON: collected until the end mark, then read at once."""
 
-    def __init__(self, calls: Calls, end: str, read: Reader, quoting: Quoting = NO_QUOTES) -> None:
+    def __init__(self, calls: Calls, end: str, read: ReadText, quoting: Quoting = NO_QUOTES) -> None:
         self._calls = calls
         self._read = read
         self._ends = bool(end)

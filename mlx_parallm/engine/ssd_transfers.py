@@ -21,7 +21,7 @@ MAX_FETCHES = 2  # at a time: what was read and not taken over is in memory twic
 SAVE_SECONDS = 10.0  # for what still waits, before the end
 
 
-class Errands:
+class SsdTransfers:
     def __init__(
         self, prefix: Prefix, disk: DiskTier, scheduler: Scheduler, later: Callable[[Callable[[], None]], None]
     ) -> None:

@@ -8,7 +8,7 @@ PROMPT_STEP = 128  # tokens: where prompts are computed in round shapes, all siz
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class DeviceProfile:
     ahead: int  # steps that are started before the first of them is read
     compiled: bool  # trace a decode step once per shape, instead of building its graph each time
     view_step: int  # attention reads whole multiples of so many tokens
@@ -20,7 +20,7 @@ class Tuning:
     min_match: int = 1  # a cached beginning of a prompt is used from so many tokens on
 
     @classmethod
-    def of(cls, kind: DeviceKind) -> "Tuning":
+    def of(cls, kind: DeviceKind) -> "DeviceProfile":
         if kind == "cpu":
             # A step runs while it is being started: there is nothing to gain ahead. A pass costs some 24 tokens' time.
             return cls(

@@ -210,7 +210,7 @@ def _checkpointed(kind: type) -> Callable[..., mx.array]:
     return call
 
 
-class LearningTree:
+class TrainableModel:
     """A shared tree whose chosen layers have LoRA parameters."""
 
     def __init__(self, model: LanguageModel, lora: LoRAConfig, *, checkpointing: bool = False) -> None:

@@ -13,7 +13,7 @@ from mlx_parallm.types import Request, SamplingParams
 Twin = tuple[tuple[int, ...], SamplingParams, str]
 
 
-class Book:
+class LiveRequests:
     def __init__(self, share: bool) -> None:
         self._share = share
         self._entries: dict[str, list[tuple[Row, Reader]]] = {}  # by request id, choices that have not ended

@@ -61,7 +61,7 @@ class Endpoint:
 
 
 @dataclass(slots=True)
-class Answer:
+class HttpAnswer:
     status: int
     headers: dict[str, str]
     body: bytes = b""  # empty for an event stream, whose events went to `on_event`
@@ -143,9 +143,9 @@ class _Exchange(asyncio.Protocol):
     def __init__(self, request: bytes, on_event: Callable[[bytes], None] | None) -> None:
         self.request = request
         self.on_event = on_event
-        self.done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[HttpAnswer] = asyncio.get_running_loop().create_future()
         self.head = b""
-        self.answer: Answer | None = None
+        self.answer: HttpAnswer | None = None
         self.body: _Body | None = None
         self.events: EventParser | None = None
 
@@ -183,7 +183,7 @@ class _Exchange(asyncio.Protocol):
     def _open_answer(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        self.answer = Answer(int(first.split(" ", 2)[1]), headers)
+        self.answer = HttpAnswer(int(first.split(" ", 2)[1]), headers)
         chunked = headers.get("transfer-encoding", "").lower() == "chunked"
         length = headers.get("content-length")
         self.body = _Body(ChunkedDecoder() if chunked else None, int(length) if length and not chunked else None)
@@ -214,7 +214,7 @@ async def send(
     *,
     on_event: Callable[[bytes], None] | None = None,
     limit: float = 600.0,  # seconds
-) -> Answer:
+) -> HttpAnswer:
     """POSTs `body`, or GETs without one. Cancelling the task closes the connection at once."""
     request = endpoint.head("GET" if body is None else "POST", path, len(body or b"")) + (body or b"")
     context = ssl.create_default_context() if endpoint.secure else None

@@ -24,18 +24,18 @@ from mlx_parallm.errors import (
     ParallmError,
     UnavailableError,
 )
+from mlx_parallm.http_client import Endpoint
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.training.answers import AnswerFile
-from mlx_parallm.training.atropos import Atropos, AtroposConfig, Environment, EnvironmentConfig
+from mlx_parallm.training.atropos import Atropos, AtroposConfig, AtroposProcess, EnvironmentConfig
 from mlx_parallm.training.checkpoints import Checkpoints
+from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.rewards import Item, Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Report, Session, once
 from mlx_parallm.training.trainer import RLConfig
 from mlx_parallm.training.trajectories import MAX_KEPT_TOKENS, Ledger, Record, Trajectory, prompt_group
-from mlx_parallm.training.tree import LoRAConfig
-from mlx_parallm.wire import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def environment_config(config: ServeConfig) -> EnvironmentConfig | None:
     )
 
 
-class Training:
+class TrainingManager:
     def __init__(self, engine: Engine, config: ServeConfig) -> None:
         self.engine = engine
         self.config = config
@@ -118,7 +118,7 @@ class Training:
         self._lock = threading.Lock()
         self.on_close: Callable[[], None] = lambda: None  # tells a loop to end
         self.atropos: Atropos | None = None
-        self.environment: Environment | None = None
+        self.environment: AtroposProcess | None = None
         self._stopped = threading.Event()
         self.collecting = 0  # calls whose answers are being scored
         self._answers: AnswerFile | None = None
@@ -139,7 +139,7 @@ class Training:
         if self.config.atropos_url is not None:
             self._follow_atropos(self.config.atropos_url)
         if environment is not None:
-            self.environment = Environment(environment, self.engine.model.tokenizer.save_pretrained)
+            self.environment = AtroposProcess(environment, self.engine.model.tokenizer.save_pretrained)
             self.environment.start()
 
     def _keep_answers(self) -> None:

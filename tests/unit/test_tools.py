@@ -1,5 +1,6 @@
 """A chat model's text falls into reasoning, content and tool calls, however it is cut."""
 
+import importlib
 import json
 from typing import Any
 
@@ -460,3 +461,90 @@ def test_long_calls_take_linear_time() -> None:
             pieces = [*map(parser.push, text), parser.finish()]
             size = sum(len(piece.content) + sum(len(delta.arguments) for delta in piece.calls) for piece in pieces)
             assert size >= len(long)
+
+
+def test_text_that_needs_no_parser_has_none() -> None:
+    assert chat_parser(OURS, thinking=None) is None
+    assert chat_parser(OURS, thinking=THINKING, separate_reasoning=False) is None
+    assert chat_parser(OURS, thinking=THINKING) is not None
+    assert chat_parser(OURS, thinking=None, drop=["<|end|>"]) is not None
+    assert chat_parser(OURS, thinking=None, tools=TOOLS) is not None
+
+
+def test_without_tools_no_call_is_looked_for(size: int) -> None:
+    parser = chat_parser(OURS, thinking=THINKING)
+    assert parser is not None
+    assert run(parser, f"a {block('add', {})}", size).content == f"a {block('add', {})}"
+    whole = chat_parser(OURS, thinking=THINKING, tools=TOOLS, separate_reasoning=False)
+    assert whole is not None
+    assert run(whole, "<think>a</think>b", size) == Piece("<think>a</think>b")
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("\n\n  a</think>\n\n  b", "  a", "b"),
+        ("\n", "", ""),
+        ("a</think>\n ", "a", ""),
+        ("a</think> \n<|end|>\n b", "a", "b"),
+        ("a</think>b<|end|> c", "a", "b c"),
+        ("a</think>\n\n<tool", "a", "<tool"),
+        ("\n\n</thi", "</thi", ""),
+    ],
+)
+def test_space_around_reasoning_and_before_content_is_left_out(
+    text: str, reasoning: str, content: str, size: int
+) -> None:
+    parser = ChatParser(thinking=THINKING, inside_thinking=True, tool_format=OURS, tools=TOOLS, drop=["<|end|>"])
+    piece = run(parser, text, size)
+    assert (piece.reasoning, piece.content.rstrip()) == (reasoning, content)
+
+
+def test_a_bare_call_behind_a_block_of_calls(size: int) -> None:
+    marked = ToolFormat("<|python_start|>", "<|python_end|>", native=True, kind="bare")
+    bare = '{"name": "add", "parameters": {"a": 2}}'
+    piece = run(ChatParser(tool_format=marked, tools=TOOLS), f"<|python_start|>[add(a=1)]<|python_end|>\n{bare}", size)
+    assert joined(piece) == [("add", {"a": 1}), ("add", {"a": 2})]
+    wrong = f"<|python_start|>nothing<|python_end|>{bare}"
+    assert run(ChatParser(tool_format=marked, tools=TOOLS), wrong, size) == Piece(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "identity"),
+    [
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{"a": 1}', "abc123"),
+        (
+            "kimi_k2",
+            '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:7<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
+            "functions.add:7",
+        ),
+    ],
+)
+def test_a_call_keeps_the_id_that_the_model_gave_it(name: str, text: str, identity: str, size: int) -> None:
+    parser = native(importlib.import_module(f"mlx_lm.tool_parsers.{name}"))
+    piece = run(ChatParser(tool_format=parser, tools=TOOLS), text, size)
+    assert joined(piece) == [("add", {"a": 1})]
+    assert piece.calls[0].id == identity
+
+
+def test_a_variant_that_only_mlx_lm_knows_is_read_by_its_parser(size: int) -> None:
+    asked: list[str] = []
+
+    def parse(text: str, tools: object) -> dict[str, object]:
+        asked.append(text)
+        return {"name": text.strip(), "arguments": {"a": 1}}
+
+    parse.__module__ = "mlx_lm.tool_parsers.qwen3_coder"
+    variant = ToolFormat("<call>", "</call>", native=True, parse=parse)
+
+    def read(body: str, cut_off: bool = False) -> Piece:
+        text = f"<call>{body}" if cut_off else f"<call>{body}</call>"
+        return run(ChatParser(tool_format=variant, tools=TOOLS), text, size, cut_off=cut_off)
+
+    assert joined(read("add")) == [("add", {"a": 1})]
+    assert read("subtract") == Piece("<call>subtract</call>"), "a tool that nobody offered"
+    asked.clear()
+    long = "add" + " " * 4000
+    assert read(long).calls == ()
+    assert read("add", cut_off=True).calls == ()
+    assert asked == [], "too long for patterns of quadratic time, or not whole"

@@ -35,7 +35,7 @@ class Stream:
     """When each piece of one streamed answer arrived."""
 
     times: list[float] = field(default_factory=list)
-    under_way: asyncio.Event = field(default_factory=asyncio.Event)  # some tokens have come
+    in_flight: asyncio.Event = field(default_factory=asyncio.Event)  # some tokens have come
     failed: str | None = None
 
     def __call__(self, event: bytes) -> None:
@@ -48,7 +48,7 @@ class Stream:
         elif any(choice.get("text") for choice in chunk["choices"]):
             self.times.append(now)
             if len(self.times) == UNDER_WAY:
-                self.under_way.set()
+                self.in_flight.set()
 
     def gaps(self, begin: float = 0.0, end: float = float("inf")) -> list[float]:
         """Those that overlap the time from `begin` to `end`."""
@@ -115,7 +115,7 @@ async def read_along(setup: Setup, seed: int, *, long_prompt: bool) -> tuple[lis
     ]
     sent = first = 0.0
     if long_prompt:
-        await asyncio.gather(*(reader.under_way.wait() for reader in readers))
+        await asyncio.gather(*(reader.in_flight.wait() for reader in readers))
         sent = time.perf_counter()
         first = (await stream(setup, long, 4, Stream())).times[0]
     await asyncio.gather(*work)

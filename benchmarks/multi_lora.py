@@ -59,7 +59,7 @@ def random_adapter(layout: Layout, names: tuple[str, ...], rank: int, seed: int)
         {
             path: Part(
                 random.standard_normal((rank, target.size)).astype(np.float32) * 0.02,
-                random.standard_normal((target.lines, rank)).astype(np.float32) * 0.02,
+                random.standard_normal((target.out_features, rank)).astype(np.float32) * 0.02,
             )
             for path, target in layout.targets.items()
             if path.rsplit(".", 1)[-1] in names
@@ -78,20 +78,20 @@ class Batch:
         mx.eval(forward.at(mx.ones((1, length), mx.int32), staged, mx.array([length - 1])))
         self._cache.expect(rows)
         self._cache.join(staged, [(0, length)] * rows)
-        self._rows, self._length, self._ahead = rows, length, tuning.ahead
+        self._rows, self._length, self._max_in_flight = rows, length, tuning.steps_in_flight
         self._tokens = mx.zeros((rows,), mx.int32)
 
     def rate(self, choice: RowAdapters | None, steps: int) -> float:
         """Tokens a second."""
-        under_way: list[mx.array] = []
+        in_flight: list[mx.array] = []
         begin = time.perf_counter()
         for step in range(steps):
             logits = self._cache.decode(self._forward, self._tokens, [self._length + step] * self._rows, choice)
             self._tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
             mx.async_eval(self._tokens)
-            under_way.append(self._tokens)
-            if len(under_way) > self._ahead:
-                mx.eval(under_way.pop(0))
+            in_flight.append(self._tokens)
+            if len(in_flight) > self._max_in_flight:
+                mx.eval(in_flight.pop(0))
         mx.eval(self._tokens)
         return steps * self._rows / (time.perf_counter() - begin)
 

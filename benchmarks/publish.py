@@ -75,7 +75,7 @@ class Versions:
         found = {}
         for path, target in self._targets.items():
             found[f"{path}.lora_a"] = draw((target.size, self._rank), np.float32) * target.size**-0.5
-            found[f"{path}.lora_b"] = draw((self._rank, target.lines), np.float32) * 0.02
+            found[f"{path}.lora_b"] = draw((self._rank, target.out_features), np.float32) * 0.02
         return found
 
     def use(self, number: int) -> None:

@@ -7,7 +7,6 @@ The two coroutines may be run together or alone; the model is loaded once, by wh
 """
 
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,12 +14,11 @@ from typing import Any
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.server.models import ServedModel
-from mlx_parallm.server.run import SWITCH_INTERVAL, HttpServer, listen, start_engines
+from mlx_parallm.runtime.startup import Runtime, start
+from mlx_parallm.server.run import HttpServer, listen
 from mlx_parallm.server.state import Dispatcher
 from mlx_parallm.training.environments import make_task_sampler
 from mlx_parallm.training.loop import Loop, LoopConfig, StepReport
-from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.rewards import Score
 from mlx_parallm.training.session import Session
@@ -42,53 +40,49 @@ class RLIntegratedServer:
         **config: Any,
     ) -> None:
         paths = (base_model,) if base_model else ()
-        self.config = ServeConfig(model_path=paths, **{"update_frequency": 0, "enable_rl_training": True, **config})
+        fixed = {"update_frequency": 0, "enable_rl_training": True, "train_adapter": (adapter,)}
+        self.config = ServeConfig(model_path=paths, **{**fixed, **config})
         self._lora = lora_config or LoRAConfig()
         self._rl = rl_config or RLConfig()
         self._adapter = adapter
         self._scores = scoring_functions or {}
         self._dispatcher = Dispatcher()
         self._starting = asyncio.Lock()
-        self._served: ServedModel | None = None
-        self._training: TrainingManager | None = None
+        self._runtime: Runtime | None = None
         self._server: HttpServer | None = None
 
     @property
     def session(self) -> Session:
         """The adapter that learns; once either coroutine has begun."""
-        if self._training is None:
+        if self._runtime is None:
             raise ConfigError("the model is not loaded yet: run_inference or run_training_loop does that")
-        return self._training.session(self._adapter)
+        return self._runtime.training.session(self._adapter)
 
     async def start(self) -> None:
         """Loads the model and makes the trainer."""
+        await self._started()
+
+    async def _started(self) -> Runtime:
         async with self._starting:
-            if self._training is not None:
-                return
-            self._dispatcher.bind(asyncio.get_running_loop())
-            sys.setswitchinterval(SWITCH_INTERVAL)
-            name, source = next(iter(self.config.named_models().items()))
-            (engine,) = await asyncio.to_thread(start_engines, {name: source}, self.config, self._dispatcher)
-            training = TrainingManager(engine, self.config)
-            engine.records_all = True
-            for scores_name, function in self._scores.items():
-                training.rewards.add(scores_name, function)
-            await asyncio.to_thread(partial(training.add, self._adapter, serve=True, lora=self._lora, rl=self._rl))
-            self._served, self._training = ServedModel(name, engine), training
+            if self._runtime is None:
+                self._dispatcher.bind(asyncio.get_running_loop())
+                come_up = partial(start, self.config, self._dispatcher, lora=self._lora, rl=self._rl)
+                runtime = await asyncio.to_thread(come_up)
+                for name, function in self._scores.items():
+                    runtime.training.rewards.add(name, function)
+                self._runtime = runtime
+            return self._runtime
 
     async def run_inference(self, port: int | None = None, host: str | None = None) -> int:
         """Serves until `stop`, or a signal; returns the exit code."""
-        await self.start()
-        assert self._served is not None
-        assert self._training is not None
+        runtime = await self._started()
         self.config = replace(
             self.config,
             port=self.config.port if port is None else port,
             host=self.config.host if host is None else host,
         )
         listener = listen(self.config.host, self.config.port)
-        models = {self._served.name: self._served}
-        self._server = HttpServer(models, self.config, self._dispatcher, listener, self._training)
+        self._server = HttpServer(runtime, self.config, self._dispatcher, listener)
         return await self._server.run_in_loop()
 
     async def run_training_loop(
@@ -102,9 +96,7 @@ class RLIntegratedServer:
         **options: Any,
     ) -> Sequence[StepReport]:
         """The built-in loop: about `rl_config.batch_size` answers in each step."""
-        await self.start()
-        training = self._training
-        assert training is not None
+        training = (await self._started()).training
         found = find_task(task) if isinstance(task, str) else task
         asker = make_task_sampler(training.engine, training.rollouts, training.rewards, found)
         prompts = prompts_per_step or max(1, self._rl.batch_size // group_size)
@@ -119,7 +111,5 @@ class RLIntegratedServer:
         """Ends what runs; the model is given back."""
         if self._server is not None:
             await self._server.stop()
-        elif self._training is not None:
-            training = self._training
-            await asyncio.to_thread(training.close)
-            await asyncio.to_thread(training.engine.stop)
+        elif self._runtime is not None:
+            await asyncio.to_thread(self._runtime.close)

@@ -18,10 +18,9 @@ from typing import Any
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.admission import check_choices, check_sampling
-from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.loader import load
+from mlx_parallm.runtime.startup import start
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 
@@ -78,10 +77,10 @@ class LLM:
         config.setdefault("ssd", False)  # a script leaves no files behind unless it asks to
         paths = (path,) if path else ()
         self.config = ServeConfig(model_path=paths, max_batch_size=max_batch_size, dtype=dtype, **config)
-        self._engine = Engine(_loader(self.config), self.config, _dispatch)
-        self._engine.start()
+        runtime = start(self.config, _dispatch)
+        self._engine = runtime.engine
         self._vocabulary = Vocabulary(self._engine.model.tokenizer)
-        self._stop = weakref.finalize(self, self._engine.stop)
+        self._stop = weakref.finalize(self, runtime.close)
 
     @property
     def model(self) -> LanguageModel:
@@ -283,21 +282,6 @@ def _push(stream: TextStream, tokens: Sequence[int]) -> list[str]:
             break
         texts.append(stream.push([token]))
     return texts
-
-
-def _loader(config: ServeConfig) -> Callable[[], LanguageModel]:
-    ((name, source),) = config.named_models().items()
-
-    def run() -> LanguageModel:
-        return load(
-            source,
-            name=name,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            trust_remote_code=config.trust_remote_code,
-        )
-
-    return run
 
 
 def _dispatch(news: list[tuple[Request, Delta]]) -> None:

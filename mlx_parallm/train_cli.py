@@ -259,20 +259,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _alone(settings: TrainConfig, work: "Callable[[TrainingManager, TrainConfig], None]") -> int:
     """On an engine that nobody else uses: no port, no requests."""
+    from mlx_parallm.runtime.startup import start
     from mlx_parallm.server import logs
-    from mlx_parallm.server.run import start_engines
-    from mlx_parallm.server.state import Dispatcher
-    from mlx_parallm.training.manager import TrainingManager
+    from mlx_parallm.server.banner import progress
 
     logs.set_up(settings.log_level, settings.log_json)
-    name, source = next(iter(settings.named_models().items()))
-    (engine,) = start_engines({name: source}, settings, Dispatcher())
+    runtime = start(settings, lambda events: None, learn=False, progress=progress)
     try:
-        training = TrainingManager(engine, settings)
-        work(training, settings)
-        training.close()
+        work(runtime.training, settings)
     finally:
-        engine.stop()
+        runtime.close()
     return 0
 
 

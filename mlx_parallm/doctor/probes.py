@@ -168,7 +168,7 @@ class Probe:
         parts = {
             path: Part(
                 random.standard_normal((16, target.size), np.float32),
-                random.standard_normal((target.lines, 16), np.float32),
+                random.standard_normal((target.out_features, 16), np.float32),
             )
             for path, target in targets
         }

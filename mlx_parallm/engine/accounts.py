@@ -66,7 +66,7 @@ class Accounts:
             metrics.serving_peak_memory = max(metrics.serving_peak_memory, peak)
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def other_work(self) -> Iterator[None]:
         """Other work: its memory is not serving's."""
         self.gauge()
         mx.reset_peak_memory()  # of the whole process: nowhere else than around such work
@@ -76,7 +76,7 @@ class Accounts:
             self.gauge(served=False)
             mx.reset_peak_memory()
 
-    def imbalance(self, book: LiveRequests, adapters: Registry, under_way: bool) -> AssertionError | None:
+    def imbalance(self, live: LiveRequests, adapters: Registry, in_flight: bool) -> AssertionError | None:
         """What does not add up, between two steps."""
         scheduler, cache = self._scheduler, self._runner.cache
         try:
@@ -91,8 +91,8 @@ class Accounts:
                 assert not scheduler.idle or not held, f"{held} blocks are held by nobody"
             assert len(scheduler.running) == self._metrics.slots_total - cache.free, "a place is lost or taken twice"
             known = {*scheduler.running, *(row for job in scheduler.jobs() for row in job.rows)}
-            assert known == book.rows(), "a row is lost, or runs for nobody"
-            assert not scheduler.idle or cache.positions == 0 or under_way, "memory is held for nobody"
+            assert known == live.rows(), "a row is lost, or runs for nobody"
+            assert not scheduler.idle or cache.positions == 0 or in_flight, "memory is held for nobody"
         except AssertionError as error:
             return error
         return None

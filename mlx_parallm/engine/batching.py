@@ -212,7 +212,7 @@ def prefix_cache(
         max_bytes=max_bytes,
         blocks=config.num_blocks,
         fused=tuning.fused,
-        ahead=tuning.ahead > 0,
+        ahead=tuning.steps_in_flight > 0,
     )
     identity = _identity(model, config, f"{packing} {store.host_shapes()}")
     disk = _disk(config, identity)

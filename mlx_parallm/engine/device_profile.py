@@ -9,7 +9,7 @@ PROMPT_STEP = 128  # tokens: where prompts are computed in round shapes, all siz
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    ahead: int  # steps that are started before the first of them is read
+    steps_in_flight: int  # steps that are started before the first of them is read
     compiled: bool  # trace a decode step once per shape, instead of building its graph each time
     view_step: int  # attention reads whole multiples of so many tokens
     max_padding: float  # prompts are computed together while padding adds at most this share
@@ -24,7 +24,7 @@ class DeviceProfile:
         if kind == "cpu":
             # A step runs while it is being started: there is nothing to gain ahead. A pass costs some 24 tokens' time.
             return cls(
-                ahead=0,
+                steps_in_flight=0,
                 compiled=False,
                 view_step=32,
                 max_padding=0.15,
@@ -32,10 +32,12 @@ class DeviceProfile:
                 min_match=8,
             )
         if kind == "metal":
-            return cls(ahead=1, compiled=True, view_step=128, max_padding=0.2, round_prompts=False, min_match=32)
+            return cls(
+                steps_in_flight=1, compiled=True, view_step=128, max_padding=0.2, round_prompts=False, min_match=32
+            )
         # CUDA plans attention anew for every shape, which takes longer than to compute some padding.
         return cls(
-            ahead=2,
+            steps_in_flight=2,
             compiled=True,
             view_step=128,
             max_padding=0.5,

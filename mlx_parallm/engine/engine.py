@@ -92,11 +92,11 @@ class Engine:
         self._quiet = threading.Event()  # a pause has begun
         self._pending = 0  # requests in the inbox
         self._pending_lock = threading.Lock()
-        self._book = LiveRequests(share=config.dedupe)
-        self._news: StepEvents = []
+        self._live = LiveRequests(share=config.dedupe)
+        self._events: StepEvents = []
         self._deadline_check = 0.0
         self._admissions = 0
-        self._under_way: deque[Step] = deque()  # started and not read, the oldest first
+        self._in_flight: deque[Step] = deque()  # started and not read, the oldest first
         self._read_at = 0.0
         self._faults = FaultCounter()
         self._tuning = tuning
@@ -113,12 +113,12 @@ class Engine:
         self.adapters: Registry
         self._admission: Admission
         self._prefix: Prefix | None
-        self._errands: SsdTransfers | None = None
+        self._ssd_transfers: SsdTransfers | None = None
         self._runner: Runner
         self._scheduler: Scheduler
         self._accounts: Accounts
         self.policies: Policies
-        self._ahead: int
+        self._max_in_flight: int
 
     # From any thread.
 
@@ -254,7 +254,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance; the engine thread looks, between two steps."""
-        error = self._ask(lambda: self._accounts.imbalance(self._book, self.adapters, bool(self._under_way)))
+        error = self._ask(lambda: self._accounts.imbalance(self._live, self.adapters, bool(self._in_flight)))
         if error is not None:
             raise error
 
@@ -316,8 +316,8 @@ class Engine:
                     self._recover(error)
             self._take_what_is_left()
             self._end_all(UnavailableError("the server is shutting down"))
-            if self._errands is not None:
-                self._errands.save()
+            if self._ssd_transfers is not None:
+                self._ssd_transfers.save()
         except BaseException as error:
             log.exception("the engine has died")
             self.failure = f"{type(error).__name__}: {error}"
@@ -338,12 +338,12 @@ class Engine:
             log.critical("%d faults within %g seconds: the engine gives up", MAX_FAULTS, FAULT_WINDOW_SECONDS)
             raise error
         log.error("a step has failed; its rows are computed again: %s", error, exc_info=error)
-        self._under_way.clear()
+        self._in_flight.clear()
         discard_device_state(self._runner, self.adapters, self._prefix)
-        for row in self._book.rows():
+        for row in self._live.rows():
             if row.finish_reason is not None:  # its end was read, and not told yet
                 self._tell(row)
-        count = requeue(self._scheduler, self._book, self._put_back)
+        count = requeue(self._scheduler, self._live, self._put_back)
         log.warning("%d rows go on from the tokens that they have", count)
         self._hand_over()
 
@@ -351,7 +351,7 @@ class Engine:
         config = self._config
         self.grammars = GrammarCompiler(self.model.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
         tuning = self._tuning or DeviceProfile.of(device_kind())
-        self._ahead = tuning.ahead
+        self._max_in_flight = tuning.steps_in_flight
         self.memory = plan
         wire_memory()
         spare.allow(self, plan.kept)
@@ -393,7 +393,7 @@ class Engine:
         self._accounts = Accounts(self.metrics, self._scheduler, self._runner, self._prefix)
         self.policies = Policies(
             self.adapters,
-            self._book,
+            self._live,
             self._scheduler,
             self._runner,
             identify=self._identify,
@@ -402,13 +402,13 @@ class Engine:
             on_adapters=self.metrics.adapter_seconds.observe,
         )
         if self._prefix is not None and self._prefix.disk is not None:
-            self._errands = SsdTransfers(self._prefix, self._prefix.disk, self._scheduler, self._inbox.put)
+            self._ssd_transfers = SsdTransfers(self._prefix, self._prefix.disk, self._scheduler, self._inbox.put)
         self.metrics.slots_total = config.max_batch_size
         self.metrics.kv_bytes_limit = plan.rows
         blocks = 0 if self._prefix is None else self._prefix.max_bytes
         self.metrics.memory = self.memory = replace(plan, blocks=blocks)
         self._runner.learn(Prompts(self.model.tokenizer).beginning())
-        self._rest()
+        self._release_memory()
 
     def _turn(self) -> None:
         self._read_inbox()
@@ -417,11 +417,11 @@ class Engine:
         spare.trim()
         self._expire()
         if self._paused:
-            self._settle_all()
+            self._finish_steps()
             if self._background.due(serving=False):  # nobody is served, so nobody waits for it
                 self._work(serving=False)
             return
-        begun, serving = time.perf_counter(), not self._scheduler.idle or bool(self._under_way)
+        begun, serving = time.perf_counter(), not self._scheduler.idle or bool(self._in_flight)
         self.policies.follow()
         self._make_room()
         scheduler = self._scheduler
@@ -429,12 +429,12 @@ class Engine:
         if plan.decode:
             self._advance(self._runner.decode(plan.decode))
         for work in plan.prefills:
-            self._runner.cache.expect(len(self._book.rows()))
+            self._runner.cache.expect(len(self._live.rows()))
             self._advance(self._runner.prefill(work))
-        if not plan and self._under_way:
-            self._settle(self._under_way.popleft())
+        if not plan and self._in_flight:
+            self._finish_step(self._in_flight.popleft())
         # While a step is under way, news waits until the next is being started: the interpreter is free then.
-        if not self._under_way:
+        if not self._in_flight:
             self._hand_over()
         if serving:
             self._background.served(time.perf_counter() - begun)
@@ -446,33 +446,33 @@ class Engine:
         serving = not self._scheduler.idle
         if not self._background.due(serving):
             return
-        self._settle_all()  # rows get what is theirs before they wait
+        self._finish_steps()  # rows get what is theirs before they wait
         if not serving and not self._idle.is_set():
-            self._rest()
+            self._release_memory()
         self._work(serving)
         while serving and self._background.due(serving):  # steps that are shorter than what serving has earned them
             self._work(serving)
         self._read_at = time.perf_counter()
 
     def _work(self, serving: bool) -> None:
-        with self._accounts.apart():
+        with self._accounts.other_work():
             self._background.step(serving)
 
     def _stand_still(self) -> None:
         self._paused = True
-        self._settle_all()
+        self._finish_steps()
         if self._scheduler.idle:
-            self._rest()
+            self._release_memory()
         self._quiet.set()
 
-    def _settle_all(self) -> None:
-        while self._under_way:
-            self._settle(self._under_way.popleft())
+    def _finish_steps(self) -> None:
+        while self._in_flight:
+            self._finish_step(self._in_flight.popleft())
         self._hand_over()
 
     def _begin_pause(self, mode: PauseMode) -> None:
         if mode == "abort":
-            for request in self._book.requests():
+            for request in self._live.requests():
                 self._abort(request)
         if mode == "wait" and not self._paused:
             self._scheduler.admitting = False  # the turn in which nothing runs any more is the pause
@@ -485,45 +485,45 @@ class Engine:
 
     def _abort(self, request: Request) -> None:
         """Ends a request with what it has."""
-        for row, reader in self._book.entries(request.id):
+        for row, reader in self._live.entries(request.id):
             delta = row.news(reader)
             delta.finish_reason = "abort"
-            self._news.append((request, delta))
+            self._events.append((request, delta))
             self._end(row, reader, "abort")
 
     def _read_inbox(self) -> None:
         """Does what was handed in; sleeps while there is nothing else to do."""
         scheduler = self._scheduler
-        if self._paused and not self._under_way and not self._background.waiting:
+        if self._paused and not self._in_flight and not self._background.waiting:
             try:
-                self._inbox.get(timeout=DEADLINE_CHECK_SECONDS if len(self._book) else None)()
+                self._inbox.get(timeout=DEADLINE_CHECK_SECONDS if len(self._live) else None)()
             except queue.Empty:
                 return
-        elif not self._under_way and scheduler.idle and scheduler.admitting and not self._background.waiting:
+        elif not self._in_flight and scheduler.idle and scheduler.admitting and not self._background.waiting:
             if self._inbox.empty():
-                self._rest()
+                self._release_memory()
             self._await_work()
-        elif not self._under_way and scheduler.only_waiting and not self._background.waiting:
+        elif not self._in_flight and scheduler.only_waiting and not self._background.waiting:
             try:
                 self._inbox.get(timeout=scheduler.seconds_until_admission() + 0.001)()
             except queue.Empty:
                 return
-        elif self._errands is not None:
-            self._errands.write_some()
+        elif self._ssd_transfers is not None:
+            self._ssd_transfers.write_some()
         while not self._inbox.empty():
             self._inbox.get()()
 
     def _await_work(self) -> None:
         """Sleeps until something is handed in, and meanwhile brings what is worth keeping to the SSD."""
-        if self._errands is not None:
-            self._errands.write_while(self._inbox.empty)
+        if self._ssd_transfers is not None:
+            self._ssd_transfers.write_while(self._inbox.empty)
         try:
             self._inbox.get(timeout=SPARE_SECONDS)()
         except queue.Empty:
             mx.clear_cache()
             self._inbox.get()()
 
-    def _rest(self) -> None:
+    def _release_memory(self) -> None:
         """Nothing runs: memory goes back, and whoever waits for that is told."""
         self._runner.rest()
         self._accounts.gauge()
@@ -531,14 +531,14 @@ class Engine:
 
     def _take(self, request: Request, rows: list[Row], arrival: float) -> None:
         self._idle.clear()
-        needed = self._book.enter(request, rows, arrival)
+        needed = self._live.add(request, rows, arrival)
         if needed:
             self.policies.take(rows)
             job = Job(list(rows), request.prompt, request.priority, arrival)
             self._identify(job)
             self._scheduler.add(job)
-            if self._errands is not None:
-                self._errands.fetch(job)
+            if self._ssd_transfers is not None:
+                self._ssd_transfers.fetch(job)
         else:
             self.metrics.deduplicated += 1
         with self._pending_lock:
@@ -575,9 +575,11 @@ class Engine:
         self, request_id: str, index: int | None, error: ParallmError | None = None, visible: int | None = None
     ) -> None:
         """Ends choices from outside: a client left, a stop string was found, time ran out."""
-        for row, reader in self._book.entries(request_id, index):
+        for row, reader in self._live.entries(request_id, index):
             if error is not None:
-                self._news.append((reader.request, Delta(request_id, reader.index, finish_reason="error", error=error)))
+                self._events.append(
+                    (reader.request, Delta(request_id, reader.index, finish_reason="error", error=error))
+                )
             reader.visible = visible
             self._end(row, reader, "error" if error else "abort")
 
@@ -586,7 +588,7 @@ class Engine:
         if now < self._deadline_check:
             return
         self._deadline_check = now + DEADLINE_CHECK_SECONDS
-        for request in self._book.overdue(now):
+        for request in self._live.overdue(now):
             message = f"the request took longer than {request.timeout:g} seconds"
             self._drop(request.id, None, RequestTimeoutError(message))
 
@@ -620,13 +622,13 @@ class Engine:
                 self._admissions += 1
                 row.order = self._admissions
                 self._scheduler.running.append(row)
-        self._under_way.append(step)
+        self._in_flight.append(step)
         # A grammar must see each token before it can allow the next.
-        ahead = 0 if any(row.matcher is not None for row in self._scheduler.running) else self._ahead
-        while len(self._under_way) > ahead:
-            self._settle(self._under_way.popleft())
+        ahead = 0 if any(row.matcher is not None for row in self._scheduler.running) else self._max_in_flight
+        while len(self._in_flight) > ahead:
+            self._finish_step(self._in_flight.popleft())
 
-    def _settle(self, step: Step) -> None:
+    def _finish_step(self, step: Step) -> None:
         asked = time.perf_counter()
         tokens = self._runner.read(step)
         now = time.perf_counter()
@@ -651,28 +653,28 @@ class Engine:
             if row.matcher is not None and (problem := row.follow_grammar(item.token)):
                 self._fail(row, GrammarError(f"the grammar can't be followed any further: {problem}"))
                 continue
-            row.accept(item.token, item.logprob, item.drawn)
+            row.accept(item.token, item.logprob, item.sampled_logprob)
             self._tell(row)
 
     def _fail(self, row: Row, error: ParallmError) -> None:
         for reader in list(row.readers):
             delta = row.news(reader)
             delta.finish_reason, delta.error = "error", error
-            self._news.append((reader.request, delta))
+            self._events.append((reader.request, delta))
             self._end(row, reader, "error")
 
     def _tell(self, row: Row) -> None:
         for reader in list(row.readers):
             if row.finish_reason is not None or reader.eager:
-                self._news.append((reader.request, row.news(reader)))
+                self._events.append((reader.request, row.news(reader)))
             if row.finish_reason is not None:
                 self._end(row, reader, row.finish_reason)
 
     def _end(self, row: Row, reader: Reader, reason: str) -> None:
-        self._book.strike(row, reader)
+        self._live.remove(row, reader)
         if self.recorder is not None and row.recorded and reason != "error":
             self.recorder(reader.request, reader.index, row, reader.visible)
-        if not self._book.entries(reader.request.id):
+        if not self._live.entries(reader.request.id):
             self.metrics.count_finish(reason)
             self.metrics.request_seconds.observe(time.monotonic() - reader.arrival)
         if not row.readers:
@@ -682,8 +684,8 @@ class Engine:
             self.policies.release(row)
 
     def _hand_over(self) -> None:
-        if self._news:
-            news, self._news = self._news, []
+        if self._events:
+            news, self._events = self._events, []
             self._dispatch(news)
 
     def _flush(self) -> int:
@@ -705,10 +707,10 @@ class Engine:
                 log.debug("after the end", exc_info=True)
 
     def _end_all(self, error: ParallmError) -> None:
-        for request in self._book.requests():
-            for row, reader in self._book.entries(request.id):
-                self._news.append((request, Delta(request.id, reader.index, finish_reason="error", error=error)))
-                self._book.strike(row, reader)
+        for request in self._live.requests():
+            for row, reader in self._live.entries(request.id):
+                self._events.append((request, Delta(request.id, reader.index, finish_reason="error", error=error)))
+                self._live.remove(row, reader)
         self._hand_over()
 
 

@@ -28,7 +28,7 @@ class LiveRequests:
     def requests(self) -> list[Request]:
         return [entries[0][1].request for entries in self._entries.values()]
 
-    def enter(self, request: Request, rows: list[Row], arrival: float) -> bool:
+    def add(self, request: Request, rows: list[Row], arrival: float) -> bool:
         """Gives the rows their reader. False when rows that run already compute the same: these are not needed."""
         twin = self._twin(request, rows[0]) if self._share else None
         shared = self._twins.get(twin) if twin is not None else None
@@ -47,7 +47,7 @@ class LiveRequests:
         entries = self._entries.get(request_id, [])
         return [entry for entry in entries if index is None or entry[1].index == index]
 
-    def strike(self, row: Row, reader: Reader) -> None:
+    def remove(self, row: Row, reader: Reader) -> None:
         """This choice has ended for this request."""
         row.readers.remove(reader)
         entries = self._entries[reader.request.id]

@@ -41,7 +41,7 @@ class Policies:
         self._max_rank = max_rank
         self._on_adapters = on_adapters
         self.registry = registry
-        self._book = book
+        self._live = book
         self._scheduler = scheduler
         self._runner = runner
         self._identify = identify
@@ -116,7 +116,7 @@ class Policies:
             return
         self._stale = False
         movers: dict[Version, list[Row]] = {}
-        for row in self._book.rows():
+        for row in self._live.rows():
             if row.follows and row.adapter is not None and (newest := self.registry.newest(row.adapter)) != row.adapter:
                 movers.setdefault(newest, []).append(row)
         waiting = {row for job in self._scheduler.waiting for row in job.rows}

@@ -44,7 +44,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)  # generated and read
     logprobs: list[TokenLogprob] = field(default_factory=list)
     recorded: bool = False  # for those who learn from what was drawn
-    drawn: list[float] = field(default_factory=list)  # log-probabilities of tokens at their temperature, the last's too
+    sampled_logprobs: list[float] = field(default_factory=list)  # at their temperature, the last token's too
     launched: int = 0  # generated tokens asked of the device, read or not
     position: int | None = None  # in the running batch
     epoch: int = 0  # counts the places it has left: results asked for in an earlier one are void
@@ -91,10 +91,10 @@ class Row:
         self.complete = self.matcher.is_stopped() and not self.may_end_after(len(self.tokens) + 1)
         return ""
 
-    def accept(self, token: int, logprob: TokenLogprob | None, drawn: float | None = None) -> None:
+    def accept(self, token: int, logprob: TokenLogprob | None, sampled_logprob: float | None = None) -> None:
         """Takes one token that was read from the device, and decides whether it is the last."""
-        if drawn is not None:
-            self.drawn.append(drawn)
+        if sampled_logprob is not None:
+            self.sampled_logprobs.append(sampled_logprob)
         if not self.max_tokens:  # only the prompt was to be scored
             self.finish_reason = "length"
         elif token in self.stop_ids and len(self.tokens) >= self.sampling.min_tokens:

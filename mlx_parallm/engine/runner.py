@@ -38,7 +38,7 @@ class Token:
     row: Row
     token: int
     logprob: TokenLogprob | None
-    drawn: float | None = None  # its log-probability as it was drawn
+    sampled_logprob: float | None = None  # at its temperature, before penalties and cuts
 
 
 @dataclass(slots=True)
@@ -176,9 +176,10 @@ class Runner:
         found: dict[int, TokenLogprob] = {}
         if step.sampled.scores is not None:
             found = dict(zip(asked, step.sampled.scores.on_host([tokens[i] for i in asked]), strict=True))
-        drawn = None if step.sampled.drawn is None else to_numpy(step.sampled.drawn).tolist()
+        sampled = step.sampled.sampled_logprobs
+        sampled_logprobs = None if sampled is None else to_numpy(sampled).tolist()
         return [
-            Token(row, tokens[i], found.get(i), drawn[i] if drawn and row.recorded else None)
+            Token(row, tokens[i], found.get(i), sampled_logprobs[i] if sampled_logprobs and row.recorded else None)
             for i, row, epoch in step.rows
             if row.epoch == epoch
         ]

@@ -46,12 +46,12 @@ class Sampled:
 
     tokens: mx.array  # (R,) int32
     scores: Scores | None = None  # of the rows that asked for log-probabilities
-    drawn: mx.array | None = (
+    sampled_logprobs: mx.array | None = (
         None  # (R,): log-probabilities of the tokens at their temperature, before penalties and cuts
     )
 
     def arrays(self) -> list[mx.array]:
-        drawn = [] if self.drawn is None else [self.drawn]
+        drawn = [] if self.sampled_logprobs is None else [self.sampled_logprobs]
         return [self.tokens, *(self.scores.arrays() if self.scores else []), *drawn]
 
 

@@ -15,7 +15,7 @@ from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from mlx_parallm.lora.kernel import powers_of
+from mlx_parallm.lora.kernel import log2_inv_freq
 from mlx_parallm.lora.layers import LoRAHook, Residual, RopeParams
 
 MODELS: tuple[Any, ...] = (llama, qwen2, qwen3)  # whose blocks and MLP compute in the same order
@@ -33,8 +33,8 @@ def fuse(module: nn.Module) -> None:
         attention, mlp = block.self_attn, block.mlp
         block.residual = Residual()
         for layer in (attention.o_proj, mlp.down_proj):
-            layer.seat = layer.seat.closing(block.residual)
-        gate: LoRAHook = mlp.gate_proj.seat
+            layer.hook = layer.hook.with_residual(block.residual)
+        gate: LoRAHook = mlp.gate_proj.hook
         if gate.bundle is not None:
             gate.bundle.gate = gate
         _change_class(block, _fused_block)
@@ -50,7 +50,7 @@ def _is_known(block: Any) -> bool:
         return False
     known = _computes_as(block.self_attn, ATTENTIONS) and _computes_as(block.mlp, MLPS)
     return known and all(
-        hasattr(layer, "seat") for layer in (block.self_attn.o_proj, block.mlp.gate_proj, block.mlp.down_proj)
+        hasattr(layer, "hook") for layer in (block.self_attn.o_proj, block.mlp.gate_proj, block.mlp.down_proj)
     )
 
 
@@ -66,19 +66,19 @@ def _change_class(layer: Any, fused: Any) -> None:
 
 def _turn_of(attention: Any) -> RopeParams | None:
     """None where it is not done by halves, or not to whole heads, or the layers have no seats together."""
-    rope, seats = attention.rope, [getattr(attention[f"{name}_proj"], "seat", None) for name in "qkv"]
+    rope, seats = attention.rope, [getattr(attention[f"{name}_proj"], "hook", None) for name in "qkv"]
     bundle = seats[0].bundle if seats[0] is not None else None
-    if not _computes_as(attention, TURNING) or bundle is None or [seat for seat, _, _ in bundle.members] != seats:
+    if not _computes_as(attention, TURNING) or bundle is None or [hook for hook, _, _ in bundle.members] != seats:
         return None
     if type(rope) not in (nn.RoPE, Llama3RoPE) or rope.traditional:
         return None
     if attention.k_proj["weight"].shape[0] != attention.n_kv_heads * rope.dims or rope.dims % 2:
         return None
     if isinstance(rope, Llama3RoPE):
-        waves = 1.0 / rope._freqs.astype(mx.float32)
-        mx.eval(waves)  # else a trace computes it at every step
-        return RopeParams(waves, powers=False)
-    return RopeParams(powers_of(rope.base, rope.dims // 2), powers=True) if rope.scale == 1.0 else None
+        inv_freq = 1.0 / rope._freqs.astype(mx.float32)
+        mx.eval(inv_freq)  # else a trace computes it at every step
+        return RopeParams(inv_freq, in_log2=False)
+    return RopeParams(log2_inv_freq(rope.base, rope.dims // 2), in_log2=True) if rope.scale == 1.0 else None
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def _fused_attention(original: Any) -> type:
         offsets = getattr(cache, "offset", None)
         found = None
         if x.shape[1] == 1 and isinstance(offsets, mx.array):
-            found = self.q_proj.seat.bundle.turned(x, self.turn, offsets)
+            found = self.q_proj.hook.bundle.with_rope(x, self.turn, offsets)
         if found is None:
             plain: mx.array = original.__call__(self, x, mask, cache)
             return plain

@@ -31,7 +31,8 @@ ENOUGH_BLOCKS = 128  # about as many as a large device runs side by side
 MOST_READ = 1 << 13
 
 Layer = tuple[mx.array, int, int]  # what it gave, its group, its number in it
-Part = tuple[mx.array, mx.array, mx.array, int]  # y (B, T, lines), a (L, C, size), b (L, C, lines), first of the L * C
+# y (B, T, out_features), a (L, C, size), b (L, C, out_features), the first of the L * C
+Part = tuple[mx.array, mx.array, mx.array, int]
 
 HEADER = f"""
 constexpr int BYTES = {BYTES}, WARPS = {WARPS}, MAX_RANK = {MAX_RANK};
@@ -61,13 +62,13 @@ __device__ void project(const T* a, const T* inputs, int size, int rank, float* 
 
 // Some numbers of y with the row's own added: z times its columns of b, which begin here.
 template <typename T>
-__device__ Piece<T> adapted(const T* y, const T* b, int lines, int rank, const float* z) {{
+__device__ Piece<T> adapted(const T* y, const T* b, int out_features, int rank, const float* z) {{
     constexpr int N = BYTES / sizeof(T);
     Piece<T> found = *as_piece(y);
     float sum[N] = {{}};
     #pragma unroll 8
     for (int r = 0; r < rank; ++r) {{
-        const Piece<T> line = *as_piece(b + size_t(r) * lines);
+        const Piece<T> line = *as_piece(b + size_t(r) * out_features);
         for (int n = 0; n < N; ++n)
             sum[n] += z[r] * float(line.of[n]);
     }}
@@ -77,7 +78,7 @@ __device__ Piece<T> adapted(const T* y, const T* b, int lines, int rank, const f
 }}
 """
 
-# A block is one token, one layer (or a gate and its like) and a share of the layer's lines. Every block of a token
+# A block is one token, one layer (or a gate and its like) and a share of the layer's outputs. Every block of a token
 # computes all of z, which is little beside waiting for one another.
 BEGIN = """
     constexpr int N = BYTES / sizeof(T);
@@ -88,7 +89,7 @@ BEGIN = """
 WHICH = """
     const T *y, *a, *b;
     T* out;
-    int lines;
+    int out_features;
     switch (blockIdx.y) {{ {cases} }}
 """
 ADD = (
@@ -99,22 +100,22 @@ ADD = (
     __shared__ float z[MAX_RANK];
     project(a + first * size, inputs, size, rank, z);
     __syncthreads();
-    for (int i = begin; i < lines; i += step)
-        *reinterpret_cast<Piece<T>*>(out + size_t(token) * lines + i) =
-            adapted(y + size_t(token) * lines + i, b + first * lines + i, lines, rank, z);
+    for (int i = begin; i < out_features; i += step)
+        *reinterpret_cast<Piece<T>*>(out + size_t(token) * out_features + i) =
+            adapted(y + size_t(token) * out_features + i, b + first * out_features + i, out_features, rank, z);
 """
 )
-CASE = "case {i}: y = y{i}; a = a{i}; b = b{i}; out = out{i}; lines = y{i}_shape[2]; break;"
+CASE = "case {i}: y = y{i}; a = a{i}; b = b{i}; out = out{i}; out_features = y{i}_shape[2]; break;"
 CLOSE = (
     BEGIN
     + """
-    const int lines = y0_shape[2];
-    const size_t first = size_t(firsts[0]) + spans[2 * row], line = size_t(token) * lines;
+    const int out_features = y0_shape[2];
+    const size_t first = size_t(firsts[0]) + spans[2 * row], line = size_t(token) * out_features;
     __shared__ float z[MAX_RANK];
     project(a0 + first * size, inputs, size, rank, z);
     __syncthreads();
-    for (int i = begin; i < lines; i += step) {
-        Piece<T> found = adapted(y0 + line + i, b0 + first * lines + i, lines, rank, z);
+    for (int i = begin; i < out_features; i += step) {
+        Piece<T> found = adapted(y0 + line + i, b0 + first * out_features + i, out_features, rank, z);
         const Piece<T> more = *as_piece(residual + line + i);
         for (int n = 0; n < N; ++n)
             found.of[n] = T(float(found.of[n]) + float(more.of[n]));
@@ -125,16 +126,16 @@ CLOSE = (
 GATE = (
     BEGIN
     + """
-    const int lines = y0_shape[2];
+    const int out_features = y0_shape[2];
     const size_t left = size_t(firsts[0]) + spans[2 * row], right = size_t(firsts[1]) + spans[2 * row];
-    const size_t line = size_t(token) * lines;
+    const size_t line = size_t(token) * out_features;
     __shared__ float z[2 * MAX_RANK];
     project(a0 + left * size, inputs, size, rank, z);
     project(a1 + right * size, inputs, size, rank, z + MAX_RANK);
     __syncthreads();
-    for (int i = begin; i < lines; i += step) {
-        Piece<T> found = adapted(y0 + line + i, b0 + left * lines + i, lines, rank, z);
-        const Piece<T> beside = adapted(y1 + line + i, b1 + right * lines + i, lines, rank, z + MAX_RANK);
+    for (int i = begin; i < out_features; i += step) {
+        Piece<T> found = adapted(y0 + line + i, b0 + left * out_features + i, out_features, rank, z);
+        const Piece<T> beside = adapted(y1 + line + i, b1 + right * out_features + i, out_features, rank, z + MAX_RANK);
         for (int n = 0; n < N; ++n) {
             const float gate = found.of[n], small = 1.0f / (1.0f + expf(fabsf(gate)));
             const T open = T(gate < 0.0f ? small : 1.0f - small), let = T(gate * float(open));
@@ -145,24 +146,24 @@ GATE = (
 """
 )
 
-TURN = (
+ROPE = (
     WHICH
     + BEGIN
     + """
-    const bool adapts = firsts[blockIdx.y] >= 0, turns = blockIdx.y < 2;
-    const int own = adapts ? rank : 0, half = waves_shape[0], pieces = half / N;
-    const size_t first = adapts ? size_t(firsts[blockIdx.y]) + spans[2 * row] : 0, line = size_t(token) * lines;
+    const bool adapts = firsts[blockIdx.y] >= 0, rotates = blockIdx.y < 2;
+    const int own = adapts ? rank : 0, half = inv_freq_shape[0], pieces = half / N;
+    const size_t first = adapts ? size_t(firsts[blockIdx.y]) + spans[2 * row] : 0, line = size_t(token) * out_features;
     const float position = offsets[row];
     __shared__ float z[MAX_RANK];
     project(a + first * size, inputs, size, own, z);
     __syncthreads();
-    for (int piece = begin / N; piece < lines / N / 2; piece += step / N) {{
+    for (int piece = begin / N; piece < out_features / N / 2; piece += step / N) {{
         const int place = piece % pieces * N;
         const size_t i = size_t(piece / pieces) * 2 * half + place, j = i + half;
-        Piece<T> left = adapted(y + line + i, b + first * lines + i, lines, own, z);
-        Piece<T> right = adapted(y + line + j, b + first * lines + j, lines, own, z);
-        for (int n = 0; turns && n < N; ++n) {{
-            const float wave = waves[place + n], angle = position * (POWERS ? exp2f(wave) : wave);
+        Piece<T> left = adapted(y + line + i, b + first * out_features + i, out_features, own, z);
+        Piece<T> right = adapted(y + line + j, b + first * out_features + j, out_features, own, z);
+        for (int n = 0; rotates && n < N; ++n) {{
+            const float wave = inv_freq[place + n], angle = position * (IN_LOG2 ? exp2f(wave) : wave);
             const float c = cosf(angle), s = sinf(angle), one = float(left.of[n]), other = float(right.of[n]);
             left.of[n] = T(one * c - other * s);
             right.of[n] = T(one * s + other * c);
@@ -175,7 +176,7 @@ TURN = (
 
 
 def add_own(x: mx.array, layers: Sequence[Layer], choice: StackedLoRA) -> list[mx.array] | None:
-    """For each layer's y + x (B, T, size) · the row's own lines of a[number] · its own of b[number].
+    """For each layer's y + x (B, T, size) · the row's own columns of a[number] · its own of b[number].
 
     None where MLX's operations should do it.
     """
@@ -184,11 +185,11 @@ def add_own(x: mx.array, layers: Sequence[Layer], choice: StackedLoRA) -> list[m
 
 
 def add_and_residual(x: mx.array, layer: Layer, choice: StackedLoRA, residual: mx.array) -> mx.array | None:
-    """The same for one layer, and then added to residual (B, T, lines)."""
+    """The same for one layer, and then added to residual (B, T, out_features)."""
     parts = _parts(x, [layer], choice)
     if parts is None or residual.shape != layer[0].shape or residual.dtype != x.dtype:
         return None
-    return _run(_closing(), x, parts, choice, [residual.shape], [residual])[0]
+    return _run(_residual_kernel(), x, parts, choice, [residual.shape], [residual])[0]
 
 
 def add_and_gate(x: mx.array, layers: Sequence[Layer], choice: StackedLoRA) -> mx.array | None:
@@ -200,16 +201,16 @@ def add_and_gate(x: mx.array, layers: Sequence[Layer], choice: StackedLoRA) -> m
 
 
 def add_and_rope(
-    x: mx.array, layers: Sequence[Layer], choice: StackedLoRA, turn: RopeParams, offsets: mx.array
+    x: mx.array, layers: Sequence[Layer], choice: StackedLoRA, rope: RopeParams, offsets: mx.array
 ) -> list[mx.array] | None:
-    """The same for queries, keys and values, of which the first two are then turned; not all need have adapters."""
-    parts, half = _parts(x, layers, choice), turn.waves.shape[0]
+    """The same for queries, keys and values, of which the first two are then with_rope; not all need have adapters."""
+    parts, half = _parts(x, layers, choice), rope.inv_freq.shape[0]
     if parts is None or half * x.dtype.size % BYTES or any(y.shape[2] % (2 * half) for y, *_ in parts):
         return None
     if x.shape[1] != 1 or offsets.shape != x.shape[:1] or offsets.dtype != mx.int32:
         return None
     shapes = [(len(x), y.shape[2] // (2 * half), 1, 2 * half) for y, *_ in parts]
-    return _run(_turning(), x, parts, choice, shapes, [offsets, turn.waves], [("POWERS", turn.powers)])
+    return _run(_rope_kernel(), x, parts, choice, shapes, [offsets, rope.inv_freq], [("IN_LOG2", rope.in_log2)])
 
 
 def _parts(x: mx.array, layers: Sequence[Layer], choice: StackedLoRA) -> list[Part] | None:
@@ -266,7 +267,7 @@ def _adding(count: int) -> Any:
 
 
 @functools.cache
-def _closing() -> Any:
+def _residual_kernel() -> Any:
     return _kernel("add_and_residual", CLOSE, 1, 1, ["residual"])
 
 
@@ -276,8 +277,8 @@ def _gating() -> Any:
 
 
 @functools.cache
-def _turning() -> Any:
-    return _kernel("add_and_rope", TURN.format(cases=_cases(3)), 3, 3, ["offsets", "waves"])
+def _rope_kernel() -> Any:
+    return _kernel("add_and_rope", ROPE.format(cases=_cases(3)), 3, 3, ["offsets", "inv_freq"])
 
 
 def _cases(count: int) -> str:
@@ -294,7 +295,7 @@ def adder(dtype: mx.Dtype, most: int = 3) -> Adder | None:
     sizes = [[32 * (i + 1) for i in range(count)] for count in range(1, most + 1)]
 
     def right() -> bool:
-        return all(_adds(dtype, lines, add_own, tokens=tokens) for lines in sizes for tokens in (1, 3))
+        return all(_adds(dtype, out_features, add_own, tokens=tokens) for out_features in sizes for tokens in (1, 3))
 
     return add_own if _proven(right) else None
 
@@ -305,14 +306,14 @@ def fused(dtype: mx.Dtype) -> Fused | None:
     offsets, base, width = mx.array([7, 300], mx.int32), 500.0, 32
     freqs = base ** (mx.arange(0, width, 2) / width)
 
-    def turns(turn: RopeParams, **how: Any) -> bool:
-        def turned(sums: list[mx.array]) -> list[mx.array]:
+    def rotates(rope: RopeParams, **how: Any) -> bool:
+        def with_rope(sums: list[mx.array]) -> list[mx.array]:
             heads = [one.reshape(2, -1, 1, width) for one in sums]
             rope = [mx.fast.rope(one, width, traditional=False, scale=1.0, offset=offsets, **how) for one in heads[:2]]
             return [*rope, heads[2]]
 
         return _adds(
-            dtype, [96, 32, 32], lambda x, layers, choice: add_and_rope(x, layers, choice, turn, offsets), turned
+            dtype, [96, 32, 32], lambda x, layers, choice: add_and_rope(x, layers, choice, rope, offsets), with_rope
         )
 
     def right() -> bool:
@@ -331,8 +332,8 @@ def fused(dtype: mx.Dtype) -> Fused | None:
                 lambda sums: [swiglu(sums[0], sums[1])],
                 tokens=3,
             )
-            and turns(RopeParams(powers_of(base, width // 2), powers=True), base=base)
-            and turns(RopeParams(1.0 / freqs, powers=False), base=None, freqs=freqs)
+            and rotates(RopeParams(log2_inv_freq(base, width // 2), in_log2=True), base=base)
+            and rotates(RopeParams(1.0 / freqs, in_log2=False), base=None, freqs=freqs)
         )
 
     return Fused(add_and_residual, add_and_gate, add_and_rope) if _proven(right) else None
@@ -348,8 +349,8 @@ def _proven(right: Callable[[], bool]) -> bool:
     return False
 
 
-def powers_of(base: float, half: int) -> mx.array:
-    """To which 2 is to be raised for the angles by which RoPE turns a position: as MLX's own kernel has them."""
+def log2_inv_freq(base: float, half: int) -> mx.array:
+    """To which 2 is to be raised for the angles by which RoPE rotates a position: as MLX's own kernel has them."""
     share = np.arange(half, dtype=np.float32) / np.float32(half)
     return mx.array(-share * np.float32(math.log2(base)))
 
@@ -360,7 +361,7 @@ def _listed(found: mx.array | None) -> list[mx.array] | None:
 
 def _adds(
     dtype: mx.Dtype,
-    lines: Sequence[int],
+    out_features: Sequence[int],
     kernel: Callable[[mx.array, Sequence[Layer], StackedLoRA], list[mx.array] | None],
     then: Callable[[list[mx.array]], list[mx.array]] = lambda sums: sums,
     tokens: int = 1,
@@ -375,8 +376,8 @@ def _adds(
         return mx.array(random.standard_normal(shape).astype(np.float32) * 0.25).astype(dtype)
 
     x = normal(2, tokens, 64)
-    ys = [normal(2, tokens, count) for count in lines]
-    groups: Groups = {i: (normal(2, 24, 64), normal(2, 24, count), None) for i, count in enumerate(lines)}
+    ys = [normal(2, tokens, count) for count in out_features]
+    groups: Groups = {i: (normal(2, 24, 64), normal(2, 24, count), None) for i, count in enumerate(out_features)}
     choice = StackedLoRA(groups, spans=mx.array([[0, 0], [8, 16]], mx.int32), max_rank=16)
     found = kernel(x, [(y, i, 1) for i, y in enumerate(ys)], choice)
     assert found is not None

@@ -27,7 +27,7 @@ class Group:
     """Layers of one name and shape."""
 
     kind: Literal["linear", "embedding"]
-    lines: int
+    out_features: int
     size: int
     paths: tuple[str, ...]
 
@@ -35,8 +35,8 @@ class Group:
 @dataclass(slots=True)
 class PackedGroup:
     a: Any  # (layers, rank, size)
-    b: Any  # (layers, rank, lines)
-    m: Array | None  # (layers, lines); NaN where a layer keeps the lengths of its lines
+    b: Any  # (layers, rank, out_features)
+    m: Array | None  # (layers, out_features); NaN where a layer keeps its norms
 
 
 @dataclass(slots=True)
@@ -63,8 +63,8 @@ Adder = Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], list[mx.a
 class RopeParams:
     """How RoPE turns the heads of queries and keys by their positions."""
 
-    waves: mx.array  # (half a head,): the angle of a position …
-    powers: bool  # … or its logarithm, to the base of 2
+    inv_freq: mx.array  # (half a head,): the angle of a position …
+    in_log2: bool  # … or its logarithm, to the base of 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class Fused:
     """Kernels that also do what comes behind such layers."""
 
     # What one layer gave, and what its output is added to -> the sum.
-    close: Callable[[mx.array, tuple[mx.array, int, int], Any, mx.array], mx.array | None]
+    add_residual: Callable[[mx.array, tuple[mx.array, int, int], Any, mx.array], mx.array | None]
     # What a gate and the layer beside it gave -> swiglu of both.
     gate: Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any], mx.array | None]
-    # What the layers of queries, keys and values gave, how and how far (B,) to turn -> (B, heads, 1, width) of each.
-    turn: Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any, RopeParams, mx.array], list[mx.array] | None]
+    # What the layers of queries, keys and values gave, how and how far (B,) to rotate -> (B, heads, 1, width) of each.
+    rope: Callable[[mx.array, Sequence[tuple[mx.array, int, int]], Any, RopeParams, mx.array], list[mx.array] | None]
 
 
 # A kernel that does the layers' own products too: x, each layer with its group and number in it, the choice.
@@ -115,23 +115,23 @@ class Bundle:
     ready: "dict[LoRAHook, mx.array]" = field(default_factory=dict)
     gate: "LoRAHook | None" = None  # of two layers whose outputs only swiglu reads, the first
 
-    def turned(self, x: mx.array, turn: RopeParams, offsets: mx.array) -> list[mx.array] | None:
+    def with_rope(self, x: mx.array, rope: RopeParams, offsets: mx.array) -> list[mx.array] | None:
         """Queries, keys and values at their positions, by one kernel; None where there is none for this pass."""
         selection = self.members[0][0].selection
-        groups, choice = [seat.group for seat, _, _ in self.members], selection.choice
+        groups, choice = [hook.group for hook, _, _ in self.members], selection.choice
         plain = all(_is_plain(choice, group) for group in groups)
         if selection.fused is None or not plain or not any(choice.has(group) for group in groups):
             return None
-        outputs = [(base(x), seat.group, seat.number) for seat, base, _ in self.members]
-        return selection.fused.turn(x, outputs, choice, turn, offsets)
+        outputs = [(base(x), hook.group, hook.number) for hook, base, _ in self.members]
+        return selection.fused.rope(x, outputs, choice, rope, offsets)
 
     def leave(self, x: mx.array, choice: RowAdapters, outputs: "dict[LoRAHook, mx.array]") -> None:
         self.asked, self.ready = (x, choice) if outputs else None, outputs
 
-    def take(self, seat: "LoRAHook", x: mx.array, choice: RowAdapters) -> mx.array | None:
+    def take(self, hook: "LoRAHook", x: mx.array, choice: RowAdapters) -> mx.array | None:
         if self.asked is None or self.asked[0] is not x or self.asked[1] is not choice:
             return None
-        found = self.ready.pop(seat, None)
+        found = self.ready.pop(hook, None)
         if not self.ready:
             self.asked = None
         return found
@@ -147,11 +147,11 @@ class LoRAHook:
     bundle: Bundle | None = None
     residual: Residual | None = None  # its output goes nowhere but into a sum with this
 
-    def closing(self, residual: Residual) -> "LoRAHook":
+    def with_residual(self, residual: Residual) -> "LoRAHook":
         return LoRAHook(self.selection, self.group, self.number, self.bundle, residual)
 
     def linear(self, x: mx.array, base: Callable[[mx.array], mx.array], layer: nn.Module) -> mx.array:
-        """What a linear layer gives for inputs x with each row's adapter, where without it is base(x) (B, T, lines)."""
+        """A linear layer's output for inputs x with each row's adapter; without one it is base(x), (B, T, N)."""
         choice = self.selection.choice
         if self.bundle is not None and (ready := self.bundle.take(self, x, choice)) is not None:
             return ready
@@ -161,17 +161,17 @@ class LoRAHook:
         if not choice.has(self.group):
             return base(x)
         y = base(x)
-        added = self._by_kernel(x, y) if choice.plain(self.group) else None
+        added = self._by_kernel(x, y) if choice.without_dora(self.group) else None
         return choice.added(self.group, self.number, x, y, layer.get("bias")) if added is None else added
 
-    def parties(self, tokens: int) -> tuple[Any, int] | None:
+    def row_groups(self, tokens: int) -> tuple[Any, int] | None:
         """For kernels on the CPU: what rows add in this pass, and the layer's number; None where they can't."""
         choice = self.selection.choice
         if not choice.has(self.group):
             return None, 0
         return (
-            (choice.parties(self.group, tokens), self.number)
-            if isinstance(choice, GroupedLoRA) and choice.plain(self.group)
+            (choice.row_groups(self.group, tokens), self.number)
+            if isinstance(choice, GroupedLoRA) and choice.without_dora(self.group)
             else None
         )
 
@@ -180,13 +180,13 @@ class LoRAHook:
         if multiply is None or not _is_plain(choice, self.group):
             return None
         members = [] if self.bundle is None else self.bundle.members
-        others = [(seat, one) for seat, _, one in members if seat is not self and _is_plain(choice, seat.group)]
-        layers = [(layer, self.group, self.number), *((one, seat.group, seat.number) for seat, one in others)]
+        others = [(hook, one) for hook, _, one in members if hook is not self and _is_plain(choice, hook.group)]
+        layers = [(layer, self.group, self.number), *((one, hook.group, hook.number) for hook, one in others)]
         found = multiply(x, layers, choice)
         if found is None:
             return None
         if self.bundle is not None:
-            self.bundle.leave(x, choice, {seat: output for (seat, _), output in zip(others, found[1:], strict=True)})
+            self.bundle.leave(x, choice, {hook: output for (hook, _), output in zip(others, found[1:], strict=True)})
         return found[0]
 
     def _by_kernel(self, x: mx.array, y: mx.array) -> mx.array | None:
@@ -194,38 +194,38 @@ class LoRAHook:
         if add is None:
             return None
         if self.bundle is None:
-            closed = self._closed(x, y)
-            if closed is not None:
-                return closed
+            summed = self._closed(x, y)
+            if summed is not None:
+                return summed
             alone = add(x, [(y, self.group, self.number)], choice)
             return None if alone is None else alone[0]
         others = [
-            (seat, base)
-            for seat, base, _ in self.bundle.members
-            if seat is not self and choice.has(seat.group) and choice.plain(seat.group)
+            (hook, base)
+            for hook, base, _ in self.bundle.members
+            if hook is not self and choice.has(hook.group) and choice.without_dora(hook.group)
         ]
-        outputs = [(self, y), *((seat, base(x)) for seat, base in others)]
+        outputs = [(self, y), *((hook, base(x)) for hook, base in others)]
         if self.bundle.gate is self and len(others) == 1 and self.selection.fused is not None:
             gated = self.selection.fused.gate(
-                x, [(output, seat.group, seat.number) for seat, output in outputs], choice
+                x, [(output, hook.group, hook.number) for hook, output in outputs], choice
             )
             if gated is not None:
                 self.bundle.leave(x, choice, {others[0][0]: gated})
                 return gated
-        added = add(x, [(output, seat.group, seat.number) for seat, output in outputs], choice)
+        added = add(x, [(output, hook.group, hook.number) for hook, output in outputs], choice)
         if added is None:
             return None
-        self.bundle.leave(x, choice, {seat: output for (seat, _), output in zip(others, added[1:], strict=True)})
+        self.bundle.leave(x, choice, {hook: output for (hook, _), output in zip(others, added[1:], strict=True)})
         return added[0]
 
     def _closed(self, x: mx.array, y: mx.array) -> mx.array | None:
         residual, fused = self.residual, self.selection.fused
         if residual is None or residual.given is None or fused is None:
             return None
-        closed = fused.close(x, (y, self.group, self.number), self.selection.choice, residual.given)
-        if closed is not None:
+        summed = fused.add_residual(x, (y, self.group, self.number), self.selection.choice, residual.given)
+        if summed is not None:
             residual.given = None
-        return closed
+        return summed
 
     def looked_up(self, tokens: mx.array, y: mx.array) -> mx.array:
         """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""
@@ -234,7 +234,7 @@ class LoRAHook:
 
 
 def _is_plain(choice: RowAdapters, group: int) -> bool:
-    return not choice.has(group) or choice.plain(group)
+    return not choice.has(group) or choice.without_dora(group)
 
 
 class Layout:
@@ -250,7 +250,7 @@ class Layout:
         for path, target in self.targets.items():
             members.setdefault((path.rsplit(".", 1)[-1], target), []).append(path)
         self.groups = [
-            Group(target.kind, target.lines, target.size, tuple(paths)) for (_, target), paths in members.items()
+            Group(target.kind, target.out_features, target.size, tuple(paths)) for (_, target), paths in members.items()
         ]
         self._seats = {
             path: (group, number) for group, one in enumerate(self.groups) for number, path in enumerate(one.paths)
@@ -266,12 +266,12 @@ class Layout:
             bundled = self.traced or self.selection.multiply is not None
             names = next((names for names in BUNDLES if name in names), None) if bundled else None
             bundle = None if names is None else bundles.setdefault((parent, names), Bundle())
-            seat = LoRAHook(self.selection, *self._seats[path], bundle)
+            hook = LoRAHook(self.selection, *self._seats[path], bundle)
             if bundle is not None and names is not None:
-                bundle.members.append((seat, functools.partial(kind.__call__, layer), layer))
-                order[seat] = names.index(name)
+                bundle.members.append((hook, functools.partial(kind.__call__, layer), layer))
+                order[hook] = names.index(name)
             layer.__class__ = _adapting_class(kind)
-            layer.seat = seat
+            layer.hook = hook
         for bundle in bundles.values():
             bundle.members.sort(key=lambda member: order[member[0]])
 
@@ -290,8 +290,8 @@ class Layout:
     def _packed(self, group: Group, paths: Mapping[int, str], adapter: Adapter, rank: int) -> PackedGroup:
         layers = len(group.paths)
         a = np.zeros((layers, rank, group.size), np.float32)
-        b = np.zeros((layers, rank, group.lines), np.float32)
-        m = np.full((layers, group.lines), np.nan, np.float32)
+        b = np.zeros((layers, rank, group.out_features), np.float32)
+        m = np.full((layers, group.out_features), np.nan, np.float32)
         for number, path in paths.items():
             part = adapter.parts[path]
             a[number, : part.rank], b[number, : part.rank] = part.a, part.b.T
@@ -315,14 +315,14 @@ class Layout:
     def adapter_bytes(self, rank: int) -> int:
         """Of an adapter of that rank on all linear layers."""
         linear = [group for group in self.groups if group.kind == "linear"]
-        return sum(len(group.paths) * rank * (group.size + group.lines) for group in linear) * self.dtype.size
+        return sum(len(group.paths) * rank * (group.size + group.out_features) for group in linear) * self.dtype.size
 
     def blank(self) -> Resident:
         """An adapter that changes nothing, on all linear layers."""
         groups: Groups = {
             number: (
                 mx.zeros((len(group.paths), RANK_STEP, group.size), self.dtype),
-                mx.zeros((len(group.paths), RANK_STEP, group.lines), self.dtype),
+                mx.zeros((len(group.paths), RANK_STEP, group.out_features), self.dtype),
                 None,
             )
             for number, group in enumerate(self.groups)
@@ -331,11 +331,11 @@ class Layout:
         return Resident(RANK_STEP, groups)
 
     def _factors(self, group: Group, a: mx.array, b: mx.array, m: Array) -> mx.array:
-        """By what the adapted lines are to be multiplied, for DoRA: (layers, lines)."""
+        """What the adapted outputs are multiplied by, for DoRA: (layers, out_features)."""
         lengths = []
         for number, path in enumerate(group.paths):
             if np.isnan(m[number]).any():
-                lengths.append(mx.ones((group.lines,)))
+                lengths.append(mx.ones((group.out_features,)))
                 continue
             adapted = _weight(self._layers[path]).astype(mx.float32) + (b[number].T @ a[number]).astype(mx.float32)
             lengths.append(mx.linalg.norm(adapted, axis=1))
@@ -369,10 +369,10 @@ def _computed_in(layers: Iterable[nn.Module]) -> mx.Dtype:
 
 
 def _target(layer: nn.Module) -> Target:
-    lines, size = layer["weight"].shape
+    out_features, size = layer["weight"].shape
     kind = _kind(layer)
     assert kind is not None
-    return Target(kind, lines, size * 32 // layer.bits if "scales" in layer else size)
+    return Target(kind, out_features, size * 32 // layer.bits if "scales" in layer else size)
 
 
 def _weight(layer: nn.Module) -> mx.array:
@@ -391,18 +391,18 @@ def _weight(layer: nn.Module) -> mx.array:
 
 @functools.cache
 def _adapting_class(original: Any) -> type:
-    """The same layer, which asks its seat what to add."""
+    """The same layer, which asks its hook what to add."""
 
     def call(self: Any, x: mx.array) -> mx.array:
-        adapted: mx.array = self.seat.linear(x, functools.partial(original.__call__, self), self)
+        adapted: mx.array = self.hook.linear(x, functools.partial(original.__call__, self), self)
         return adapted
 
     def embed(self: Any, tokens: mx.array) -> mx.array:
-        adapted: mx.array = self.seat.looked_up(tokens, original.__call__(self, tokens))
+        adapted: mx.array = self.hook.looked_up(tokens, original.__call__(self, tokens))
         return adapted
 
     def as_linear(self: Any, x: mx.array) -> mx.array:
-        adapted: mx.array = self.seat.linear(x, functools.partial(original.as_linear, self), self)
+        adapted: mx.array = self.hook.linear(x, functools.partial(original.as_linear, self), self)
         return adapted
 
     if issubclass(original, (nn.Embedding, nn.QuantizedEmbedding)):

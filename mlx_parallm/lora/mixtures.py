@@ -22,7 +22,7 @@ Groups = dict[int, Arrays]  # of the layout's groups of layers
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """An adapter on the device: of each group a (L, rank, size), b (L, rank, lines), factors (L, lines)."""
+    """An adapter on the device: of each group a (L, rank, K), b (L, rank, N), factors (L, N); N is out_features."""
 
     rank: int
     groups: Groups
@@ -39,12 +39,12 @@ class RowAdapters(Protocol):
         """Whether any of them changes these layers."""
         ...
 
-    def plain(self, group: int) -> bool:
+    def without_dora(self, group: int) -> bool:
         """Whether all that do are LoRA, without factors."""
         ...
 
     def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
-        """What a linear layer gives for x (B, T, size) that gives y (B, T, lines) without an adapter."""
+        """What a linear layer gives for x (B, T, size) that gives y (B, T, out_features) without an adapter."""
         ...
 
     def looked_up(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
@@ -62,7 +62,7 @@ class Base:
     def has(self, group: int) -> bool:
         return False
 
-    def plain(self, group: int) -> bool:
+    def without_dora(self, group: int) -> bool:
         return True
 
     def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
@@ -80,7 +80,7 @@ BASE = Base()
 
 @dataclass(slots=True, eq=False)
 class Present:
-    """Adapters side by side: for each group a (L, C, size), b (L, C, lines), factors (L, adapters + 1, lines).
+    """Adapters side by side: for each group a (L, C, K), b (L, C, N), factors (L, adapters + 1, N); N is out_features.
 
     C is a power of two, and no less than `columns`: a traced pass is for one width, so there must be few.
     """
@@ -96,14 +96,14 @@ class Present:
 
     def _joined(self, number: int) -> Arrays:
         some_a, some_b, _ = next(member.groups[number] for member in self.members if number in member.groups)
-        layers, _, lines = some_b.shape
-        ones = mx.ones((layers, 1, lines), some_b.dtype)
+        layers, _, out_features = some_b.shape
+        ones = mx.ones((layers, 1, out_features), some_b.dtype)
         a, b, factors = [], [], [ones]
         for member in self.members:
             part = member.groups.get(number)
             if part is None:
                 a.append(mx.zeros((layers, member.rank, some_a.shape[2]), some_a.dtype))
-                b.append(mx.zeros((layers, member.rank, lines), some_b.dtype))
+                b.append(mx.zeros((layers, member.rank, out_features), some_b.dtype))
                 factors.append(ones)
             else:
                 a.append(part[0])
@@ -112,7 +112,7 @@ class Present:
         scaled = any(factor is not ones for factor in factors)
         if unused := self.columns - sum(member.rank for member in self.members):
             a.append(mx.zeros((layers, unused, some_a.shape[2]), some_a.dtype))
-            b.append(mx.zeros((layers, unused, lines), some_b.dtype))
+            b.append(mx.zeros((layers, unused, out_features), some_b.dtype))
         sides = (a[0], b[0]) if len(a) == 1 else (mx.concatenate(a, axis=1), mx.concatenate(b, axis=1))
         return *sides, mx.concatenate(factors, axis=1) if scaled else None
 
@@ -162,7 +162,7 @@ class StackedLoRA:
     def has(self, group: int) -> bool:
         return group in self.groups
 
-    def plain(self, group: int) -> bool:
+    def without_dora(self, group: int) -> bool:
         return self.groups[group][2] is None
 
     def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
@@ -171,7 +171,7 @@ class StackedLoRA:
         if factors is None:
             return y + z
         assert self.numbers is not None
-        return _scaled(y, z, bias, factors[number][self.numbers][:, None])  # (B, 1, lines)
+        return _scaled(y, z, bias, factors[number][self.numbers][:, None])  # (B, 1, out_features)
 
     def looked_up(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
         a, b, factors = self.groups[group]
@@ -179,9 +179,9 @@ class StackedLoRA:
         if factors is None:
             return y + z
         assert self.numbers is not None
-        lines = factors[number].reshape(-1)  # (adapters + 1) * lines
+        out_features = factors[number].reshape(-1)  # (adapters + 1) * out_features
         first = (self.numbers * factors.shape[2])[:, None]
-        return _scaled(y, z, None, lines[first + tokens][..., None])
+        return _scaled(y, z, None, out_features[first + tokens][..., None])
 
     def _own(self, z: mx.array) -> mx.array:
         return z if self.mask is None else mx.where(self.mask, z, 0.0)  # what is not its own may be infinite
@@ -226,7 +226,7 @@ class GroupedLoRA:
         self._index = {member: mx.array(numbers) for member, numbers in self._members.items()}
         order = [number for numbers in self._members.values() for number in numbers]
         self._back = mx.array(np.argsort(order))
-        self._parties: dict[tuple[int, int], Any] = {}
+        self._row_groups: dict[tuple[int, int], Any] = {}
         parts = [part for member in self._members if member is not None for part in member.groups.items()]
         self._groups = {group for group, _ in parts}
         self._scaled = {group for group, arrays in parts if arrays[2] is not None}
@@ -234,7 +234,7 @@ class GroupedLoRA:
     def has(self, group: int) -> bool:
         return group in self._groups
 
-    def plain(self, group: int) -> bool:
+    def without_dora(self, group: int) -> bool:
         return group not in self._scaled
 
     def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
@@ -269,12 +269,12 @@ class GroupedLoRA:
             pieces.append(y[index] if part is None else adapted(part, x[index], y[index]))
         return mx.concatenate(pieces)[self._back]
 
-    def parties(self, group: int, tokens: int = 1) -> Any:
+    def row_groups(self, group: int, tokens: int = 1) -> Any:
         """(count, 7): where a and b of some rows' adapter lie in memory, its rank, and up to four rows, or -1.
 
         `tokens`: of each row, which count as so many rows.
         """
-        if (group, tokens) not in self._parties:
+        if (group, tokens) not in self._row_groups:
             found = []
             for member, part in self._parts(group).items():
                 numbers = [tokens * row + token for row in self._members[member] for token in range(tokens)]
@@ -282,8 +282,8 @@ class GroupedLoRA:
                 for first in range(0, len(numbers), 4):
                     some = numbers[first : first + 4]
                     found.append([*lie, *some, *[-1] * (4 - len(some))])
-            self._parties[group, tokens] = np.array(found, np.int64)
-        return self._parties[group, tokens]
+            self._row_groups[group, tokens] = np.array(found, np.int64)
+        return self._row_groups[group, tokens]
 
     def row(self, number: int) -> "GroupedLoRA":
         return GroupedLoRA(self._rows[number : number + 1])
@@ -297,7 +297,7 @@ def _address(array: mx.array) -> int:
 
 
 def _taken(b: mx.array, tokens: mx.array) -> mx.array:
-    """(rank, lines), (B, T) -> (B, T, rank)"""
+    """(rank, out_features), (B, T) -> (B, T, rank)"""
     return mx.take(b, tokens, axis=1).transpose(1, 2, 0)
 
 

@@ -1,8 +1,8 @@
 """An adapter as the rest of the program knows it, whatever file it came from: for each layer, two thin matrices.
 
 For a weight (N, K) of the model, linear layer or embedding alike, the adapted weight is W + b · a, with the scale in b
-already; with DoRA its lines are then brought to the lengths in m. `files` makes these, `registry` keeps them, `layers`
-compute with them. NumPy, not MLX: they are read and checked on any thread.
+already; with DoRA the rows of its weight are then scaled to the norms in m. `files` makes these, `registry` keeps them,
+`layers` compute with them. NumPy, not MLX: they are read and checked on any thread.
 """
 
 import re
@@ -25,10 +25,10 @@ class AdapterError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A layer that adapters may change: its weight is (lines, size)."""
+    """A layer that adapters may change: its weight is (out_features, size)."""
 
     kind: Literal["linear", "embedding"]
-    lines: int
+    out_features: int
     size: int
 
 
@@ -37,8 +37,8 @@ class Part:
     """What an adapter does to one layer."""
 
     a: Array  # (rank, size)
-    b: Array  # (lines, rank), times the scale
-    m: Array | None = None  # (lines,): DoRA's lengths of the adapted lines
+    b: Array  # (out_features, rank), times the scale
+    m: Array | None = None  # (out_features,): DoRA's norms of the adapted weight's rows
 
     @property
     def rank(self) -> int:
@@ -94,13 +94,13 @@ def _misfit(path: str, part: Part, targets: Mapping[str, Target], max_rank: int)
         return f"the model has no layer {path} that can be adapted"
     if part.a.ndim != 2 or part.b.ndim != 2 or part.a.shape[0] != part.b.shape[1]:
         return f"{path}: {_shape(part.b)} times {_shape(part.a)} is no low-rank matrix"
-    if (part.b.shape[0], part.a.shape[1]) != (target.lines, target.size):
+    if (part.b.shape[0], part.a.shape[1]) != (target.out_features, target.size):
         found = f"{part.b.shape[0]} × {part.a.shape[1]}"
-        return f"{path}: it is for a layer of {found}, and the model's has {target.lines} × {target.size}"
+        return f"{path}: it is for a layer of {found}, and the model's has {target.out_features} × {target.size}"
     if not 1 <= part.rank <= max_rank:
         return f"{path}: its rank is {part.rank}, and at most {max_rank} is possible"
-    if part.m is not None and part.m.shape != (target.lines,):
-        return f"{path}: {part.m.size} magnitudes for {target.lines} lines"
+    if part.m is not None and part.m.shape != (target.out_features,):
+        return f"{path}: {part.m.size} magnitudes for {target.out_features} out_features"
     arrays = [part.a, part.b] + ([] if part.m is None else [part.m])
     if not all(np.isfinite(array).all() for array in arrays):
         return f"{path}: it holds values that are not finite"

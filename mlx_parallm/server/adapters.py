@@ -9,7 +9,6 @@ import binascii
 import contextlib
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -21,11 +20,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError
-from mlx_parallm.lora.files import MAX_CONFIG_BYTES, parse, parse_config, read_folder, usual_config
+from mlx_parallm.lora.files import MAX_CONFIG_BYTES, parse, parse_config, usual_config
 from mlx_parallm.lora.registry import Registry, Route, Version
-from mlx_parallm.lora.weights import AdapterError
+from mlx_parallm.runtime.startup import load_adapter
 from mlx_parallm.server import answers
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import BASE, ModelTable, ServedModel, is_number, parse_label
@@ -285,16 +283,7 @@ class Adapters:
     async def _load(self, served: ServedModel, name: str, path: str, number: int | None) -> Version:
         self._table.check_free(name)
         self._check_untrained(name)
-        return await asyncio.to_thread(load_folder, served.engine, name, path, self._config, number)
-
-
-def load_folder(engine: Engine, name: str, path: str, config: ServeConfig, number: int | None = None) -> Version:
-    try:
-        folder = Path(path).expanduser()
-        adapter, its_config = read_folder(folder, config.max_lora_bytes)
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder that is closed to us
-        raise AdapterError(f"{path[:200]!r} can't be read: {error}", param="path") from error
-    return engine.policies.publish(name, adapter, str(folder), number, its_config)
+        return await asyncio.to_thread(load_adapter, served.engine, name, path, self._config, number)
 
 
 def _validated(fields: Any) -> UpdateWeightsBody:

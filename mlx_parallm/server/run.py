@@ -11,23 +11,18 @@ import logging
 import os
 import signal
 import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import uvicorn
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine, plan_engines
 from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
-from mlx_parallm.models.loader import load
-from mlx_parallm.models.memory import size_text
 from mlx_parallm.platforms import raise_open_files
+from mlx_parallm.runtime.startup import Runtime, start
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_exposure, keys_of
-from mlx_parallm.server.adapters import load_folder
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.banner import progress, ready_lines, say
 from mlx_parallm.server.models import ServedModel
@@ -38,8 +33,6 @@ log = logging.getLogger(__name__)
 
 Companion = Callable[[TrainingManager], int | None]
 
-# The engine thread builds its graphs in Python: it must not wait 5 ms for the event loop to give way.
-SWITCH_INTERVAL = 0.0005
 LAST_BYTES_SECONDS = 5  # for responses to be written out once the engines have stopped
 
 
@@ -51,35 +44,13 @@ def serve(config: ServeConfig, companion: Companion | None = None) -> int:
     logs.set_up(config.log_level, config.log_json)
     check_exposure(config)
     keys_of(config)  # what is wrong with a file of keys is known before a model is loaded
-    sys.setswitchinterval(SWITCH_INTERVAL)
     raise_open_files()
     listener = listen(config.host, config.port)
     dispatcher = Dispatcher()
-    adapters = config.named_adapters()
-    engines = start_engines(config.named_models(), config, dispatcher)
-    models = {engine.model.name: ServedModel(engine.model.name, engine) for engine in engines}
-    try:
-        for name, path in adapters.items():
-            load_folder(next(iter(models.values())).engine, name, path, config)
-    except ParallmError:
-        for served in models.values():
-            served.engine.stop()
-        raise
-    training = _training(models, config)
+    runtime = start(config, dispatcher, progress=progress)
     gc.collect()
     gc.freeze()  # what the models brought along will not be garbage
-    return HttpServer(models, config, dispatcher, listener, training, companion).run_until_stopped()
-
-
-def _training(models: dict[str, ServedModel], config: ServeConfig) -> TrainingManager:
-    try:
-        training = TrainingManager(next(iter(models.values())).engine, config)
-        training.start()
-    except ParallmError:
-        for served in models.values():
-            served.engine.stop()
-        raise
-    return training
+    return HttpServer(runtime, config, dispatcher, listener, companion).run_until_stopped()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -104,45 +75,19 @@ def _somebody_answers(family: int, address: Any) -> bool:
         return probe.connect_ex((host, *address[1:])) == 0
 
 
-def start_engines(sources: Mapping[str, str | None], config: ServeConfig, dispatcher: Dispatcher) -> list[Engine]:
-    """Loads models by name and source; all are in memory before any plans what is left."""
-    engines: list[Engine] = []
-    try:
-        for name, source in sources.items():
-            loader = partial(
-                load,
-                source,
-                name=name,
-                dtype=config.dtype,
-                max_model_len=config.max_model_len,
-                trust_remote_code=config.trust_remote_code,
-            )
-            engines.append(Engine(loader, config, dispatcher))
-            with progress(f"loading {name}" + (", the embedded model" if source is None else f" from {source}")):
-                engines[-1].load()
-        for engine, plan in zip(engines, plan_engines(engines, config), strict=True):
-            with progress(f"warming up {engine.model.name}, {size_text(engine.model.weight_bytes)} of weights"):
-                engine.start(plan)
-    except ParallmError:
-        for engine in engines:
-            engine.stop()
-        raise
-    return engines
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn with our signals, and the engines that stop with it."""
 
     def __init__(
         self,
-        models: dict[str, ServedModel],
+        runtime: Runtime,
         config: ServeConfig,
         dispatcher: Dispatcher,
         listener: socket.socket,
-        training: TrainingManager,
         companion: Companion | None = None,
     ) -> None:
-        self._training = training
+        models = {name: ServedModel(name, engine) for name, engine in runtime.engines.items()}
+        self._training = runtime.training
         self._companion = companion
         self._work: asyncio.Task[None] | None = None
         self._models = models
@@ -153,7 +98,7 @@ class HttpServer(uvicorn.Server):
         self._shutdown: asyncio.Task[None] | None = None
         super().__init__(
             uvicorn.Config(
-                create_app(models, config, dispatcher, self._state, training),
+                create_app(models, config, dispatcher, self._state, runtime.training),
                 loop="uvloop",
                 http="httptools",
                 ws="none",

@@ -196,7 +196,7 @@ class Learner:
         split = self.by_shape.split({name: to_numpy(stack) for name, stack in kept.stacks.items()})
         arrays = {f"parameters.{name}": array for name, array in split.items()}
         for path, stack in tree_flatten(kept.optimizer):
-            arrays |= {f"optimizer.{name}": one for name, one in self.by_shape.apart(path, to_numpy(stack)).items()}
+            arrays |= {f"optimizer.{name}": one for name, one in self.by_shape.unstack(path, to_numpy(stack)).items()}
         return arrays
 
     def snapshot_of(self, arrays: dict[str, Any], updates: int) -> LearnerState:

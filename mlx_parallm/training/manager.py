@@ -124,7 +124,7 @@ class TrainingManager:
         self._answers: AnswerFile | None = None
         engine.recorder = self.ledger
 
-    def start(self) -> None:
+    def start(self, lora: LoRAConfig | None = None, rl: RLConfig | None = None) -> None:
         """Opens reward models, and has the adapters of the config learn, where it says so."""
         environment = environment_config(self.config)  # what is wrong with it is said before anything else is done
         for name, path in self.config.named_reward_models().items():
@@ -135,7 +135,7 @@ class TrainingManager:
         self._keep_answers()
         names = [name for entry in self.config.train_adapter for name in entry.split(",") if name]
         for name in names:
-            self.add(name, serve=name == names[0])
+            self.add(name, serve=name == names[0], lora=lora, rl=rl)
         if self.config.atropos_url is not None:
             self._follow_atropos(self.config.atropos_url)
         if environment is not None:

@@ -303,7 +303,7 @@ class Stacks:
         stack, _, word = path.partition(".")
         return [f"{name}.{word}" for name in self.members.get(stack, ())] or [path]
 
-    def apart(self, path: str, array: Any) -> dict[str, Any]:
+    def unstack(self, path: str, array: Any) -> dict[str, Any]:
         """Such a thing, by the paths of the members."""
         paths = self.paths(path)
         return {path: array} if paths == [path] else dict(zip(paths, array, strict=True))

@@ -186,7 +186,7 @@ class Session:
         self.trainer.kept_snapshots = KEPT_VERSIONS + 1
         self._check_memory()
         if device_kind() != "cpu":
-            self._on_engine(self.trainer.rehearse)
+            self._on_engine(self.trainer.warm_up)
         number, served = None, None
         if self.checkpoints is not None:
             self.checkpoints.tidy()

@@ -245,7 +245,7 @@ class Trainer:
         metrics["tokens_per_second"] = metrics["tokens"] * self.config.epochs / max(seconds, 1e-6)
         return Outcome(metrics, used, len(trajectories) - used, self.adapter(), "", seconds)
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Updates that are forgotten: where kernels are built at their first use, nobody should wait for that later."""
         tokens = range(3, 27)
         for lengths in ((24, 24), (20, 24)):

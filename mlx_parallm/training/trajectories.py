@@ -87,7 +87,7 @@ class Record:
             request.first + index,
             tuple(row.prompt),
             tuple(completion),
-            tuple(row.drawn[: len(completion)]),
+            tuple(row.sampled_logprobs[: len(completion)]),
             spans,
             None if row.adapter is None else row.adapter.name,
             1.0 if sampling.greedy else sampling.temperature,
@@ -189,7 +189,7 @@ class Ledger:
 
         `visible`: a stop string has ended it for this reader, who saw so many tokens; the engine does not see that.
         """
-        if not row.drawn or not (row.tokens or row.stop_token is not None):
+        if not row.sampled_logprobs or not (row.tokens or row.stop_token is not None):
             return
         if visible is None and row.finish_reason is None:
             return

@@ -32,7 +32,7 @@ def weights(seed: int) -> dict[str, np.ndarray]:
     for path, target in Layout(tiny().module).targets.items():
         if path.endswith(("q_proj", "v_proj")):
             found[f"{path}.lora_a"] = 0.2 * random.standard_normal((target.size, 4)).astype(np.float32)
-            found[f"{path}.lora_b"] = 0.2 * random.standard_normal((4, target.lines)).astype(np.float32)
+            found[f"{path}.lora_b"] = 0.2 * random.standard_normal((4, target.out_features)).astype(np.float32)
     return found
 
 

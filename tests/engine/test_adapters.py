@@ -42,11 +42,11 @@ def running(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterato
 def test_eight_rows_over_base_and_four_adapters(running: Driver, bare: dict[str | None, Bare]) -> None:
     prompts = [(PROMPT[: 9 + 4 * number], NAMES[number % len(NAMES)]) for number in range(8)]
     for _ in range(2):  # the second time from the prefix cache
-        under_way = [
+        in_flight = [
             running.submit(prompt, max_tokens=12, ignore_eos=True, logprobs=0, adapter=name)[1]
             for prompt, name in prompts
         ]
-        answers = [pending.wait()[0] for pending in under_way]
+        answers = [pending.wait()[0] for pending in in_flight]
         running.settle()
         for (prompt, name), answer in zip(prompts, answers, strict=True):
             tokens, logprobs = bare[name].greedy(prompt, 12, ignore_eos=True)
@@ -100,10 +100,10 @@ def test_more_adapters_than_places(running: Driver, bare: dict[str | None, Bare]
     kinds = ["few", "all", "dora"]
     for number in range(12):
         running.engine.policies.publish(f"n{number}", read_folder(folders[kinds[number % 3]], LIMIT)[0], "")
-    under_way = [
+    in_flight = [
         running.submit(PROMPT[number:], max_tokens=5, ignore_eos=True, adapter=f"n{number}")[1] for number in range(12)
     ]
-    for number, pending in enumerate(under_way):
+    for number, pending in enumerate(in_flight):
         expected = bare[kinds[number % 3]].greedy(PROMPT[number:], 5, ignore_eos=True)[0]
         assert pending.wait()[0].tokens == expected
     running.engine.check_integrity()
@@ -142,7 +142,7 @@ def test_other_caches(kind: str, tmp_path: Path) -> None:
     parts = {
         path: Part(
             0.3 * np.array(mx.random.normal((4, target.size), key=key)),
-            0.3 * np.array(mx.random.normal((target.lines, 4), key=key)),
+            0.3 * np.array(mx.random.normal((target.out_features, 4), key=key)),
         )
         for path, target in targets.items()
     }
@@ -154,8 +154,8 @@ def test_other_caches(kind: str, tmp_path: Path) -> None:
     with driver(kind, max_batch_size=4, block_size=8) as running:
         running.engine.policies.publish("x", Adapter(parts), "")
         rows = [(PROMPT[:n], name) for n, name in ((12, "x"), (30, None), (30, "x"), (7, None))]
-        under_way = [running.submit(p, max_tokens=8, ignore_eos=True, adapter=name)[1] for p, name in rows]
-        answers = [pending.wait()[0] for pending in under_way]
+        in_flight = [running.submit(p, max_tokens=8, ignore_eos=True, adapter=name)[1] for p, name in rows]
+        answers = [pending.wait()[0] for pending in in_flight]
         running.settle()
         for (prompt, name), answer in zip(rows, answers, strict=True):
             assert answer.tokens == expected[name].greedy(prompt, 8, ignore_eos=True)[0]

@@ -39,7 +39,7 @@ IN_SLOTS = (
     "minicpm", "nemotron", "exaone", "internlm2", "hunyuan_v1_dense", "granitemoe", "mimo", "glm", "gptj", "gpt_neox",
     "qwen", "deepseek", "gpt2", "telechat3", "nanochat", "youtu_llm", "talkie",
 )  # fmt: skip
-TUNING = DeviceProfile(ahead=0, compiled=False, view_step=32, max_padding=0.0, round_prompts=False)
+TUNING = DeviceProfile(steps_in_flight=0, compiled=False, view_step=32, max_padding=0.0, round_prompts=False)
 
 
 def build(name: str) -> LanguageModel | None:

@@ -94,7 +94,9 @@ def test_drawn_logprobs_are_recorded_for_all() -> None:
         other.wait()
         running.settle()
         for one in (name, quiet):
-            assert ended[one][0].drawn == pytest.approx([scored.logprob for scored in answer.logprobs], abs=1e-5)
+            assert ended[one][0].sampled_logprobs == pytest.approx(
+                [scored.logprob for scored in answer.logprobs], abs=1e-5
+            )
 
 
 def test_who_asks_at_the_last_moment_is_told() -> None:

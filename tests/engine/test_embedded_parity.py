@@ -47,17 +47,17 @@ REQUESTS = st.fixed_dictionaries(
 @given(trace=st.lists(REQUESTS, min_size=2, max_size=6))
 def test_rows_equal_the_bare_model(pair: tuple[Driver, Bare], trace: list[dict]) -> None:
     running, bare = pair
-    under_way = []
+    in_flight = []
     for item in trace:
         prompt = bare.model.tokenizer.encode(" ".join(item["text"]))
         sampling = {"temperature": 0.0} if item["seed"] is None else {"temperature": 0.9, "seed": item["seed"]}
         options = {"max_tokens": item["max_tokens"], "ignore_eos": True, "logprobs": 0, **sampling}
         request_id, pending = running.submit(prompt, stream=True, **options)
-        under_way.append((item, prompt, options, pending))
+        in_flight.append((item, prompt, options, pending))
         if item["abort_after"] is not None:
             pending.wait_for_tokens(item["abort_after"])
             running.engine.cancel(request_id)
-    kept = [entry for entry in under_way if entry[0]["abort_after"] is None]
+    kept = [entry for entry in in_flight if entry[0]["abort_after"] is None]
     answers = [pending.wait()[0] for *_, pending in kept]
     for (item, prompt, options, _), answer in zip(kept, answers, strict=True):
         logprobs = [scored.logprob for scored in answer.logprobs]

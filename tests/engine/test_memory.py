@@ -41,8 +41,8 @@ def test_no_step_leaves_a_buffer_behind(kind: str) -> None:
 def test_jamba_answers_as_it_does_alone() -> None:
     prompts = [[5, 9, 12, 7], [8, 8, 3], list(range(3, 60))]
     with driver("jamba") as drive:
-        under_way = [drive.submit(prompt, max_tokens=12, ignore_eos=True)[1] for prompt in prompts]
-        found = [pending.wait()[0].tokens for pending in under_way]
+        in_flight = [drive.submit(prompt, max_tokens=12, ignore_eos=True)[1] for prompt in prompts]
+        found = [pending.wait()[0].tokens for pending in in_flight]
     bare = Bare(tiny("jamba"))
     assert found == [bare.greedy(prompt, 12, ignore_eos=True)[0] for prompt in prompts]
 

@@ -46,17 +46,17 @@ REQUESTS = st.fixed_dictionaries(
 @given(trace=st.lists(REQUESTS, min_size=1, max_size=14))
 def test_greedy_rows_of_a_changing_batch_equal_the_bare_model(pair: tuple[Driver, Bare], trace: list[dict]) -> None:
     running, bare = pair
-    under_way = []
+    in_flight = []
     for item in trace:
         prompt = prompt_of(item["length"], item["prompt_seed"])
         options = {"max_tokens": item["max_tokens"], "ignore_eos": item["ignore_eos"], "logprobs": 2}
         request_id, pending = running.submit(prompt, stream=item["stream"], **options)
-        under_way.append((item, prompt, request_id, pending))
+        in_flight.append((item, prompt, request_id, pending))
         time.sleep(item["pause"])
         if item["abort_after"] is not None and item["stream"]:
             pending.wait_for_tokens(item["abort_after"])
             running.engine.cancel(request_id)
-    kept = [entry for entry in under_way if entry[0]["abort_after"] is None or not entry[0]["stream"]]
+    kept = [entry for entry in in_flight if entry[0]["abort_after"] is None or not entry[0]["stream"]]
     answers = [pending.wait()[0] for *_, pending in kept]
     running.settle()  # the bare model below has MLX to itself
     for (item, prompt, *_), answer in zip(kept, answers, strict=True):

@@ -337,16 +337,16 @@ def test_a_hundred_adapters_on_eight_places() -> None:
             running.engine.policies.publish(f"a{number}", adapter, "")
         one = registry.find("a0").packed.nbytes
         order = [number for _ in range(2) for number in np.random.default_rng(0).permutation(100).tolist()]
-        under_way = [
+        in_flight = [
             (number, running.submit(PROMPT[: 5 + number % 30], max_tokens=4, ignore_eos=True, adapter=f"a{number}")[1])
             for number in order
         ]
-        for _, pending in under_way:
+        for _, pending in in_flight:
             pending.wait()
             assert registry.resident_bytes <= 8 * one
         running.settle()
         assert registry.swaps >= 100
-        for number, pending in under_way[::5]:
+        for number, pending in in_flight[::5]:
             expected = merged(adapters[number]).greedy(PROMPT[: 5 + number % 30], 4, ignore_eos=True)[0]
             assert pending.answers[0].tokens == expected, number
         assert sum(version.requests for entry in registry for version in entry.versions.values()) == 200

@@ -25,7 +25,7 @@ from mlx_parallm.models.forward import Forward
 from tests.engine.harness import Answer, Bare, Driver, driver, driver_of
 from tests.tiny import tiny
 
-GPU = DeviceProfile(ahead=2, compiled=True, view_step=64, max_padding=0.5, round_prompts=True, min_match=8)
+GPU = DeviceProfile(steps_in_flight=2, compiled=True, view_step=64, max_padding=0.5, round_prompts=True, min_match=8)
 MODES = [("llama", None, None), ("llama", None, 12), ("qwen3", None, 40), ("llama", GPU, None), ("llama", GPU, 12)]
 MODES += [(kind, None, None) for kind in ("gemma3", "hybrid", "qwen3_next", "mamba")] + [("hybrid", GPU, None)]
 OPTIONS = {"max_batch_size": 5, "prefill_step_size": 96, "block_size": 8}
@@ -72,8 +72,8 @@ def talk(running: Driver, turns: list, histories: list[list[int]], draw: random.
         if branch and history:
             history = history[: draw.randrange(len(history))]
         prompts = [history + draw.choices(range(3, 250), k=new) for _ in range(together)]
-        under_way = [running.submit(prompt, max_tokens=count, ignore_eos=True, logprobs=0)[1] for prompt in prompts]
-        answers = [pending.wait()[0] for pending in under_way]
+        in_flight = [running.submit(prompt, max_tokens=count, ignore_eos=True, logprobs=0)[1] for prompt in prompts]
+        answers = [pending.wait()[0] for pending in in_flight]
         asked += [(prompt, count, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         histories[which] = prompts[-1] + answers[-1].tokens
     running.settle()
@@ -170,8 +170,8 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch
             running.ask([*PROMPT[::-1]], max_tokens=4)
         assert tier.stuck
         assert waited < 0.9  # only the first waited for it
-        assert running.engine._errands is not None
-        assert not running.engine._errands._to_fetch
+        assert running.engine._ssd_transfers is not None
+        assert not running.engine._ssd_transfers._to_fetch
     for file in tmp_path.rglob("*.safetensors"):  # lets the thread go
         with contextlib.suppress(OSError):
             os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))

@@ -53,10 +53,10 @@ def faulty(kind: str = "llama", **config: object) -> Iterator[tuple[Driver, Sabo
 @pytest.mark.parametrize("kind", ["llama", "hybrid", "gemma3"])
 def test_rows_go_on_after_a_fault(kind: str) -> None:
     with faulty(kind) as (drive, saboteur):
-        under_way = [drive.submit(prompt, max_tokens=24, ignore_eos=True, stream=True)[1] for prompt in PROMPTS]
-        under_way[0].wait_for_tokens(6)
+        in_flight = [drive.submit(prompt, max_tokens=24, ignore_eos=True, stream=True)[1] for prompt in PROMPTS]
+        in_flight[0].wait_for_tokens(6)
         saboteur.faults = 1
-        answers = [pending.wait()[0] for pending in under_way]
+        answers = [pending.wait()[0] for pending in in_flight]
         assert drive.engine.metrics.faults == 1
         again = [drive.ask(prompt, max_tokens=24, ignore_eos=True) for prompt in PROMPTS]
         drive.settle()

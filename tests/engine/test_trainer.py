@@ -184,7 +184,7 @@ def test_an_update_is_the_same_in_round_shapes() -> None:
     trainers = [Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3)) for _ in range(2)]
     trainers[1].rounded = True
     for trainer in trainers:
-        trainer.rehearse()
+        trainer.warm_up()
     shapes = set()
     for seed in range(4):
         trajectories = made(seed=seed, size=3 + seed)
@@ -417,7 +417,7 @@ def test_a_new_learning_rate_counts_after_a_restart() -> None:
 def test_a_rehearsal_leaves_nothing_behind() -> None:
     """What a GPU does before the first update, so that its kernels are there."""
     rehearsed, fresh = (Trainer(as_served("llama"), LORA, RLConfig(learning_rate=1e-3)) for _ in range(2))
-    rehearsed.rehearse()
+    rehearsed.warm_up()
     assert rehearsed.updates == 0
     for trajectories in (made(seed=1), made(seed=2)):
         outcomes = [run(trainer, trajectories) for trainer in (rehearsed, fresh)]

@@ -161,7 +161,7 @@ def random_adapter(layout: Layout, names: tuple[str, ...], seed: int, rank: int 
         {
             path: Part(
                 size * random.standard_normal((rank, target.size)).astype(np.float32),
-                size * random.standard_normal((target.lines, rank)).astype(np.float32),
+                size * random.standard_normal((target.out_features, rank)).astype(np.float32),
             )
             for path, target in layout.targets.items()
             if path.endswith(names)
@@ -373,7 +373,9 @@ def peft_files(**changes: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     for path in PATHS:
         target = layout.targets[path]
         weights[f"base_model.model.{path}.lora_A.weight"] = random.standard_normal((4, target.size)).astype(np.float32)
-        weights[f"base_model.model.{path}.lora_B.weight"] = random.standard_normal((target.lines, 4)).astype(np.float32)
+        weights[f"base_model.model.{path}.lora_B.weight"] = random.standard_normal((target.out_features, 4)).astype(
+            np.float32
+        )
     return {"peft_type": "LORA", "r": 4, "lora_alpha": 12, **changes}, weights
 
 

@@ -41,7 +41,9 @@ def test_rows_join_decode_and_are_kept(way: str, bits: int | None) -> None:
     let_caches_attend(model.module)
     forward = Forward(model.module)
     fused, compiled = way == "cuda", way != "native"
-    tuning = DeviceProfile(ahead=0, compiled=compiled, view_step=32, max_padding=0.2, round_prompts=False, fused=fused)
+    tuning = DeviceProfile(
+        steps_in_flight=0, compiled=compiled, view_step=32, max_padding=0.2, round_prompts=False, fused=fused
+    )
     cache = batch_cache(model, forward, len(ROWS), 1 << 30, tuning)
     assert isinstance(cache, SlotCache)
     store = BlockStore(8, cache.sides, Packing(bits, 32), max_bytes=1 << 22, fused=fused)

@@ -34,7 +34,9 @@ def random_adapter(layout: Layout, rank: int) -> Adapter:
         return random.standard_normal(shape).astype(np.float32) * 0.2
 
     targets = {path: target for path, target in layout.targets.items() if target.kind == "linear"}
-    return Adapter({path: Part(normal(rank, one.size), normal(one.lines, rank)) for path, one in targets.items()})
+    return Adapter(
+        {path: Part(normal(rank, one.size), normal(one.out_features, rank)) for path, one in targets.items()}
+    )
 
 
 def fast_llama() -> tuple[nn.Module, nn.Module]:

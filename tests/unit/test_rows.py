@@ -51,13 +51,13 @@ def test_a_row_ends_with_its_first_stop_token_after_the_least_or_its_last_token(
     stopped = end in stops and end < max_tokens
     assert one.tokens == tokens[:end]
     assert (one.finish_reason, one.stop_token) == (("stop", STOP) if stopped else ("length", None))
-    assert one.drawn == [-float(place) for place in range(end + stopped)], "the stop token's too"
+    assert one.sampled_logprobs == [-float(place) for place in range(end + stopped)], "the stop token's too"
 
 
 def test_a_row_whose_prompt_alone_is_scored_takes_no_token() -> None:
     one = row(max_tokens=0)
     one.accept(5, None, -0.5)
-    assert (one.tokens, one.finish_reason, one.drawn) == ([], "length", [-0.5])
+    assert (one.tokens, one.finish_reason, one.sampled_logprobs) == ([], "length", [-0.5])
 
 
 def test_a_row_has_as_many_of_the_likeliest_as_it_asked_for() -> None:
@@ -73,7 +73,7 @@ def test_a_row_has_as_many_of_the_likeliest_as_it_asked_for() -> None:
     assert none.logprobs[0].top == ()
     without = row()
     without.accept(4, None)
-    assert (without.logprobs, without.drawn) == ([], [])
+    assert (without.logprobs, without.sampled_logprobs) == ([], [])
 
 
 def test_a_complete_grammar_ends_the_row_even_with_its_last_token() -> None:

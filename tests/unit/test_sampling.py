@@ -132,9 +132,9 @@ def test_any_batch_is_sampled_as_the_reference_says(batch: Batch) -> None:
         assert one is not None
         assert expected is not None
         check(tokens[place], score, one.sampling, expected)
-        if sampled.drawn is not None:
-            assert close(sampled.drawn.tolist()[place], expected.drawn[tokens[place]])
-    assert (sampled.drawn is not None) == any(one.recorded for one in rows if one)
+        if sampled.sampled_logprobs is not None:
+            assert close(sampled.sampled_logprobs.tolist()[place], expected.drawn[tokens[place]])
+    assert (sampled.sampled_logprobs is not None) == any(one.recorded for one in rows if one)
 
 
 def in_c(logits: mx.array, heats: Array, keys: Array, scored: bool) -> tuple[mx.array, mx.array | None]:
@@ -163,7 +163,7 @@ def test_the_kernel_and_mlx_draw_the_same(recorded: bool) -> None:
     kernel = Sampler([*rows, None], 50, in_c)(logits, numbers)
     assert kernel.tokens.tolist() == plain.tokens.tolist()
     assert len(kernel.arrays()) == 5 + recorded
-    assert (kernel.drawn is None) == (plain.drawn is None) == (not recorded)
+    assert (kernel.sampled_logprobs is None) == (plain.sampled_logprobs is None) == (not recorded)
     for one, other in zip(kernel.arrays(), plain.arrays(), strict=True):
         assert np.allclose(np.array(one), np.array(other), atol=1e-5)
 
@@ -254,9 +254,9 @@ def test_recorded_rows_have_their_logprobs_where_nobody_asks_for_any(temperature
     params = SamplingParams(temperature=temperature, top_p=0.8)
     found = sample(logits, [row(params, seed=3, recorded=True), row(params, seed=4)], [None, None])
     assert found.scores is None
-    assert found.drawn is not None
+    assert found.sampled_logprobs is not None
     whole = reference(logits[0], replace(params, top_p=1.0), Context())  # what a trainer can compute: before any cut
-    assert close(float(found.drawn[0].item()), whole.processed[int(found.tokens[0].item())])
+    assert close(float(found.sampled_logprobs[0].item()), whole.processed[int(found.tokens[0].item())])
 
 
 def test_a_token_at_the_edge_of_min_p_and_of_top_p() -> None:

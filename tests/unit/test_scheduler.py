@@ -523,14 +523,14 @@ def test_whatever_comes_limits_hold_and_everybody_is_served(
     while (some := next(steps, None)) is not None or not planned.idle:
         for one in some or []:
             planned.add(one)
-        under_way = planned.partial
+        in_flight = planned.partial
         jobs = {id(one): one.computed for one in planned.jobs()}
         passes = run(planned)
         assert sum(map(sum, passes)) <= min(step_tokens, max(MIN_PIECE, int(rate * 2.5)) if rate else step_tokens)
         assert len(planned.running) <= max_rows
         assert len({row.adapter for row in planned.running} - {None}) <= 1
-        if under_way is not None:
-            assert under_way.computed > jobs[id(under_way)], "a prompt under way goes on in every step"
+        if in_flight is not None:
+            assert in_flight.computed > jobs[id(in_flight)], "a prompt under way goes on in every step"
         for row in planned.running[: 1 + len(planned.running) // 2]:  # some end
             planned.remove(row)
     assert all(one.remaining == 0 for one in every)

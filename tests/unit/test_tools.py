@@ -515,7 +515,7 @@ def test_a_bare_call_behind_a_block_of_calls(size: int) -> None:
         ("mistral", '[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{"a": 1}', "abc123"),
         (
             "kimi_k2",
-            '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:7<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
+            '<|tool_calls_section_begin|>functions.add:7<|tool_call_argument_begin|>{"a": 1}<|tool_calls_section_end|>',
             "functions.add:7",
         ),
     ],

@@ -19,7 +19,7 @@ def ended(tokens: list[int], *, stop: int | None = None, name: str = "r", n: int
     sampling = SamplingParams(temperature=0.5, n=n)
     row = Row([1, 2, 3], sampling, 0, 0, 10, frozenset())
     row.tokens, row.stop_token, row.finish_reason = tokens, stop, "stop" if stop else "length"
-    row.drawn = [-0.1 * (place + 1) for place in range(len(tokens) + (stop is not None))]
+    row.sampled_logprobs = [-0.1 * (place + 1) for place in range(len(tokens) + (stop is not None))]
     row.policies = [(0, Version(3)), (2, Version(4))]
     row.adapter = row.policies[-1][1]
     return Request(f"engine-{name}", row.prompt, sampling, lambda delta: None, label=name), row

@@ -95,8 +95,8 @@ class NativeBlock(llama.TransformerBlock):
         rope = self.self_attn.rope
         out = np.empty(x.shape, np.float32)
         sizes = Sizes(len(x), heads, 1, width, rope.dims)
-        waves = rope.waves_for(int(offsets.max()) + 1)
-        self.kernels.rope(_at(x), _at(out), _at(offsets), _at(waves), sizes, Sizes(heads * width, width, width))
+        table = rope.rope_table(int(offsets.max()) + 1)
+        self.kernels.rope(_at(x), _at(out), _at(offsets), _at(table), sizes, Sizes(heads * width, width, width))
         return out
 
 
@@ -105,8 +105,8 @@ def _own(*layers: nn.Module) -> list[Own] | None:
     found: list[Own] = []
     for layer in layers:
         weights = weights_of(layer)
-        seat = getattr(layer, "seat", None)
-        own = (None, 0) if seat is None else seat.parties(1)
+        hook = getattr(layer, "hook", None)
+        own = (None, 0) if hook is None else hook.row_groups(1)
         if weights is None or own is None:
             return None
         found.append((weights, *own))

@@ -72,8 +72,8 @@ def _add_low_rank(
 ) -> list[mx.array] | None:
     """For each layer's y (B, 1, N) + x (B, 1, K) · own lines of a (L, rank, K) · own lines of b (L, rank, N).
 
-    `choice.parties(group)` says where those lie, and which rows' own they are. Written into each y itself, which nobody
-    else has seen. None where MLX should do it.
+    `choice.row_groups(group)` says where those lie, and which rows' own they are. Written into each y itself, which
+    nobody else has seen. None where MLX should do it.
     """
     if x.ndim != 3 or x.shape[1] != 1 or x.dtype != mx.float32:
         return None
@@ -82,9 +82,9 @@ def _add_low_rank(
         return None
     inputs = np.ascontiguousarray(numpy_view(x))
     for view, (_, group, number) in zip(outputs, layers, strict=True):
-        parties = choice.parties(group)
-        sizes = len(parties), view.shape[2], inputs.shape[2], number
-        if library.add_low_rank(_at(inputs), _at(view), _at(parties), *sizes):
+        row_groups = choice.row_groups(group)
+        sizes = len(row_groups), view.shape[2], inputs.shape[2], number
+        if library.add_low_rank(_at(inputs), _at(view), _at(row_groups), *sizes):
             raise MemoryError
     return [y for y, _, _ in layers]
 
@@ -133,12 +133,12 @@ def _adapted(
     library: Any, x: mx.array, layers: Sequence[tuple[nn.Module, int, int]], choice: Any
 ) -> list[mx.array] | None:
     """x (B, T, size), each layer with its group and its number there. None where MLX should do it, or a BLAS."""
-    if x.ndim != 3 or x.shape[0] * x.shape[1] > MANY_ROWS:  # before parties are made of so many tokens
+    if x.ndim != 3 or x.shape[0] * x.shape[1] > MANY_ROWS:  # before row_groups are made of so many tokens
         return None
     own = [
         None
         if (weights := weights_of(layer)) is None
-        else (weights, choice.parties(group, x.shape[1]) if choice.has(group) else None, number)
+        else (weights, choice.row_groups(group, x.shape[1]) if choice.has(group) else None, number)
         for layer, group, number in layers
     ]
     return _products(library, x, own)
@@ -154,24 +154,24 @@ class Rope(nn.RoPE):
         mx.eval(x)
         view = numpy_view(x)  # (B, H, T, D)
         offsets, furthest = offsets_of(offset, view.shape[0])
-        waves = self.waves_for(furthest + view.shape[2])
+        table = self.rope_table(furthest + view.shape[2])
         out = np.empty(view.shape, np.float32)
         sizes = Sizes(*view.shape, self.dims)
-        self.kernels.rope(_at(view), _at(out), _at(offsets), _at(waves), sizes, Sizes(*_strides(view)[:3]))
+        self.kernels.rope(_at(view), _at(out), _at(offsets), _at(table), sizes, Sizes(*_strides(view)[:3]))
         return mx.array(out)
 
-    def waves_for(self, positions: int) -> Array:
+    def rope_table(self, positions: int) -> Array:
         """(positions, dims): cosines, then sines, of each position's angles; grows by doubling."""
-        waves: Array | None = getattr(self, "_waves", None)
-        if waves is None or len(waves) < positions:
+        table: Array | None = getattr(self, "_rope_table", None)
+        if table is None or len(table) < positions:
             count = max(FIRST_WAVES, 1 << (positions - 1).bit_length())
             half = self.dims // 2
             base = np.float32(np.log(self.base))
             speeds = np.exp(-np.arange(half, dtype=np.float32) * (base / np.float32(half)))
             angles = np.arange(count, dtype=np.float32)[:, None] * speeds
-            waves = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-            object.__setattr__(self, "_waves", waves)
-        return waves
+            table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+            object.__setattr__(self, "_rope_table", table)
+        return table
 
 
 _asked = threading.local()  # the last offsets: one array for all layers of a pass
@@ -238,11 +238,11 @@ def _has_lane_products() -> bool:
 class _Weights:
     """Where a layer's weights lie."""
 
-    __slots__ = ("added", "bias", "lie", "lines", "size", "usable", "views", "weight")
+    __slots__ = ("added", "bias", "lie", "out_features", "size", "usable", "views", "weight")
 
     def __init__(self, weight: mx.array, bias: mx.array | None) -> None:
         self.weight, self.bias = weight, bias
-        self.lines, self.size = weight.shape
+        self.out_features, self.size = weight.shape
         arrays = [weight] if bias is None else [weight, bias]
         self.usable = self.size % 4 == 0 and all(array.dtype == mx.float32 for array in arrays)
         self.views = [numpy_view(array) for array in arrays] if self.usable else []
@@ -262,7 +262,7 @@ def weights_of(layer: nn.Module) -> _Weights | None:
     return known if known.usable else None
 
 
-Own = tuple[_Weights, Array | None, int]  # a layer's weights, the parties that add to it, its number among theirs
+Own = tuple[_Weights, Array | None, int]  # a layer's weights, the row_groups that add to it, its number among theirs
 
 
 def _products(library: Any, x: mx.array, layers: Sequence[Own | None]) -> list[mx.array] | None:
@@ -278,15 +278,15 @@ def _products(library: Any, x: mx.array, layers: Sequence[Own | None]) -> list[m
 
 
 def products_of(library: Any, x: Array, layers: Sequence[Own]) -> list[Array]:
-    """x (M, K) · weightᵀ + bias of each layer, and what its parties add: (M, N) each."""
+    """x (M, K) · weightᵀ + bias of each layer, and what its row_groups add: (M, N) each."""
     x = np.ascontiguousarray(x)
     table: list[int] = []
     outputs = []
-    for weights, parties, number in layers:
-        out = np.empty((len(x), weights.lines), np.float32)
+    for weights, row_groups, number in layers:
+        out = np.empty((len(x), weights.out_features), np.float32)
         outputs.append(out)
-        table += (weights.lie, weights.added, _address(out), weights.lines)
-        table += (0, 0, 0) if parties is None else (_address(parties), len(parties), number)
+        table += (weights.lie, weights.added, _address(out), weights.out_features)
+        table += (0, 0, 0) if row_groups is None else (_address(row_groups), len(row_groups), number)
     if library.products(_at(x), *x.shape, (ctypes.c_int64 * len(table))(*table), len(outputs)):
         raise MemoryError
     return outputs

@@ -1,0 +1,119 @@
+"""The only way a process comes up: from a config to models, their engines and memory, adapters, and training.
+
+The server, `LLM`, `RLIntegratedServer` and `mlx_parallm_train` call `start`, and `close` what it returns.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.engine import Engine, StepEvents, plan_engines
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.lora.files import read_folder
+from mlx_parallm.lora.registry import Version
+from mlx_parallm.lora.weights import AdapterError
+from mlx_parallm.models.loader import load
+from mlx_parallm.models.memory import size_text
+from mlx_parallm.training.manager import TrainingManager
+from mlx_parallm.training.model import LoRAConfig
+from mlx_parallm.training.trainer import RLConfig
+
+# The engine thread builds its graphs in Python: it must not wait 5 ms for another thread to give way.
+SWITCH_INTERVAL = 0.0005
+
+Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow step of a start as it begins
+
+
+@dataclass(slots=True)
+class Runtime:
+    """Models that serve, by name; the first is the default and the one that trains."""
+
+    engines: Mapping[str, Engine]
+    training: TrainingManager
+
+    @property
+    def engine(self) -> Engine:
+        """The default model's."""
+        return next(iter(self.engines.values()))
+
+    def close(self) -> None:
+        """Writes training's state and ends the engines; what still runs is cut off."""
+        self.training.close()
+        _stop(self.engines)
+
+
+def start(
+    config: ServeConfig,
+    deliver: Callable[[StepEvents], None],
+    *,
+    lora: LoRAConfig | None = None,
+    rl: RLConfig | None = None,
+    learn: bool = True,
+    progress: Progress = lambda what: contextlib.nullcontext(),
+) -> Runtime:
+    """Loads what the config names. `deliver` takes each step's events, on an engine's thread.
+
+    `lora`, `rl`: of the adapters that learn (default: what the config says). `learn`: False where the caller trains by
+    other means, so that no adapter begins to.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    adapters = config.named_adapters()  # what is wrong with them is said before a model is loaded
+    engines = _start_engines(config, deliver, progress)
+    try:
+        first = next(iter(engines.values()))
+        for name, path in adapters.items():
+            load_adapter(first, name, path, config)
+        training = TrainingManager(first, config)
+        if learn:
+            training.start(lora, rl)
+    except BaseException:
+        _stop(engines)
+        raise
+    return Runtime(engines, training)
+
+
+def _start_engines(
+    config: ServeConfig, deliver: Callable[[StepEvents], None], progress: Progress
+) -> Mapping[str, Engine]:
+    """All models are in memory before any plans what is left of it."""
+    engines: dict[str, Engine] = {}
+    try:
+        for name, source in config.named_models().items():
+            loader = partial(
+                load,
+                source,
+                name=name,
+                dtype=config.dtype,
+                max_model_len=config.max_model_len,
+                trust_remote_code=config.trust_remote_code,
+            )
+            engines[name] = Engine(loader, config, deliver)
+            with progress(f"loading {name}" + (", the embedded model" if source is None else f" from {source}")):
+                engines[name].load()
+        for engine, plan in zip(engines.values(), plan_engines(list(engines.values()), config), strict=True):
+            with progress(f"warming up {engine.model.name}, {size_text(engine.model.weight_bytes)} of weights"):
+                engine.start(plan)
+    except ParallmError:
+        _stop(engines)
+        raise
+    return engines
+
+
+def _stop(engines: Mapping[str, Engine]) -> None:
+    for engine in engines.values():
+        engine.stop()
+
+
+def load_adapter(engine: Engine, name: str, path: str, config: ServeConfig, number: int | None = None) -> Version:
+    """Publishes the adapter in a folder, in mlx-lm's or PEFT's format."""
+    try:
+        folder = Path(path).expanduser()
+        adapter, its_config = read_folder(folder, config.max_lora_bytes)
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder that is closed to us
+        raise AdapterError(f"{path[:200]!r} can't be read: {error}", param="path") from error
+    return engine.policies.publish(name, adapter, str(folder), number, its_config)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.servers import free_port
+from tests.unit.test_adapters import written
 
 SCRIPT = """
 import asyncio, json, sys
@@ -22,6 +23,7 @@ async def main():
         rl_config=RLConfig(algorithm="grpo", learning_rate=1e-3, batch_size=8, max_kl=100.0),
         ssd=False,
         checkpoint_dir=sys.argv[4],
+        lora_path=(f"other={sys.argv[5]}",),
     )
     serving = asyncio.create_task(server.run_inference(port=port))
     training = asyncio.create_task(
@@ -37,9 +39,11 @@ async def main():
                 await asyncio.sleep(0.05)
         news = await training
         status = (await client.get("/v1/training/status")).json()
+        models = [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
     await server.stop()
     code = await serving
-    print(json.dumps({"steps": len(news), "updates": status["updates"], "versions": sorted(versions), "code": code}))
+    facts = {"updates": status["updates"], "versions": sorted(versions), "models": models}
+    print(json.dumps({"steps": len(news), "code": code, **facts}))
 
 asyncio.run(main())
 """
@@ -47,7 +51,8 @@ asyncio.run(main())
 
 def test_serving_and_training_over_one_model(tiny_folder: Path, tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
-    arguments = [sys.executable, "-c", SCRIPT, str(tiny_folder), str(free_port()), root, str(tmp_path)]
+    other = written(tmp_path, "few")
+    arguments = [sys.executable, "-c", SCRIPT, str(tiny_folder), str(free_port()), root, str(tmp_path), str(other)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])
@@ -55,3 +60,4 @@ def test_serving_and_training_over_one_model(tiny_folder: Path, tmp_path: Path) 
     assert 1 <= found["updates"] <= 5
     assert found["versions"]
     assert found["code"] == 0
+    assert {"policy", "other"} <= set(found["models"]), "options of the server are the class's too"

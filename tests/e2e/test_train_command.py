@@ -232,7 +232,7 @@ def test_a_warmed_up_policy_needs_half_the_updates(own_cache: None, tmp_path: Pa
     """The embedded model, and the task and bar of `make rl-demo`: 0.15 above the score that it began with."""
     chance = random.Random(0)
     examples = []
-    for _ in range(48):
+    for _ in range(128):
         count = chance.randint(3, 6)
         topic, *others = chance.sample(WORDS, count)
         messages = [
@@ -244,7 +244,7 @@ def test_a_warmed_up_policy_needs_half_the_updates(own_cache: None, tmp_path: Pa
     (tmp_path / "examples.jsonl").write_text("\n".join(examples))
     common = ("--no-ssd", "--lora-layers", "8", "--checkpoint-dir")
     train = (sys.executable, "-m", "mlx_parallm", "train", *common)
-    sft = ("--mode", "sft", "--dataset", str(tmp_path / "examples.jsonl"), "--learning-rate", "5e-4")
+    sft = ("--mode", "sft", "--dataset", str(tmp_path / "examples.jsonl"), "--learning-rate", "1e-3", "--epochs", "2")
     finish([*train, str(tmp_path), *sft], seconds=900)
     rl = (
         "--task",

@@ -202,9 +202,9 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
         x: mx.array, layers: Sequence[Any], choice: StackedLoRA, turn: RopeParams, offsets: mx.array
     ) -> list[mx.array] | None:
         counts["turn"] += 1
-        half = turn.waves.shape[0]
+        half = turn.inv_freq.shape[0]
         heads = [one.reshape(len(x), -1, 1, 2 * half) for one in by_hand(x, layers, choice)]
-        speeds = mx.power(2.0, turn.waves) if turn.powers else turn.waves
+        speeds = mx.power(2.0, turn.inv_freq) if turn.in_log2 else turn.inv_freq
         angles = (offsets[:, None] * speeds)[:, None, None]  # (B, 1, 1, half)
         for i, (one, other) in enumerate((h[..., :half], h[..., half:]) for h in heads[:2]):
             cos, sin = mx.cos(angles), mx.sin(angles)
@@ -290,7 +290,7 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
     added = sums(x, [(first, 0, 2), (second, 1, 1)], choice, residual)
     base, offsets = 500000.0, mx.array([0, 1, 77, 4000, 90000, *range(43)], mx.int32)
     for turn, how in (
-        (RopeParams(kernel.powers_of(base, 32), True), {"base": base}),
+        (RopeParams(kernel.log2_inv_freq(base, 32), True), {"base": base}),
         (RopeParams(1 / (base ** (mx.arange(32) / 32)), False), {"base": None, "freqs": base ** (mx.arange(32) / 32)}),
     ):
         some = [(first, 0, 2), (second, 7, 0), (second, 1, 1)]  # nobody has anything for the second

@@ -225,9 +225,9 @@ def test_an_environment_that_is_done_stays_so(url: str, stand_in: Path, tmp_path
 def test_an_environment_does_not_outlive_a_server_that_is_killed(url: str, stand_in: Path, tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; "
-        "from mlx_parallm.training.atropos import Environment, EnvironmentConfig; "
+        "from mlx_parallm.training.atropos import AtroposProcess, EnvironmentConfig; "
         "config = EnvironmentConfig(sys.argv[1], sys.argv[2], sys.argv[2], Path(sys.argv[3])); "
-        "Environment(config, lambda folder: None).start(); time.sleep(600)"
+        "AtroposProcess(config, lambda folder: None).start(); time.sleep(600)"
     )
     server = subprocess.Popen([sys.executable, "-c", program, str(stand_in), url, str(tmp_path / "log")])
     try:

@@ -4,7 +4,6 @@ The server, `LLM`, `RLIntegratedServer` and `mlx_parallm_train` call `start`, an
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,9 +21,6 @@ from mlx_parallm.models.memory import size_text
 from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.trainer import RLConfig
-
-# The engine thread builds its graphs in Python: it must not wait 5 ms for another thread to give way.
-SWITCH_INTERVAL = 0.0005
 
 Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow step of a start as it begins
 
@@ -61,7 +57,6 @@ def start(
     `lora`, `rl`: of the adapters that learn (default: what the config says). `learn`: False where the caller trains by
     other means, so that no adapter begins to.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL)
     adapters = config.named_adapters()  # what is wrong with them is said before a model is loaded
     engines = _start_engines(config, deliver, progress)
     try:

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 Companion = Callable[[TrainingManager], int | None]
 
+# The engine thread builds its graphs in Python: it must not wait 5 ms for another thread to give way.
+SWITCH_INTERVAL = 0.0005
 LAST_BYTES_SECONDS = 5  # for responses to be written out once the engines have stopped
 
 
@@ -122,6 +125,7 @@ class HttpServer(uvicorn.Server):
 
     async def run_in_loop(self) -> int:
         """Serves in the running event loop; returns the exit code."""
+        sys.setswitchinterval(SWITCH_INTERVAL)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)

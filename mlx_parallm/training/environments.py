@@ -222,8 +222,9 @@ class EpisodeSampler(TaskSampler):
             episode.reward += float(episode.environment.cut_off())
 
     def _fail(self, episode: Episode, error: Exception) -> None:
+        if not episode.failed:  # an episode that fails again while it is cut off is lost once
+            self._lose(error)
         episode.done = episode.failed = True
-        self._lose(error)
 
     def _lose(self, error: Exception) -> None:
         self.failures += 1

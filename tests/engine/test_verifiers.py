@@ -91,7 +91,7 @@ def problems(one: Task, *seeds: int) -> list[Any]:
 def test_episodes_are_scored_by_the_environments_rubric(named: None, kind: str, turns: int) -> None:
     one = task(kind)
     with school() as given:
-        session = given.session()
+        given.session()
         plays = EpisodeSampler(given.engine, given.rollouts, one)  # type: ignore[arg-type]
         asked = problems(one, 1, 2)
         sampling = SamplingParams(temperature=1.0, max_tokens=4, n=2, ignore_eos=True)
@@ -105,7 +105,6 @@ def test_episodes_are_scored_by_the_environments_rubric(named: None, kind: str, 
                 assert answer.record.mask is not None
                 assert sum(answer.record.mask) == 4 * turns
         assert plays.failures == 0
-        assert session.status()
         given.driver.settle()
 
 

@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace, rows: int) -> dict[str, tuple[float, float
     for label, names in (("q and v", ATTENTION), ("all linear layers", ALL)):
         registry = Registry(layout, args.adapters)
         versions = [
-            registry.publish(f"{label} {number}", registry.pack(random_adapter(layout, names, args.rank, number)), "")
+            registry.publish(f"{names[0]}-{number}", random_adapter(layout, names, args.rank, number), "")
             for number in range(args.adapters)
         ]
         one = choice_of(registry, [versions[0]] * rows)

@@ -25,7 +25,7 @@ from rich.table import Table
 from weights import embedded_float32
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine, StepEvents
+from mlx_parallm.engine.engine import Engine, deliver
 from mlx_parallm.models.device import device_name
 from mlx_parallm.models.loader import load
 from mlx_parallm.training.model import LoRAConfig
@@ -60,15 +60,11 @@ Turn = dict[str, list[Any]]  # "steps": seconds of each; "rollouts": (seconds, t
 
 class Ours:
     def __init__(self, args: argparse.Namespace) -> None:
-        def dispatch(news: StepEvents) -> None:
-            for request, delta in news:
-                request.on_delta(delta)
-
         rows = min(64, args.prompts * args.group_size)
         config = ServeConfig(
             ssd=False, max_batch_size=rows, num_blocks=128
         )  # prompts are random: nothing to find again
-        self.engine = Engine(partial(load, args.model, name="model"), config, dispatch)
+        self.engine = Engine(partial(load, args.model, name="model"), config, deliver)
         self.engine.start()
         ledger = Ledger()
         self.engine.recorder = ledger

@@ -21,7 +21,7 @@ from rich.console import Console  # isort: skip
 from rich.table import Table
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine, StepEvents
+from mlx_parallm.engine.engine import Engine, deliver
 from mlx_parallm.models.loader import load
 from mlx_parallm.training.environments import make_task_sampler
 from mlx_parallm.training.loop import Loop, LoopConfig
@@ -53,11 +53,6 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def deliver(news: StepEvents) -> None:
-    for request, delta in news:
-        request.on_delta(delta)
-
-
 class Demo:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -87,7 +82,7 @@ class Demo:
         (args.out / name / LOG).unlink(missing_ok=True)
         with Progress(args.out / name, args.steps, name) as progress:
             news = Loop(session, self._asker, settings, progress.on_step).run()
-        self._engine.policies.unload(name)
+        self._engine.adapters.unload(name)
         held_out = [one.held_out for one in news if one.held_out is not None]
         return held_out[0], held_out[-1]
 

@@ -86,7 +86,7 @@ def serve(args: argparse.Namespace) -> int:
     check_python()
     sys.stdout.write(f"MLX ParaLLM {__version__} is starting\n")
     sys.stdout.flush()  # the imports below take seconds
-    from mlx_parallm.server.run import serve as run_server
+    from mlx_parallm.serve import serve as run_server
 
     return run_server(settings)
 

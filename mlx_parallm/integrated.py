@@ -56,7 +56,7 @@ class RLIntegratedServer:
         """The adapter that learns; once either coroutine has begun."""
         if self._runtime is None:
             raise ConfigError("the model is not loaded yet: run_inference or run_training_loop does that")
-        return self._runtime.training.session(self._adapter)
+        return self._runtime.manager.session(self._adapter)
 
     async def start(self) -> None:
         """Loads the model and makes the trainer."""
@@ -69,7 +69,7 @@ class RLIntegratedServer:
                 come_up = partial(start, self.config, self._dispatcher, lora=self._lora, rl=self._rl)
                 runtime = await asyncio.to_thread(come_up)
                 for name, function in self._scores.items():
-                    runtime.training.rewards.add(name, function)
+                    runtime.manager.rewards.add(name, function)
                 self._runtime = runtime
             return self._runtime
 
@@ -96,7 +96,7 @@ class RLIntegratedServer:
         **options: Any,
     ) -> Sequence[StepReport]:
         """The built-in loop: about `rl_config.batch_size` answers in each step."""
-        training = (await self._started()).training
+        training = (await self._started()).manager
         found = find_task(task) if isinstance(task, str) else task
         asker = make_task_sampler(training.engine, training.rollouts, training.rewards, found)
         prompts = prompts_per_step or max(1, self._rl.batch_size // group_size)

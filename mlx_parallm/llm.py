@@ -17,12 +17,13 @@ from types import TracebackType
 from typing import Any
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.admission import check_choices, check_sampling
+from mlx_parallm.engine.engine import deliver
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.runtime.startup import start
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from mlx_parallm.validation import check_choices, check_sampling
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]
@@ -77,7 +78,7 @@ class LLM:
         config.setdefault("ssd", False)  # a script leaves no files behind unless it asks to
         paths = (path,) if path else ()
         self.config = ServeConfig(model_path=paths, max_batch_size=max_batch_size, dtype=dtype, **config)
-        runtime = start(self.config, _dispatch)
+        runtime = start(self.config, deliver)
         self._engine = runtime.engine
         self._vocabulary = Vocabulary(self._engine.model.tokenizer)
         self._stop = weakref.finalize(self, runtime.close)
@@ -195,28 +196,29 @@ class LLM:
 
     def _deltas(self, jobs: "list[_Job]") -> "Iterator[tuple[_Job, TextChunk]]":
         """Submits the jobs, no more at once than the queue holds, and yields what comes of them."""
-        inbox: SimpleQueue[tuple[_Job, Delta]] = SimpleQueue()
-        waiting, running = deque(jobs), set[_Job]()
+        inbox: SimpleQueue[Delta] = SimpleQueue()
+        waiting, running = deque(jobs), dict[str, _Job]()
         try:
             while waiting or running:
                 while waiting and len(running) < self.config.max_queue_size:
                     job = waiting.popleft()
-                    self._engine.submit(job.request(inbox))
-                    running.add(job)
-                job, delta = self._next(inbox)
-                if job not in running or job.is_over(delta.index):
+                    self._engine.submit(job.request(), inbox.put)
+                    running[job.id] = job
+                delta = self._next(inbox)
+                if delta.request_id not in running or running[delta.request_id].is_over(delta.index):
                     continue  # a choice that a stop string ended may still send a token
+                job = running[delta.request_id]
                 piece = job.take(delta)
                 if piece.finish_reason == "stop" and delta.finish_reason is None:
                     self._engine.cancel(job.id, delta.index)
                 if job.done:
-                    running.remove(job)
+                    del running[job.id]
                 yield job, piece
         finally:
-            for job in running:
-                self._engine.cancel(job.id)
+            for name in running:
+                self._engine.cancel(name)
 
-    def _next(self, inbox: "SimpleQueue[tuple[_Job, Delta]]") -> "tuple[_Job, Delta]":
+    def _next(self, inbox: "SimpleQueue[Delta]") -> Delta:
         while True:
             try:
                 return inbox.get(timeout=1.0)
@@ -249,10 +251,8 @@ class _Job:
     def is_over(self, index: int) -> bool:
         return self.completion.outputs[index].finish_reason is not None
 
-    def request(self, inbox: "SimpleQueue[tuple[_Job, Delta]]") -> Request:
-        return Request(
-            self.id, self.tokens, self.sampling, lambda delta: inbox.put((self, delta)), stream=self.streamed
-        )
+    def request(self) -> Request:
+        return Request(self.id, self.tokens, self.sampling, stream=self.streamed)
 
     def take(self, delta: Delta) -> TextChunk:
         """Adds a delta to its answer."""
@@ -282,12 +282,6 @@ def _push(stream: TextStream, tokens: Sequence[int]) -> list[str]:
             break
         texts.append(stream.push([token]))
     return texts
-
-
-def _dispatch(news: list[tuple[Request, Delta]]) -> None:
-    """On the engine thread: each delta into the queue of the call that waits for it."""
-    for request, delta in news:
-        request.on_delta(delta)
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

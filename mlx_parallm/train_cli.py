@@ -237,7 +237,7 @@ def settings_of(flags: Mapping[str, Any], environment: Mapping[str, str] | None 
 
 def run(args: argparse.Namespace) -> int:
     settings = settings_of({name: value for name, value in vars(args).items() if name != "run"})
-    from mlx_parallm.server.run import serve
+    from mlx_parallm.serve import serve
     from mlx_parallm.training.report import chosen_boards
 
     chosen_boards(settings.report_to)  # what is not there is said before a model is loaded
@@ -266,7 +266,7 @@ def _alone(settings: TrainConfig, work: "Callable[[TrainingManager, TrainConfig]
     logs.set_up(settings.log_level, settings.log_json)
     runtime = start(settings, lambda events: None, learn=False, progress=progress)
     try:
-        work(runtime.training, settings)
+        work(runtime.manager, settings)
     finally:
         runtime.close()
     return 0

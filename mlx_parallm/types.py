@@ -1,12 +1,13 @@
 """What crosses the border between the edges and the engine: plain dataclasses, no MLX.
 
-A caller builds a `Request`, hands it to `engine.submit`, and receives `Delta`s. `SamplingParams` is
+A caller builds a `Request`, submits it with a handler, and the handler receives `Delta`s. `SamplingParams` is
 public: users of `LLM` build it by hand, the server builds it from a validated body.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from mlx_parallm.errors import ParallmError
@@ -102,14 +103,62 @@ class Delta:
     cached_tokens: int = 0
 
 
+@dataclass(slots=True, kw_only=True)
+class ModelInfo:
+    """A served model, as every process may know it."""
+
+    name: str
+    source: str  # the path or hub id it came from
+    precision: str  # "float32", "bfloat16", "4-bit" …: what start-up prints
+    context_length: int
+    vocab_size: int  # the width of the logits, at least the tokenizer's
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AdapterVersion:
+    """One set of an adapter's weights, with what has become of it since it was published."""
+
+    name: str
+    number: int
+    source: str
+    rank: int
+    bytes: int  # as it came
+    config: Mapping[str, Any] | None = None  # as it came: for weights that come later without one
+    created: float = field(default_factory=time.time)
+    rows: int = 0  # that use it, or wait to
+    requests: int = 0  # since it was published
+    tokens: int = 0  # that it made
+    pinned: bool = False  # kept, however many newer ones there are
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}@{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoute:
+    """An adapter that requests for the model's own name get; without a name, the model alone."""
+
+    name: str | None
+    number: int | None  # None: what the name means
+    share: float
+
+    @property
+    def label(self) -> str:
+        return "base" if self.name is None else self.name if self.number is None else f"{self.name}@{self.number}"
+
+
+PauseMode = Literal["keep", "wait", "abort"]  # what becomes of running requests
+OnDelta = Callable[[Delta], None]  # takes a request's deltas, wherever the events of a step are delivered
+
+
 @dataclass(slots=True)
 class Request:
-    """One prompt on its way to the engine. `on_delta` is called by whoever dispatches deltas."""
+    """One prompt on its way to the engine: plain values, which could be sent to another process."""
 
     id: str
     prompt: list[int]
     sampling: SamplingParams
-    on_delta: Callable[[Delta], None]
     stream: bool = False
     priority: int = 0  # lower goes first
     timeout: float | None = None  # seconds from submission
@@ -120,3 +169,98 @@ class Request:
     label: str = ""  # what the client calls it
     first: int = 0  # the number of its first choice among those of its call
     follow: bool = False  # goes on with a newer version from the step after it is published
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """A call whose answers are to be learnt from: the engine's names of its choices, and how many tokens each gave."""
+
+    choices: Sequence[tuple[str, int, int]]  # (request, index of the choice in the call, tokens)
+    scoring_function: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryInput:
+    """An answer with its reward, as a trainer sends it. Ids and log-probabilities of an answer that this server gave
+    may be left out: its `request_id` stands for them."""
+
+    reward: float
+    group_id: str = ""
+    prompt_ids: list[int] | None = None
+    completion_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    policy_version: int | None = None
+    request_id: str | None = None
+    index: int | None = None
+    temperature: float = 1.0
+    mask: list[bool] | None = None
+    advantage: float | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What an update that was not refused has done."""
+
+    policy_version: int
+    published: bool
+    used: int
+    skipped: int
+    rolled_back: str | None
+    checkpoint: str | None
+    saved: bool
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackReport:
+    adapter: str
+    buffered: int
+    ready: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCall:
+    """Prompts to draw from the current policy, to be scored, and perhaps to be learnt from."""
+
+    prompts: Sequence[list[int]]
+    sampling: SamplingParams
+    adapter: str | None
+    seed: int | None = None
+    scoring_function: str | None = None
+    metadata: Sequence[Mapping[str, Any]] | None = None  # one for each prompt
+    submit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSample:
+    request_id: str
+    index: int
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[float]
+    reward: float | None
+    finish_reason: str
+    policy_spans: Sequence[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMetrics:
+    """How the training of one adapter goes: of the last update, and counted since the start."""
+
+    loss: float = 0.0
+    reward_mean: float = 0.0
+    kl: float = 0.0
+    updates_per_second: float = 0.0
+    buffered: int = 0
+    collected: int = 0
+    used: int = 0
+    flat: int = 0
+    stale: int = 0
+    dropped: int = 0
+    updates: int = 0
+    refused: int = 0
+    rollbacks: int = 0
+    checkpoint_saves: int = 0

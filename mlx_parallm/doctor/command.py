@@ -51,8 +51,8 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _measure(args: argparse.Namespace) -> Iterator[Finding]:
-    from mlx_parallm.doctor.probes import Probe, deliver, failed
-    from mlx_parallm.engine.engine import Engine
+    from mlx_parallm.doctor.probes import Probe, failed
+    from mlx_parallm.engine.engine import Engine, deliver
     from mlx_parallm.models.loader import load
 
     config = ServeConfig(model_path=(args.model_path,) if args.model_path else (), ssd=False)

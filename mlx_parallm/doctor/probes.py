@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from mlx_parallm.doctor.findings import Finding, look
-from mlx_parallm.engine.engine import Engine, StepEvents
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.types import Delta, Request, SamplingParams
@@ -56,25 +56,26 @@ class Probe:
     ) -> list[Measured]:
         """All at one moment; what comes back, in their order. `midway` is called when each has some tokens."""
         settings = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": STEPS, **sampling})  # type: ignore[arg-type]
-        inbox: SimpleQueue[tuple[int, Delta]] = SimpleQueue()
+        inbox: SimpleQueue[Delta] = SimpleQueue()
         requests = [
             Request(
                 f"doctor-{next(self._ids)}",
                 prompt,
                 settings,
-                lambda delta, number=number: inbox.put((number, delta)),  # type: ignore[misc]
                 stream=True,
                 adapter=adapter,
                 cache_salt=f"doctor {next(self._ids)}",  # nothing is found in the cache
             )
-            for number, prompt in enumerate(prompts)
+            for prompt in prompts
         ]
+        numbers = {request.id: number for number, request in enumerate(requests)}
         answers, open_ = [Measured() for _ in prompts], len(prompts)
-        self._engine.submit_all(requests)
+        self._engine.submit_all(requests, inbox.put)
         while open_:
-            number, delta = inbox.get(timeout=300)
+            delta = inbox.get(timeout=300)
             if delta.error is not None:
                 raise delta.error
+            number = numbers[delta.request_id]
             answers[number].tokens += delta.tokens
             answers[number].logprobs += [score.logprob for score in delta.logprobs or []]
             answers[number].times += [time.perf_counter()] * len(delta.tokens)
@@ -172,11 +173,11 @@ class Probe:
             )
             for path, target in targets
         }
-        self._engine.policies.publish(ADAPTER, Adapter(parts), "doctor")
+        self._engine.adapters.publish(ADAPTER, Adapter(parts), "doctor")
         try:
             ratio = self._ratio(8, {"adapter": ADAPTER})
         finally:
-            self._engine.policies.unload(ADAPTER)
+            self._engine.adapters.unload(ADAPTER)
         found = f"one of rank 16 on q and v takes {ratio - 1:+.0%} of a step of 8 rows"
         return Finding("adapters", found, "slow" if ratio > 1.4 else "ok", "adapt fewer layers", {"ratio": ratio})
 
@@ -186,11 +187,8 @@ class Probe:
 
         def join() -> None:
             joined.append(time.perf_counter())
-            self._engine.submit(
-                Request(
-                    "doctor-join", self.long[:64], SamplingParams(max_tokens=1), lambda delta: None, cache_salt="join"
-                )
-            )
+            request = Request("doctor-join", self.long[:64], SamplingParams(max_tokens=1), cache_salt="join")
+            self._engine.submit(request, lambda delta: None)
 
         answers = self.ask(self.prompts[:8], max_tokens=3 * STEPS, midway=join)
         before = _longest_gap([[time for time in answer.times if time < joined[0]] for answer in answers])
@@ -203,11 +201,6 @@ class Probe:
 
 def _longest_gap(times: Sequence[Sequence[float]]) -> float:
     return max((b - a for one in times for a, b in itertools.pairwise(one)), default=0.0)
-
-
-def deliver(news: StepEvents) -> None:
-    for request, delta in news:
-        request.on_delta(delta)
 
 
 def failed(error: ParallmError) -> Finding:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.accounts import Accounts
@@ -53,13 +54,12 @@ from mlx_parallm.models.memory import LORA_RANK, plan_memory, wire_memory
 from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.text.grammar import GrammarCompiler
 from mlx_parallm.text.prompts import Prompts
-from mlx_parallm.types import Delta, MemoryPlan, Request
+from mlx_parallm.types import Delta, MemoryPlan, OnDelta, PauseMode, Request
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PauseMode = Literal["keep", "wait", "abort"]
-StepEvents = list[tuple[Request, Delta]]
+StepEvents = list[tuple[OnDelta, Delta]]
 Recorder = Callable[[Request, int, Row, int | None], None]
 DEADLINE_CHECK_SECONDS = 0.1
 SPARE_SECONDS = 2.0  # for which an idle engine keeps freed memory: fresh memory costs more than it seems
@@ -117,7 +117,7 @@ class Engine:
         self._runner: Runner
         self._scheduler: Scheduler
         self._accounts: Accounts
-        self.policies: Policies
+        self._policies: Policies
         self._max_in_flight: int
 
     # From any thread.
@@ -150,11 +150,11 @@ class Engine:
             self._thread.join()  # it still puts MLX in order
             raise self._load_error
 
-    def submit(self, request: Request) -> None:
-        """Takes a request or raises at once; its deltas come through `dispatch`."""
-        self.submit_all([request])
+    def submit(self, request: Request, on_delta: OnDelta) -> None:
+        """Takes a request or raises at once; its deltas come through `dispatch`, with the handler that takes them."""
+        self.submit_all([request], on_delta)
 
-    def submit_all(self, requests: Sequence[Request]) -> None:
+    def submit_all(self, requests: Sequence[Request], on_delta: OnDelta) -> None:
         """Takes requests that arrive at one moment: all or none."""
         if self._closed is not None:
             raise UnavailableError(self._closed)
@@ -169,7 +169,7 @@ class Engine:
 
         def take() -> None:
             for request, rows in made:
-                self._take(request, rows, arrival)
+                self._take(request, rows, arrival, on_delta)
 
         self._inbox.put(take)
 
@@ -236,6 +236,14 @@ class Engine:
 
     def resume(self) -> None:
         self._ask(self._end_pause)
+
+    @property
+    def tokenizer(self) -> TokenizerWrapper:
+        return self.model.tokenizer
+
+    def check_grammar(self, grammar: str, param: str) -> None:
+        """Raises InvalidRequestError, about the field `param`, unless the grammar can be followed."""
+        self.grammars.check(grammar, param)
 
     @property
     def paused(self) -> bool:
@@ -356,7 +364,14 @@ class Engine:
         wire_memory()
         spare.allow(self, plan.kept)
         layout = self.layout
-        self.adapters = Registry(layout, config.max_loras, config.max_cpu_loras)
+        self.adapters = Registry(
+            layout,
+            config.max_loras,
+            config.max_cpu_loras,
+            config.max_lora_rank,
+            run_between_steps=self._ask,
+            observe=self.metrics.adapter_seconds.observe,
+        )
         forward = Forward(self.model.module, layout.selection)
         cache = batch_cache(self.model, forward, config.max_batch_size, plan.rows, tuning)
         check_room(cache, plan, self.model.context_length)
@@ -391,16 +406,7 @@ class Engine:
             limits, cache.fits, look_up=self._look_up, let_go=self._let_go, shorten=self._shorten
         )
         self._accounts = Accounts(self.metrics, self._scheduler, self._runner, self._prefix)
-        self.policies = Policies(
-            self.adapters,
-            self._live,
-            self._scheduler,
-            self._runner,
-            identify=self._identify,
-            between_steps=self._ask,
-            max_rank=config.max_lora_rank,
-            on_adapters=self.metrics.adapter_seconds.observe,
-        )
+        self._policies = Policies(self.adapters, self._live, self._scheduler, self._runner, self._identify)
         if self._prefix is not None and self._prefix.disk is not None:
             self._ssd_transfers = SsdTransfers(self._prefix, self._prefix.disk, self._scheduler, self._inbox.put)
         self.metrics.slots_total = config.max_batch_size
@@ -422,7 +428,7 @@ class Engine:
                 self._work(serving=False)
             return
         begun, serving = time.perf_counter(), not self._scheduler.idle or bool(self._in_flight)
-        self.policies.follow()
+        self._policies.follow()
         self._make_room()
         scheduler = self._scheduler
         plan = scheduler.plan()
@@ -488,7 +494,7 @@ class Engine:
         for row, reader in self._live.entries(request.id):
             delta = row.news(reader)
             delta.finish_reason = "abort"
-            self._events.append((request, delta))
+            self._events.append((reader.on_delta, delta))
             self._end(row, reader, "abort")
 
     def _read_inbox(self) -> None:
@@ -529,11 +535,11 @@ class Engine:
         self._accounts.gauge()
         self._idle.set()
 
-    def _take(self, request: Request, rows: list[Row], arrival: float) -> None:
+    def _take(self, request: Request, rows: list[Row], arrival: float, on_delta: OnDelta) -> None:
         self._idle.clear()
-        needed = self._live.add(request, rows, arrival)
+        needed = self._live.add(request, rows, arrival, on_delta)
         if needed:
-            self.policies.take(rows)
+            self._policies.take(rows)
             job = Job(list(rows), request.prompt, request.priority, arrival)
             self._identify(job)
             self._scheduler.add(job)
@@ -578,7 +584,7 @@ class Engine:
         for row, reader in self._live.entries(request_id, index):
             if error is not None:
                 self._events.append(
-                    (reader.request, Delta(request_id, reader.index, finish_reason="error", error=error))
+                    (reader.on_delta, Delta(request_id, reader.index, finish_reason="error", error=error))
                 )
             reader.visible = visible
             self._end(row, reader, "error" if error else "abort")
@@ -660,13 +666,13 @@ class Engine:
         for reader in list(row.readers):
             delta = row.news(reader)
             delta.finish_reason, delta.error = "error", error
-            self._events.append((reader.request, delta))
+            self._events.append((reader.on_delta, delta))
             self._end(row, reader, "error")
 
     def _tell(self, row: Row) -> None:
         for reader in list(row.readers):
             if row.finish_reason is not None or reader.eager:
-                self._events.append((reader.request, row.news(reader)))
+                self._events.append((reader.on_delta, row.news(reader)))
             if row.finish_reason is not None:
                 self._end(row, reader, row.finish_reason)
 
@@ -681,7 +687,7 @@ class Engine:
             row.finish_reason = row.finish_reason or "abort"
             self._scheduler.remove(row)
             self._runner.leave(row)
-            self.policies.release(row)
+            self._policies.release(row)
 
     def _hand_over(self) -> None:
         if self._events:
@@ -709,9 +715,16 @@ class Engine:
     def _end_all(self, error: ParallmError) -> None:
         for request in self._live.requests():
             for row, reader in self._live.entries(request.id):
-                self._events.append((request, Delta(request.id, reader.index, finish_reason="error", error=error)))
+                delta = Delta(request.id, reader.index, finish_reason="error", error=error)
+                self._events.append((reader.on_delta, delta))
                 self._live.remove(row, reader)
         self._hand_over()
+
+
+def deliver(events: StepEvents) -> None:
+    """The simplest `dispatch`: hands each delta to its handler, on the engine thread."""
+    for on_delta, delta in events:
+        on_delta(delta)
 
 
 def plan_engines(engines: "Sequence[Engine]", config: ServeConfig) -> list[MemoryPlan]:

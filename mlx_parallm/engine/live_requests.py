@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mlx_parallm.engine.rows import Reader, Row
-from mlx_parallm.types import Request, SamplingParams
+from mlx_parallm.types import OnDelta, Request, SamplingParams
 
 Twin = tuple[tuple[int, ...], SamplingParams, str]
 
@@ -28,7 +28,7 @@ class LiveRequests:
     def requests(self) -> list[Request]:
         return [entries[0][1].request for entries in self._entries.values()]
 
-    def add(self, request: Request, rows: list[Row], arrival: float) -> bool:
+    def add(self, request: Request, rows: list[Row], arrival: float, on_delta: OnDelta) -> bool:
         """Gives the rows their reader. False when rows that run already compute the same: these are not needed."""
         twin = self._twin(request, rows[0]) if self._share else None
         shared = self._twins.get(twin) if twin is not None else None
@@ -36,7 +36,7 @@ class LiveRequests:
             self._twins[twin] = rows
         entries = []
         for index, row in enumerate(shared or rows):
-            reader = Reader(request, index, arrival)
+            reader = Reader(request, index, arrival, on_delta)
             row.readers.append(reader)
             entries.append((row, reader))
         self._entries[request.id] = entries

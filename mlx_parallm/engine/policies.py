@@ -1,95 +1,35 @@
-"""Adapters as the engine knows them: published and changed between two steps, held by rows, followed by some.
+"""Which rows hold which adapter version, and which of them follow its name to a newer one. The engine thread's.
 
 A row keeps the version that it began with. One that follows goes on with the newest from its next token; what it has
 computed by then stays, so its keys and values are of several versions, and the prefix cache keeps none of them.
 """
 
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.rows import Job, Row
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
-from mlx_parallm.lora.registry import Registry, Route, Version
-from mlx_parallm.lora.weights import Adapter, check_fit, check_name
-
-T = TypeVar("T")
-
-
-class BetweenSteps(Protocol):
-    """Has the engine thread do something between two steps, and hands on what that gives or raises."""
-
-    def __call__(self, change: Callable[[], T]) -> T: ...
+from mlx_parallm.lora.registry import Registry, Version
 
 
 class Policies:
     def __init__(
         self,
         registry: Registry,
-        book: LiveRequests,
+        live: LiveRequests,
         scheduler: Scheduler,
         runner: Runner,
-        *,
         identify: Callable[[Job], None],  # names the blocks of a prompt anew
-        between_steps: BetweenSteps,
-        max_rank: int,
-        on_adapters: Callable[[float], None],  # what a change has cost the engine, in seconds
     ) -> None:
-        self._between_steps = between_steps
-        self._max_rank = max_rank
-        self._on_adapters = on_adapters
         self.registry = registry
-        self._live = book
+        self._live = live
         self._scheduler = scheduler
         self._runner = runner
         self._identify = identify
         self._stale = False  # a row may have to move
-
-    # From any thread.
-
-    def publish(
-        self,
-        name: str,
-        adapter: Adapter,
-        source: str,
-        number: int | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> Version:
-        """Makes an adapter's weights what `name` means, for requests from now on."""
-        check_name(name)
-        check_fit(adapter, self.registry.targets, self._max_rank)
-        packed = self.registry.pack(adapter)  # here, not on the engine thread
-
-        def publish() -> Version:
-            begun = time.perf_counter()
-            version = self.registry.publish(name, packed, source, number, config)
-            self._stale = True
-            self._on_adapters(time.perf_counter() - begun)
-            return version
-
-        return self._between_steps(publish)
-
-    def unload(self, name: str) -> None:
-        self._between_steps(lambda: self.registry.unload(name))
-
-    def rollback(self, name: str, number: int | None = None) -> Version:
-        def rollback() -> Version:
-            version = self.registry.rollback(name, number)
-            self._stale = True
-            return version
-
-        return self._between_steps(rollback)
-
-    def pin(self, name: str, number: int | None, pinned: bool) -> Version:
-        return self._between_steps(lambda: self.registry.pin(name, number, pinned))
-
-    def serve(self, routes: list[Route]) -> None:
-        """What requests for the model's own name get from now on."""
-        self._between_steps(lambda: self.registry.serve(routes))
-
-    # The engine thread from here on.
+        self._seen = 0  # the registry's changes that rows were moved for
 
     def take(self, rows: list[Row]) -> None:
         """Rows of a new request."""
@@ -112,9 +52,9 @@ class Policies:
 
     def follow(self) -> None:
         """Moves rows that follow to what their adapter's name means now, as far as there are places for it."""
-        if not self._stale:
+        if not self._stale and self._seen == self.registry.changes:
             return
-        self._stale = False
+        self._stale, self._seen = False, self.registry.changes
         movers: dict[Version, list[Row]] = {}
         for row in self._live.rows():
             if row.follows and row.adapter is not None and (newest := self.registry.newest(row.adapter)) != row.adapter:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_parallm.kv.blocks import Chain, Match
-from mlx_parallm.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from mlx_parallm.types import Delta, FinishReason, OnDelta, Request, SamplingParams, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +20,7 @@ class Reader:
     request: Request
     index: int
     arrival: float
+    on_delta: OnDelta
     sent: int = 0
     told: bool = False
     visible: int | None = None  # tokens that it saw, where a stop string has ended the choice for it

@@ -4,20 +4,26 @@ A name has versions; the newest published is what the name means, until a rollba
 given up under them: they hold it, and it goes when the last has ended. All known versions are kept packed in memory; a
 bounded number of them is on the device: the least recently used makes room, and a publish takes those off that it or an
 earlier one has replaced, unless rows use them. The model's own name may serve an adapter too, or several, each with its
-share of the requests. Changes happen on the engine thread; other threads may look names up.
+share of the requests. Any thread may look names up and ask for changes; the engine thread makes these between steps.
 """
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.layers import Layout, PackedAdapter
 from mlx_parallm.lora.mixtures import GroupedLoRA, Present, Resident, RowAdapters, StackedLoRA, width_of
-from mlx_parallm.lora.weights import Adapter, AdapterError, Target
+from mlx_parallm.lora.weights import Adapter, AdapterError, Target, check_fit, check_name
+from mlx_parallm.types import AdapterRoute, AdapterVersion
+
+P = ParamSpec("P")
+T = TypeVar("T")
+V = TypeVar("V", bound=AdapterVersion)
 
 KEPT_VERSIONS = 4  # of a name, for rollbacks, beside those that are pinned or in use
 MAX_PINNED = 16  # versions of a name
@@ -25,22 +31,11 @@ PRESENT_KEPT = 4
 REMEMBERED_NAMES = 4096  # that were unloaded: their numbers are not given out again
 
 
-@dataclass(slots=True, eq=False)
-class Version:
-    name: str
-    number: int
-    packed: PackedAdapter
-    source: str
-    config: Mapping[str, Any] | None = None  # as it came: for weights that come later without one
-    created: float = field(default_factory=time.time)
-    rows: int = 0  # that use it, or wait to
-    requests: int = 0  # since it was published
-    tokens: int = 0  # that it made
-    pinned: bool = False  # kept, however many newer ones there are
+@dataclass(slots=True, eq=False, kw_only=True)
+class Version(AdapterVersion):
+    """A version whose weights are in this process."""
 
-    @property
-    def label(self) -> str:
-        return f"{self.name}@{self.number}"
+    packed: PackedAdapter
 
 
 @dataclass(slots=True, eq=False)
@@ -50,30 +45,50 @@ class Entry:
     current: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Route:
-    """An adapter that requests for the model's own name get; without a name, the model alone."""
+class BetweenSteps(Protocol):
+    """Runs a change on the engine thread, between two steps, and returns or raises what comes of it."""
 
-    name: str | None
-    number: int | None  # None: what the name means
-    share: float
-    credit: float = 0.0
+    def __call__(self, change: Callable[[], T]) -> T: ...
 
-    @property
-    def label(self) -> str:
-        return "base" if self.name is None else self.name if self.number is None else f"{self.name}@{self.number}"
+
+def _at_once(change: Callable[[], T]) -> T:
+    return change()
+
+
+def between_steps(method: "Callable[Concatenate[Registry, P], T]") -> "Callable[Concatenate[Registry, P], T]":
+    """A method that may be called on any thread but the engine's, which runs it."""
+
+    @wraps(method)
+    def run(registry: "Registry", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return registry.run_between_steps(partial(method, registry, *args, **kwargs))
+
+    return run
 
 
 class Registry:
-    def __init__(self, layout: Layout, max_resident: int, max_names: int = 256) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        max_resident: int,
+        max_names: int = 256,
+        max_rank: int = 256,
+        *,
+        run_between_steps: BetweenSteps = _at_once,
+        observe: Callable[[float], None] = lambda seconds: None,  # what a change has cost the engine
+    ) -> None:
         self._layout = layout
+        self._max_rank = max_rank
+        self._observe = observe
+        self.run_between_steps = run_between_steps
+        self.changes = 0  # how often a name has come to mean another version
         self.max_resident = max_resident
         self.max_names = max_names
         self.swaps = 0  # adapters copied to the device
         self.joins = 0  # mixtures of adapters put together
         self.base_requests = 0  # without an adapter
         self.base_tokens = 0
-        self.routes: list[Route] = []  # empty: the model's own name is the model alone
+        self.routes: list[AdapterRoute] = []  # empty: the model's own name is the model alone
+        self._credits: list[float] = []  # what each route has due
         self._routing = threading.Lock()
         self._latest = ""  # the name published last
         self._last_numbers: OrderedDict[str, int] = OrderedDict()  # of names that were unloaded
@@ -107,7 +122,7 @@ class Registry:
         entry = self._entries.get(name)
         return [] if entry is None else list(entry.versions.values())
 
-    def newest(self, version: Version) -> Version:
+    def newest(self, version: V) -> V | Version:
         """What the name of a version means now; itself, once the name is gone."""
         entry = self._entries.get(version.name)
         return version if entry is None else entry.versions[entry.current]
@@ -117,10 +132,10 @@ class Registry:
         with self._routing:
             if not self.routes:
                 return None
-            for route in self.routes:
-                route.credit += route.share
-            chosen = max(self.routes, key=lambda route: route.credit)
-            chosen.credit -= 1.0
+            credits = [credit + route.share for credit, route in zip(self._credits, self.routes, strict=True)]
+            place = max(range(len(credits)), key=credits.__getitem__)
+            credits[place] -= 1.0
+            chosen, self._credits = self.routes[place], credits
         return None if chosen.name is None else self.find(chosen.name, chosen.number)
 
     @property
@@ -147,6 +162,10 @@ class Registry:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -157,17 +176,24 @@ class Registry:
     def resident_bytes(self) -> int:
         return sum(resident.nbytes for resident in list(self._residents.values()))
 
-    # On the engine thread.
-
     def publish(
         self,
         name: str,
-        packed: PackedAdapter,
+        adapter: Adapter,
         source: str,
         number: int | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> Version:
         """A new version, which the name means from now on."""
+        check_name(name)
+        check_fit(adapter, self.targets, self._max_rank)
+        return self._publish(name, self.pack(adapter), source, number, config)  # packed here, not on the engine thread
+
+    @between_steps
+    def _publish(
+        self, name: str, packed: PackedAdapter, source: str, number: int | None, config: Mapping[str, Any] | None
+    ) -> Version:
+        begun = time.perf_counter()
         if name not in self._entries and len(self._entries) >= self.max_names:
             raise AdapterError(
                 f"{len(self._entries)} adapters are loaded, as many as --max-cpu-loras allows: unload one first",
@@ -178,23 +204,35 @@ class Registry:
         newest = max(entry.versions, default=self._last_numbers.get(name, 0))
         if number is not None and number <= newest:
             raise AdapterError(f"version {number} of {name!r} is not newer than {newest}", param="version")
-        version = Version(name, newest + 1 if number is None else number, packed, source, config)
+        version = Version(
+            name=name,
+            number=newest + 1 if number is None else number,
+            source=source,
+            rank=packed.given_rank,
+            bytes=packed.given_bytes,
+            config=config,
+            packed=packed,
+        )
         entry.versions[version.number] = version
         entry.current = version.number
         self._entries[name] = entry
         self._latest = name
         self._forget_old(entry)
         self._take_off(self._unneeded(entry))
+        self.changes += 1
+        self._observe(time.perf_counter() - begun)
         return version
 
-    def serve(self, routes: list[Route]) -> None:
+    @between_steps
+    def serve(self, routes: Sequence[AdapterRoute]) -> None:
         """What the model's own name serves from now on."""
         for route in routes:
             if route.name is not None:
                 self.find(route.name, route.number)
         with self._routing:
-            self.routes = routes
+            self.routes, self._credits = list(routes), [0.0] * len(routes)
 
+    @between_steps
     def pin(self, name: str, number: int | None, pinned: bool) -> Version:
         """Keeps a version, or lets it go the way of all others."""
         version = self.find(name, number)
@@ -210,6 +248,7 @@ class Registry:
         self._forget_old(self._entries[name])
         return version
 
+    @between_steps
     def rollback(self, name: str, number: int | None = None) -> Version:
         """Back to an earlier version; without a number, to the one before."""
         version = self.find(name)
@@ -220,8 +259,10 @@ class Registry:
             number = max(earlier)
         version = self.find(name, number)
         self._entries[name].current = version.number
+        self.changes += 1
         return version
 
+    @between_steps
     def unload(self, name: str) -> None:
         """Forgets a name; rows that use it keep what they hold."""
         self.find(name)
@@ -235,6 +276,8 @@ class Registry:
         while len(self._last_numbers) > REMEMBERED_NAMES:
             self._last_numbers.popitem(last=False)
         self._take_off(version for version in entry.versions.values() if not version.rows)
+
+    # On the engine thread.
 
     def hold(self, version: Version) -> None:
         version.rows += 1

@@ -13,20 +13,16 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.host import to_numpy
+from mlx_parallm.types import ModelInfo
 
 
-@dataclass(slots=True)
-class LanguageModel:
-    name: str
+@dataclass(slots=True, kw_only=True)
+class LanguageModel(ModelInfo):
     module: nn.Module  # mlx-lm's Model: module(tokens (B, T), cache=[one per layer]) -> logits (B, T, V)
     tokenizer: TokenizerWrapper
     config: dict[str, Any]  # config.json
-    context_length: int
-    vocab_size: int  # the width of the logits, at least the tokenizer's
     eos_token_ids: frozenset[int]
     weight_bytes: int
-    precision: str  # "float32", "bfloat16", "4-bit" …: what start-up prints
-    source: str  # the path or hub id it came from
 
 
 def fingerprint(module: nn.Module) -> str:

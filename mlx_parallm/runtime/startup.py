@@ -8,18 +8,16 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine, StepEvents, plan_engines
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.lora.files import read_folder
-from mlx_parallm.lora.registry import Version
-from mlx_parallm.lora.weights import AdapterError
 from mlx_parallm.models.loader import load
 from mlx_parallm.models.memory import size_text
+from mlx_parallm.runtime.adapters import LocalAdapters, load_adapter
 from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.model import LoRAConfig
+from mlx_parallm.training.service import TrainingService
 from mlx_parallm.training.trainer import RLConfig
 
 Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow step of a start as it begins
@@ -29,18 +27,20 @@ Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow st
 class Runtime:
     """Models that serve, by name; the first is the default and the one that trains."""
 
-    engines: Mapping[str, Engine]
-    training: TrainingManager
+    models: Mapping[str, Engine]
+    manager: TrainingManager
+    training: TrainingService  # what clients ask of the manager
+    adapters: LocalAdapters
 
     @property
     def engine(self) -> Engine:
         """The default model's."""
-        return next(iter(self.engines.values()))
+        return next(iter(self.models.values()))
 
     def close(self) -> None:
         """Writes training's state and ends the engines; what still runs is cut off."""
         self.training.close()
-        _stop(self.engines)
+        _stop(self.models)
 
 
 def start(
@@ -62,14 +62,14 @@ def start(
     try:
         first = next(iter(engines.values()))
         for name, path in adapters.items():
-            load_adapter(first, name, path, config)
-        training = TrainingManager(first, config)
+            load_adapter(first, name, path, config.max_lora_bytes)
+        manager = TrainingManager(first, config)
         if learn:
-            training.start(lora, rl)
+            manager.start(lora, rl)
     except BaseException:
         _stop(engines)
         raise
-    return Runtime(engines, training)
+    return Runtime(engines, manager, TrainingService(manager), LocalAdapters(engines, manager, config.max_lora_bytes))
 
 
 def _start_engines(
@@ -102,13 +102,3 @@ def _start_engines(
 def _stop(engines: Mapping[str, Engine]) -> None:
     for engine in engines.values():
         engine.stop()
-
-
-def load_adapter(engine: Engine, name: str, path: str, config: ServeConfig, number: int | None = None) -> Version:
-    """Publishes the adapter in a folder, in mlx-lm's or PEFT's format."""
-    try:
-        folder = Path(path).expanduser()
-        adapter, its_config = read_folder(folder, config.max_lora_bytes)
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder that is closed to us
-        raise AdapterError(f"{path[:200]!r} can't be read: {error}", param="path") from error
-    return engine.policies.publish(name, adapter, str(folder), number, its_config)

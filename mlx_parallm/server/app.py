@@ -1,8 +1,7 @@
 """The HTTP application: routes, middleware, error handlers and the OpenAPI document. `server.run` serves it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -12,20 +11,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.server import errors
 from mlx_parallm.server.access import Authentication, OriginGuard, is_loopback, keys_of
-from mlx_parallm.server.adapters import Adapters
-from mlx_parallm.server.control import Control
-from mlx_parallm.server.generate import Generate
+from mlx_parallm.server.api import routers
+from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
 from mlx_parallm.server.models import ModelTable, ServedModel
-from mlx_parallm.server.openai import OpenAI, TokenizerPool
-from mlx_parallm.server.ops import Operations
+from mlx_parallm.server.service import GenerationService
 from mlx_parallm.server.state import Dispatcher, ServerState
-from mlx_parallm.server.tokens import ModelRoutes
-from mlx_parallm.server.training import TrainingRoutes
-from mlx_parallm.server.trl import Trl
-from mlx_parallm.training.manager import TrainingManager
+from mlx_parallm.server.tokenizers import TokenizerPool
 
 DESCRIPTION = """An LLM server for Apple Silicon with continuous batching, behind OpenAI's API.
 
@@ -33,21 +28,19 @@ Every error is `{"error": {"message", "type", "param", "code"}}`; every response
 
 
 def create_app(
-    models: Mapping[str, ServedModel],
-    config: ServeConfig,
-    dispatcher: Dispatcher,
-    state: ServerState | None = None,
-    training: TrainingManager | None = None,
+    runtime: RuntimeClient, config: ServeConfig, dispatcher: Dispatcher, state: ServerState | None = None
 ) -> FastAPI:
-    """`models` have started engines whose news come through `dispatcher`; the first is the default."""
-    workers = TokenizerPool(ThreadPoolExecutor(2, thread_name_prefix="tokenise"))
-    table = ModelTable(models)
+    """Over models that have started; their deltas come through `dispatcher`."""
+    tokenizers = TokenizerPool()
+    models = ModelTable({name: ServedModel(name, client) for name, client in runtime.models.items()})
+    service = GenerationService(models, config, tokenizers, runtime.training)
+    context = ServerContext(runtime, config, state or ServerState(), models, tokenizers, service)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         dispatcher.bind(asyncio.get_running_loop())
         yield
-        workers.pool.shutdown(wait=False, cancel_futures=True)
+        tokenizers.pool.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPIOffline(
         title="MLX ParaLLM",
@@ -58,17 +51,8 @@ def create_app(
         redoc_url=None,
     )
     errors.add_handlers(app)
-    openai = OpenAI(table, config, workers, training)
-    app.include_router(openai.router())
-    app.include_router(Generate(openai).router())
-    app.include_router(ModelRoutes(table, workers).router())
-    app.include_router(Adapters(table, config, training).router())
-    app.include_router(Control(table, config).router())
-    if training is not None:
-        app.include_router(TrainingRoutes(training, table.default, workers).router())
-    operations = Operations(table, config, state or ServerState(), training)
-    app.include_router(operations.router())
-    app.include_router(Trl(openai, table, operations).router())
+    for router in routers(context):
+        app.include_router(router)
     return app
 
 

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.runtime.client import ModelClient, RuntimeClient, TrainingClient
 from mlx_parallm.server.access import is_loopback, keys_of
-from mlx_parallm.server.models import ServedModel
-from mlx_parallm.training.manager import TrainingManager
 
 SLOW_SECONDS = 1.0  # a step that takes longer says so when it is done
 
@@ -29,12 +28,13 @@ def progress(what: str) -> Iterator[None]:
         say(f"  {what}: done in {seconds:.1f} s")
 
 
-def ready_lines(models: Sequence[ServedModel], config: ServeConfig, training: TrainingManager, url: str) -> list[str]:
-    rows = [row for served in models for row in served.engine.describe()]
+def ready_lines(runtime: RuntimeClient, config: ServeConfig, url: str) -> list[str]:
+    models = list(runtime.models.values())
+    rows = [row for model in models for row in model.describe()]
     rows += [
         ("scheduler", _scheduler(config)),
         ("adapters", _adapters(models, config)),
-        ("training", _training(config, training)),
+        ("training", _training(config, runtime.training)),
         ("keys", _keys(config)),
         ("URL", f"{url}  (described at {url}/docs)"),
     ]
@@ -48,18 +48,18 @@ def _scheduler(config: ServeConfig) -> str:
     return f"requests are gathered for {config.batch_timeout:g} s before they begin; {queue}"
 
 
-def _adapters(models: Sequence[ServedModel], config: ServeConfig) -> str:
-    names = [entry.name for served in models for entry in served.engine.adapters]
+def _adapters(models: Sequence[ModelClient], config: ServeConfig) -> str:
+    names = [name for model in models for name in model.adapters.names]
     loaded = ", ".join(names) if names else "none loaded (--lora-path NAME=FOLDER, or POST /v1/adapters/load)"
     return f"{loaded}; up to {config.max_loras} different ones in a batch"
 
 
-def _training(config: ServeConfig, training: TrainingManager) -> str:
-    if not training.sessions:
+def _training(config: ServeConfig, training: TrainingClient) -> str:
+    if not training.adapters:
         unused = [name for name in ("atropos_url", "environment") if getattr(config, name) is not None]
         told = f"; {' and '.join(unused)} is not used" if unused else ""
         return f"off (--enable-rl-training turns it on){told}"
-    names = ", ".join(training.sessions)
+    names = ", ".join(training.adapters)
     return f"on: {names} learns by {config.algorithm.upper()}, checkpoints in {config.checkpoint_dir}"
 
 

@@ -1,26 +1,25 @@
-"""One HTTP call on its way through the engine: its prompts, their choices, and who is told of the news.
+"""One HTTP call on its way through the engine: its prompts, their choices, and who is told of their updates.
 
-Routes build a `Generation`; a `Listener` (the event stream, or the collector of a whole answer) hears of it. All of
-this runs on the event loop: the engine's deltas come in through `Request.on_delta`, many in one callback.
+`service` builds a `Generation`; a `Listener` (the event stream, or the collector of a whole answer) hears of it. All of
+this runs on the event loop: the engine's deltas come in through `_on_delta`, many in one callback of the event loop.
 """
 
 import asyncio
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from starlette.types import Receive
 
-from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ParallmError, UnavailableError
-from mlx_parallm.lora.registry import Version
+from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.errors import ClientLeft
+from mlx_parallm.server.models import ServedModel
 from mlx_parallm.text.detokenize import TextStream
 from mlx_parallm.text.parsers.calls import CallDelta, Piece
 from mlx_parallm.text.parsers.chat import Parser
-from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
+from mlx_parallm.types import AdapterVersion, Delta, Request, SamplingParams, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -95,54 +94,54 @@ class ChoiceStream:
             self.prompt_logprobs = delta.prompt_logprobs
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
         self.versions = delta.versions or self.versions
-        news = ChoiceUpdate(Piece(), delta.tokens)
+        update = ChoiceUpdate(Piece(), delta.tokens)
         before = self.completion_tokens
         one_by_one = self._parser is not None or self._stream.has_stops
         if delta.logprobs is not None or (one_by_one and len(delta.tokens) > 1):
             for place, token in enumerate(delta.tokens):
-                self._push([token], news, delta.logprobs[place] if delta.logprobs is not None else None)
+                self._push([token], update, delta.logprobs[place] if delta.logprobs is not None else None)
         else:
-            self._push(delta.tokens, news, None)
-        news.tokens = delta.tokens[: self.completion_tokens - before]
-        news.scores = (delta.logprobs or [])[: len(news.tokens)]
+            self._push(delta.tokens, update, None)
+        update.tokens = delta.tokens[: self.completion_tokens - before]
+        update.scores = (delta.logprobs or [])[: len(update.tokens)]
         if delta.stop_token is not None and self._stream.stopped is None:
             self.completion_tokens += 1
-            news.tokens = [*news.tokens, delta.stop_token]
+            update.tokens = [*update.tokens, delta.stop_token]
             if delta.stop_logprob is not None:
-                news.scores = [*news.scores, delta.stop_logprob]
+                update.scores = [*update.scores, delta.stop_logprob]
                 if self._exact:
                     self._held.append((delta.stop_logprob, self._stream.decoded))
-        self._end(delta, news)
-        if self._held and (not self._stream.withholds or news.finish_reason):
-            news.logprobs, self._held = self._held, []
-        return news if news.piece or news.finish_reason or news.tokens else None
+        self._end(delta, update)
+        if self._held and (not self._stream.withholds or update.finish_reason):
+            update.logprobs, self._held = self._held, []
+        return update if update.piece or update.finish_reason or update.tokens else None
 
-    def _push(self, tokens: Sequence[int], news: ChoiceUpdate, logprob: TokenLogprob | None) -> None:
+    def _push(self, tokens: Sequence[int], update: ChoiceUpdate, logprob: TokenLogprob | None) -> None:
         if self._stream.stopped is not None:
             return
         self.completion_tokens += len(tokens)
         if logprob is not None:
             self._held.append((logprob, self._stream.decoded))
-        self._add(self._stream.push(tokens), news, len(tokens))
+        self._add(self._stream.push(tokens), update, len(tokens))
 
-    def _add(self, text: str, news: ChoiceUpdate, tokens: int = 0) -> None:
+    def _add(self, text: str, update: ChoiceUpdate, tokens: int = 0) -> None:
         self._released += len(text)
         parser = self._parser
         if parser is None:
-            news.piece.content += text
+            update.piece.content += text
             return
         if parser.state == "reasoning":
             self.reasoning_tokens += tokens
         if text:
-            _extend(news.piece, parser.push(text))
+            _extend(update.piece, parser.push(text))
         self._stream.show_special = parser.state == "tool"
 
-    def _end(self, delta: Delta, news: ChoiceUpdate) -> None:
+    def _end(self, delta: Delta, update: ChoiceUpdate) -> None:
         reason: str | None = delta.finish_reason
         self.stop_token = delta.stop_token
         self.stop_reason = delta.stop_token if delta.stop_token in self._stop_token_ids else None
         if reason is not None:
-            self._add(self._stream.finish(), news)
+            self._add(self._stream.finish(), update)
         if self._stream.stopped is not None:
             reason, self.stop_reason = "stop", self._stream.stopped
             if not self._exact:
@@ -151,10 +150,10 @@ class ChoiceStream:
             if self._parser.finished:
                 reason = "stop"
             if reason is not None:
-                _extend(news.piece, self._parser.finish(cut_off=reason != "stop"))
+                _extend(update.piece, self._parser.finish(cut_off=reason != "stop"))
             if reason == "stop" and self._parser.calls:
                 reason = "tool_calls"
-        self.finish_reason = news.finish_reason = reason
+        self.finish_reason = update.finish_reason = reason
 
 
 def _extend(piece: Piece, more: Piece) -> None:
@@ -164,29 +163,28 @@ def _extend(piece: Piece, more: Piece) -> None:
 
 
 class Listener(Protocol):
-    def on_news(self, choice: ChoiceStream, news: ChoiceUpdate) -> None: ...
+    def on_update(self, choice: ChoiceStream, update: ChoiceUpdate) -> None: ...
     def on_end(self, error: ParallmError | None) -> None: ...
 
 
 class Generation:
-    """The engine requests of one HTTP call: one per prompt, each with n choices."""
+    """The requests of one HTTP call: one per prompt, each with n choices."""
 
     def __init__(
         self,
-        engine: Engine,
+        served: ServedModel,
+        call: GenerationCall,
+        version: AdapterVersion | None,
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
         make_choice: Callable[[int, int], ChoiceStream],  # (its index, its prompt's number)
         *,
         name: str,
-        stream: bool,
-        priority: int,
+        label: str,
         timeout: float | None,
-        cache_salt: str,
-        version: Version | None = None,
-        follow: bool = False,
-        label: str = "",
     ) -> None:
+        self.served = served
+        self.call = call
         self.version = version  # of the adapter that answers; None: the model alone
         self.score: Callable[[], asyncio.Future[dict[int, float]]] | None = None  # when all choices have ended well
         self.rewards: dict[int, float] | None = None  # by the choices' numbers, where they were to be scored
@@ -194,28 +192,28 @@ class Generation:
         self.n = sampling[0].n
         self.choices = [make_choice(index, index // self.n) for index in range(len(prompts) * self.n)]
         self.listener: Listener | None = None
-        self._engine = engine
+        self._client = served.client
         self._open = len(self.choices)
         self._ended = False
-        self._submitted: list[Request] = []
+        self._submitted = False
         self._requests = [
             Request(
                 id=f"{name}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
                 prompt=prompt,
                 sampling=params,
-                on_delta=partial(self._on_delta, number * self.n),
-                stream=stream,
-                priority=priority,
+                stream=call.stream,
+                priority=call.priority,
                 timeout=timeout,
-                cache_salt=cache_salt,
+                cache_salt=call.cache_salt,
                 adapter=None if version is None else version.name,
                 adapter_version=None if version is None else version.number,
-                follow=follow,
+                follow=call.follow_policy,
                 label=label,
                 first=number * self.n,
             )
             for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True))
         ]
+        self._first = {request.id: request.first for request in self._requests}
 
     @property
     def prompt_tokens(self) -> int:
@@ -230,39 +228,35 @@ class Generation:
         ]
 
     def start(self, listener: Listener) -> None:
-        """Hands all requests to the engine, or none: the error of one cancels the others."""
+        """Submits all requests, or none."""
         self.listener = listener
-        for request in self._requests:
-            try:
-                self._engine.submit(request)
-            except ParallmError:
-                self.cancel()
-                raise
-            self._submitted.append(request)
+        self._client.submit_all(self._requests, self._on_delta)
+        self._submitted = True
 
     def cancel(self) -> None:
         """Frees every row that still runs. May be called at any time, more than once."""
         if self._ended:
             return
         self._ended = True
-        for request in self._submitted:
-            self._engine.cancel(request.id)
+        if self._submitted:
+            for request in self._requests:
+                self._client.cancel(request.id)
 
-    def _on_delta(self, first: int, delta: Delta) -> None:
+    def _on_delta(self, delta: Delta) -> None:
         if self._ended:
             return
         if delta.error is not None or delta.finish_reason == "error":
             self._fail(delta.error or UnavailableError("the engine has given this request up"))
             return
-        choice = self.choices[first + delta.index]
+        choice = self.choices[self._first[delta.request_id] + delta.index]
         running = choice.finish_reason is None
-        news = choice.take(delta)
+        update = choice.take(delta)
         assert self.listener is not None
-        if news is not None:
-            self.listener.on_news(choice, news)
+        if update is not None:
+            self.listener.on_update(choice, update)
         if running and choice.finish_reason is not None:
             if delta.finish_reason is None:  # ended by its text, which the engine does not see
-                self._engine.cancel(delta.request_id, delta.index, choice.completion_tokens)
+                self._client.cancel(delta.request_id, delta.index, choice.completion_tokens)
             self._open -= 1
             if self._open == 0:
                 self._ended = True
@@ -297,13 +291,13 @@ class Collected:
         self.scores: list[TokenLogprob] = []
         self.logprobs: list[tuple[TokenLogprob, int]] = []
 
-    def add(self, news: ChoiceUpdate) -> None:
-        self.content.append(news.piece.content)
-        self.reasoning.append(news.piece.reasoning)
-        self.tokens += news.tokens
-        self.scores += news.scores
-        self.logprobs += news.logprobs
-        for call in news.piece.calls:
+    def add(self, update: ChoiceUpdate) -> None:
+        self.content.append(update.piece.content)
+        self.reasoning.append(update.piece.reasoning)
+        self.tokens += update.tokens
+        self.scores += update.scores
+        self.logprobs += update.logprobs
+        for call in update.piece.calls:
             if call.name is not None:
                 self.calls.append(CallDelta(call.index, call.id, call.name))
             self.calls[-1].arguments += call.arguments
@@ -328,8 +322,8 @@ class Collector:
             self._generation.cancel()
         return self.results
 
-    def on_news(self, choice: ChoiceStream, news: ChoiceUpdate) -> None:
-        self.results[choice.index].add(news)
+    def on_update(self, choice: ChoiceStream, update: ChoiceUpdate) -> None:
+        self.results[choice.index].add(update)
 
     def on_end(self, error: ParallmError | None) -> None:
         if self._done.done():

@@ -1,20 +1,19 @@
-"""The served models, each with its engine and its text tools. `server.run` builds them, routes look them up."""
+"""The served models, each with its text tools. `app` makes the table of them, routes look them up."""
 
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_parallm import __version__
-from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
-from mlx_parallm.lora.registry import Registry, Version
-from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.runtime.client import AdapterTable, ModelClient
 from mlx_parallm.text.detokenize import Vocabulary
-from mlx_parallm.text.grammar import GrammarCompiler
 from mlx_parallm.text.parsers.chat import Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.text.prompts import Prompts
+from mlx_parallm.types import AdapterVersion, ModelInfo
 
 DEFAULT = "default"
 BASE = "base"  # as an adapter: none
@@ -22,10 +21,10 @@ BASE = "base"  # as an adapter: none
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """Made from an engine that has started."""
+    """A model, and what it takes to turn its tokens into text and back."""
 
     name: str
-    engine: Engine
+    client: ModelClient
     created: int = field(default_factory=lambda: int(time.time()))
     vocabulary: Vocabulary = field(init=False)
     prompts: Prompts = field(init=False)
@@ -35,7 +34,7 @@ class ServedModel:
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
-        tokenizer = self.model.tokenizer
+        tokenizer = self.tokenizer
         self.vocabulary = Vocabulary(tokenizer)
         self.prompts = Prompts(tokenizer)
         self.tool_format = ToolFormat.of(tokenizer)
@@ -45,22 +44,26 @@ class ServedModel:
         self.fingerprint = f"fp_{hashlib.blake2b(identity.encode(), digest_size=5).hexdigest()}"
 
     @property
-    def model(self) -> LanguageModel:
-        return self.engine.model
+    def model(self) -> ModelInfo:
+        return self.client.model
 
     @property
-    def grammars(self) -> GrammarCompiler:
-        return self.engine.grammars
+    def tokenizer(self) -> Any:
+        return self.client.tokenizer
+
+    @property
+    def adapters(self) -> AdapterTable:
+        return self.client.adapters
 
     @property
     def context_length(self) -> int:
         return self.model.context_length
 
     def _mark_tokens(self) -> frozenset[int]:
-        marks = [*self.tool_format.marks, *self.model.tokenizer.structural_markers]
+        marks = [*self.tool_format.marks, *self.tokenizer.structural_markers]
         if self.thinking is not None:
             marks += [self.thinking.start, self.thinking.end]
-        tokens = {token for mark in marks for token in self.model.tokenizer.encode(mark, add_special_tokens=False)}
+        tokens = {token for mark in marks for token in self.tokenizer.encode(mark, add_special_tokens=False)}
         return self.vocabulary.special & tokens
 
 
@@ -84,16 +87,14 @@ class ModelTable:
         if name == DEFAULT:
             return self.default
         for served in self:
-            if name in served.engine.adapters:
+            if name in served.adapters:
                 return served
-        known = ", ".join(
-            [*self._served, *(entry.name for served in self for entry in served.engine.adapters), DEFAULT]
-        )
+        known = ", ".join([*self._served, *(name for served in self for name in served.adapters.names), DEFAULT])
         raise ModelNotFoundError(f"there is no model {name!r} here; there is {known}", param="model")
 
     def with_adapter(self, name: str) -> ServedModel:
         for served in self:
-            if name in served.engine.adapters:
+            if name in served.adapters:
                 return served
         raise ModelNotFoundError(f"there is no adapter {name!r} here", param="name")
 
@@ -104,7 +105,7 @@ class ModelTable:
 
     def version_of(
         self, model: str, lora_adapter: str | None, policy_version: int | None = None
-    ) -> tuple[ServedModel, Version | None]:
+    ) -> tuple[ServedModel, AdapterVersion | None]:
         """The model that a request asks for, and the adapter: by `model`, or by `lora_adapter` as name[@version].
 
         With a `policy_version`, that version of it. A request that names no adapter, where the model's own name serves
@@ -114,14 +115,14 @@ class ModelTable:
         version = self._version(served, model, lora_adapter)
         if policy_version is None:
             return served, version
-        registry = served.engine.adapters
-        if policy_version == 0 or not len(registry) or (version is None and lora_adapter is not None):
+        registry = served.adapters
+        if policy_version == 0 or not registry.names or (version is None and lora_adapter is not None):
             return served, None
         name = version.name if version is not None else _only_name(registry)
         return served, registry.find(name, policy_version)
 
-    def _version(self, served: ServedModel, model: str, lora_adapter: str | None) -> Version | None:
-        registry = served.engine.adapters
+    def _version(self, served: ServedModel, model: str, lora_adapter: str | None) -> AdapterVersion | None:
+        registry = served.adapters
         if lora_adapter is None:
             return registry.route() if model in self._served or model == DEFAULT else registry.find(model)
         name, number = parse_label(lora_adapter, "lora_adapter")
@@ -132,8 +133,8 @@ class ModelTable:
         return registry.find(name, number)
 
 
-def _only_name(registry: Registry) -> str:
-    names = [entry.name for entry in registry]
+def _only_name(registry: AdapterTable) -> str:
+    names = registry.names
     if len(names) > 1:
         raise InvalidRequestError(
             f"policy_version: there are several adapters: say with lora_adapter which one is meant: {', '.join(names)}",

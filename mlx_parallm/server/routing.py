@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import orjson
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server import answers
+from mlx_parallm.server.schema import responses
 
 MAX_DEPTH = 128  # of a body
 MAX_VALUES = 1 << 23
@@ -24,17 +24,28 @@ Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 
 
 def add_routes(
-    router: APIRouter, *routes: tuple[str, str, Endpoint, type[BaseModel], str], streams: bool = False
+    router: APIRouter,
+    *routes: tuple[str, str, Endpoint, type[BaseModel], str],
+    streams: bool = False,
+    body: Mapping[str, Any] | None = None,
+    answer: Mapping[str, Any] | None = None,
 ) -> None:
-    """Path, method, endpoint, answer and summary of each."""
-    for path, method, endpoint, answer, summary in routes:
+    """Path, method, endpoint, answer and summary of each.
+
+    `body`, `answer`: OpenAPI's description of their content, by media type, where it is not the JSON of a class.
+    """
+    for path, method, endpoint, model, summary in routes:
+        documented = responses(model, streams=streams)
+        if answer is not None:
+            documented[200]["content"] = answer
         router.add_api_route(
             path,
             endpoint,
             methods=[method],
             summary=summary,
             response_model=None,
-            responses=answers.responses(answer, streams=streams),
+            responses=documented,
+            openapi_extra=None if body is None else {"requestBody": {"content": body}},
         )
 
 

@@ -1,12 +1,11 @@
-"""`serve(config)`: loads the models, listens, and shuts down in order. The `serve` command calls it.
+"""The HTTP server's process: a socket, an event loop, and a shutdown in order. `serve` and `integrated` run it.
 
-The port is taken before a model is loaded, so that one in use is known at once. The first SIGTERM or SIGINT stops
+The first SIGTERM or SIGINT stops
 admission (503) and waits for running requests; a second ends the process there and then.
 """
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import signal
@@ -20,40 +19,18 @@ import uvicorn
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
-from mlx_parallm.platforms import raise_open_files
-from mlx_parallm.runtime.startup import Runtime, start
-from mlx_parallm.server import logs
-from mlx_parallm.server.access import check_exposure, keys_of
+from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.banner import progress, ready_lines, say
-from mlx_parallm.server.models import ServedModel
+from mlx_parallm.server.banner import ready_lines, say
 from mlx_parallm.server.state import Dispatcher, ServerState
-from mlx_parallm.training.manager import TrainingManager
 
 log = logging.getLogger(__name__)
 
-Companion = Callable[[TrainingManager], int | None]
+Companion = Callable[[], int | None]
 
 # The engine thread builds its graphs in Python: it must not wait 5 ms for another thread to give way.
 SWITCH_INTERVAL = 0.0005
 LAST_BYTES_SECONDS = 5  # for responses to be written out once the engines have stopped
-
-
-def serve(config: ServeConfig, companion: Companion | None = None) -> int:
-    """Serves until a signal or, if so configured, the death of an engine; returns the exit code.
-
-    `companion` works beside it, on a thread, once it serves; the server stops when that returns a code.
-    """
-    logs.set_up(config.log_level, config.log_json)
-    check_exposure(config)
-    keys_of(config)  # what is wrong with a file of keys is known before a model is loaded
-    raise_open_files()
-    listener = listen(config.host, config.port)
-    dispatcher = Dispatcher()
-    runtime = start(config, dispatcher, progress=progress)
-    gc.collect()
-    gc.freeze()  # what the models brought along will not be garbage
-    return HttpServer(runtime, config, dispatcher, listener, companion).run_until_stopped()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -83,17 +60,15 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: RuntimeClient,
         config: ServeConfig,
         dispatcher: Dispatcher,
         listener: socket.socket,
         companion: Companion | None = None,
     ) -> None:
-        models = {name: ServedModel(name, engine) for name, engine in runtime.engines.items()}
-        self._training = runtime.training
+        self._runtime = runtime
         self._companion = companion
         self._work: asyncio.Task[None] | None = None
-        self._models = models
         self._settings = config
         self._listener = listener
         self._state = ServerState()
@@ -101,7 +76,7 @@ class HttpServer(uvicorn.Server):
         self._shutdown: asyncio.Task[None] | None = None
         super().__init__(
             uvicorn.Config(
-                create_app(models, config, dispatcher, self._state, runtime.training),
+                create_app(runtime, config, dispatcher, self._state),
                 loop="uvloop",
                 http="httptools",
                 ws="none",
@@ -133,8 +108,8 @@ class HttpServer(uvicorn.Server):
         def on_failure(reason: str) -> None:  # on the engine thread
             loop.call_soon_threadsafe(self._on_failure, reason)
 
-        for served in self._models.values():
-            served.engine.on_failure = on_failure
+        for model in self._runtime.models.values():
+            model.on_failure = on_failure
         await self.serve(sockets=[self._listener])
         return self._exit_code
 
@@ -146,14 +121,14 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        say("\n".join(ready_lines(list(self._models.values()), self._settings, self._training, url)))
+        say("\n".join(ready_lines(self._runtime, self._settings, url)))
         if self._companion is not None:
             self._work = asyncio.ensure_future(self._accompany(self._companion))
 
     async def _accompany(self, companion: Companion) -> None:
         """Runs what works beside the server; its end, or its failure, ends the server."""
         try:
-            code = await asyncio.to_thread(companion, self._training)
+            code = await asyncio.to_thread(companion)
             if code is not None:
                 self._exit_code = code
                 self._end()
@@ -186,14 +161,14 @@ class HttpServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         if self._work is not None and not self._work.done():  # a loop ends its step, and keeps what it has learnt
-            self._training.on_close()
+            self._runtime.training.stop_loops()
             await asyncio.wait([self._work], timeout=self._patience)
-        engines = [served.engine for served in self._models.values() if served.engine.failure is None]
-        drained = await asyncio.gather(*(asyncio.to_thread(engine.drain, self._patience) for engine in engines))
+        models = [model for model in self._runtime.models.values() if model.failure is None]
+        drained = await asyncio.gather(*(asyncio.to_thread(model.drain, self._patience) for model in models))
         if not all(drained):
             log.warning("requests that still ran after %gs are cut off", self._patience)
-        await asyncio.to_thread(self._training.close)
-        await asyncio.gather(*(asyncio.to_thread(engine.stop) for engine in engines))
+        await asyncio.to_thread(self._runtime.training.close)
+        await asyncio.gather(*(asyncio.to_thread(model.stop) for model in models))
         if self._work is not None:
             await asyncio.wait([self._work], timeout=LAST_BYTES_SECONDS)
         self.should_exit = True

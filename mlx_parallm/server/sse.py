@@ -1,6 +1,6 @@
 """Server-sent events, lean: bytes are made where a delta arrives, and sent by one task per stream.
 
-`EventStream` is the response of streaming routes. Nothing is sent before there is news, so that an error until then
+`EventStream` is the response of streaming routes. Nothing is sent before the first update, so that an error until then
 has its own HTTP status; later ones are an event. A client that disconnects cancels its rows at once.
 """
 
@@ -26,14 +26,14 @@ def event(content: object) -> bytes:
 
 
 class StreamWriter(Protocol):
-    """How news reads on the wire: chat and completions each have their own."""
+    """How a dialect writes a stream."""
 
     @property
     def ending(self) -> bytes: ...  # after all else
     @property
     def media_type(self) -> bytes: ...
     def opening(self) -> bytes: ...
-    def chunk(self, choice: ChoiceStream, news: ChoiceUpdate) -> bytes: ...
+    def chunk(self, choice: ChoiceStream, update: ChoiceUpdate) -> bytes: ...
     def closing(self) -> bytes: ...
     def failure(self, error: ParallmError) -> bytes: ...
 
@@ -41,18 +41,18 @@ class StreamWriter(Protocol):
 class EventStream(Response):
     """Listens to a generation and writes it out."""
 
-    def __init__(self, generation: Generation, form: StreamWriter) -> None:
+    def __init__(self, generation: Generation, writer: StreamWriter) -> None:
         self.status_code = 200
         self.background = None
         self._generation = generation
-        self._form = form
+        self._writer = writer
         self._pending: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
         self._ended = self._left = False
         self._error: ParallmError | None = None
 
-    def on_news(self, choice: ChoiceStream, news: ChoiceUpdate) -> None:
-        if data := self._form.chunk(choice, news):
+    def on_update(self, choice: ChoiceStream, update: ChoiceUpdate) -> None:
+        if data := self._writer.chunk(choice, update):
             self._pending.append(data)
             self._wake()
 
@@ -65,13 +65,13 @@ class EventStream(Response):
         watcher.add_done_callback(self._on_left)
         try:
             self._generation.start(self)
-            await self._news()
+            await self._more()
             if self._error is not None and not self._pending:
                 raise self._error
             if not self._left:
-                headers = [(b"content-type", self._form.media_type), *HEADERS]
+                headers = [(b"content-type", self._writer.media_type), *HEADERS]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                self._pending.insert(0, self._form.opening())
+                self._pending.insert(0, self._writer.opening())
                 await self._write(send)
         finally:
             watcher.cancel()
@@ -87,18 +87,18 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
             if not more:
                 return
-            await self._news()
+            await self._more()
 
     def _take(self) -> tuple[bytes, bool]:
         """All that waits to be sent, and whether more will come."""
         if self._ended:
-            self._pending.append(self._form.closing() if self._error is None else self._form.failure(self._error))
-            self._pending.append(self._form.ending)
+            self._pending.append(self._writer.closing() if self._error is None else self._writer.failure(self._error))
+            self._pending.append(self._writer.ending)
         data = b"".join(self._pending)
         self._pending.clear()
         return data, not self._ended
 
-    async def _news(self) -> None:
+    async def _more(self) -> None:
         if self._pending or self._ended or self._left:
             return
         self._waiter = asyncio.get_running_loop().create_future()

@@ -5,7 +5,7 @@ import logging
 from dataclasses import dataclass
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.types import Delta, Request
+from mlx_parallm.types import Delta, OnDelta
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ class ServerState:
 
 
 class Dispatcher:
-    """Takes each step's news from an engine thread to the event loop, in one call however many rows there are."""
+    """Takes each step's events from an engine thread to the event loop, in one call however many rows there are."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -24,23 +24,23 @@ class Dispatcher:
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
-    def __call__(self, news: list[tuple[Request, Delta]]) -> None:
+    def __call__(self, events: list[tuple[OnDelta, Delta]]) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, news)
+            self._loop.call_soon_threadsafe(_deliver, events)
 
 
-def _deliver(news: list[tuple[Request, Delta]]) -> None:
-    for request, delta in news:
+def _deliver(events: list[tuple[OnDelta, Delta]]) -> None:
+    for on_delta, delta in events:
         try:
-            request.on_delta(delta)
-        except Exception:  # whatever is wrong with one, the others must hear theirs
-            log.exception("%s can't be told its news", request.id)
-            _give_up(request, delta)
+            on_delta(delta)
+        except Exception:  # whatever is wrong with one request, the others must get their deltas
+            log.exception("a delta of %s can't be delivered", delta.request_id)
+            _give_up(on_delta, delta)
 
 
-def _give_up(request: Request, delta: Delta) -> None:
+def _give_up(on_delta: OnDelta, delta: Delta) -> None:
     error = ParallmError("the server has failed at this request; its log says why")
     try:
-        request.on_delta(Delta(request.id, delta.index, finish_reason="error", error=error))
+        on_delta(Delta(delta.request_id, delta.index, finish_reason="error", error=error))
     except Exception:
-        log.exception("nor that it has failed")
+        log.exception("nor can its failure")

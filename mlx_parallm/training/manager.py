@@ -6,10 +6,8 @@ rollouts work; with it, every answer is recorded, and may be rewarded later.
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,25 +29,15 @@ from mlx_parallm.training.atropos import Atropos, AtroposConfig, AtroposProcess,
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
-from mlx_parallm.training.rewards import Item, Rewards
+from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Report, Session, once
 from mlx_parallm.training.trainer import RLConfig
-from mlx_parallm.training.trajectories import MAX_KEPT_TOKENS, Ledger, Record, Trajectory, prompt_group
+from mlx_parallm.training.trajectories import MAX_KEPT_TOKENS, Ledger, Record, Trajectory
 
 log = logging.getLogger(__name__)
 
-RECORD_SECONDS = 10.0  # for the ledger to hear of an answer that its text has ended
 NOT_ENABLED = "this server does not train: start it with --enable-rl-training"
-
-
-@dataclass(frozen=True, slots=True)
-class Collection:
-    """A call whose answers are to be learnt from: the engine's names of its choices, and how many tokens each gave."""
-
-    choices: Sequence[tuple[str, int, int]]  # (request, index of the choice in the call, tokens)
-    scoring_function: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 def lora_config(config: ServeConfig) -> LoRAConfig:
@@ -114,13 +102,10 @@ class TrainingManager:
         self.sessions: dict[str, Session] = {}
         self.reward_models: dict[str, RewardModel] = {}
         self.vocabulary = Vocabulary(engine.model.tokenizer)
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="score")
-        self._lock = threading.Lock()
         self.on_close: Callable[[], None] = lambda: None  # tells a loop to end
         self.atropos: Atropos | None = None
         self.environment: AtroposProcess | None = None
         self._stopped = threading.Event()
-        self.collecting = 0  # calls whose answers are being scored
         self._answers: AnswerFile | None = None
         engine.recorder = self.ledger
 
@@ -248,7 +233,6 @@ class TrainingManager:
         self._stopped.set()
         if self.environment is not None:
             self.environment.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
         for session in self.sessions.values():
             session.close()
         if self._answers is not None:
@@ -269,59 +253,6 @@ class TrainingManager:
         return self.sessions[name]
 
     # Where trajectories come from.
-
-    def collect(self, collection: Collection) -> "Future[dict[int, float]]":
-        """Scores the answers of a call that has ended, and puts them into the buffer, elsewhere: their rewards, by the
-        numbers of the choices; those that could not be scored are missing."""
-        with self._lock:
-            self.collecting += 1
-        return self._pool.submit(self._score, collection)
-
-    def _score(self, collection: Collection) -> dict[int, float]:
-        try:
-            records = [self._recorded(*choice) for choice in collection.choices]
-            items = [self.item(record, collection.metadata) for record in records]
-            scores = self.rewards.score(collection.scoring_function, items)
-            groups = [self._group(records, record, collection.metadata) for record in records]
-            scored = [
-                (record, score, group)
-                for record, group, score in zip(records, groups, scores, strict=True)
-                if score is not None
-            ]
-            self.submit(scored)
-            return {record.index: score for record, score, _ in scored}
-        except ParallmError as error:
-            log.warning("an answer can't be learnt from: %s", error.message)
-            raise
-        finally:
-            with self._lock:
-                self.collecting -= 1
-
-    def _recorded(self, request: str, index: int, tokens: int) -> Record:
-        deadline = time.monotonic() + RECORD_SECONDS
-        while True:
-            try:
-                return self.ledger.find(request, index).cut(tokens)
-            except NotFoundError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
-
-    def item(self, record: Record, metadata: Mapping[str, Any]) -> Item:
-        return Item(
-            self.vocabulary.decode(record.prompt_ids),
-            self.vocabulary.decode(record.completion_ids, skip_special=True),
-            {**metadata, "finish_reason": record.finish_reason},
-            record.prompt_ids + record.completion_ids,
-        )
-
-    def _group(self, records: Sequence[Record], record: Record, metadata: Mapping[str, Any]) -> str:
-        """Answers of one call are a group, where several are to one prompt; a lone one is compared by its prompt."""
-        named = metadata.get("group_id")
-        if named is not None:
-            return str(named)
-        several = sum(other.prompt_ids == record.prompt_ids for other in records) > 1
-        return f"{record.request}" if several else prompt_group(record.prompt_ids)
 
     def feedback(
         self, request_id: str, reward: float, index: int | None, group_id: str | None, adapter: str | None

@@ -19,7 +19,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.admission import check_ids
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError, ParallmError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.forward import BACKBONES, WRAPPERS
@@ -28,6 +27,7 @@ from mlx_parallm.text.prompts import Conversation, Message, Prompts
 from mlx_parallm.training.checkpoints import Checkpoints, adapter_files
 from mlx_parallm.training.learner import Learner, OptimizerConfig, Parameters, Refused
 from mlx_parallm.training.model import LoRAConfig, PromptCache, TrainableModel
+from mlx_parallm.validation import check_ids
 
 T = TypeVar("T")
 Tokens = Sequence[int]

@@ -56,7 +56,6 @@ class Rollouts:
                     name,
                     list(prompt),
                     made[name],
-                    waiting.on_delta,
                     priority=priority,
                     cache_salt=salt,
                     adapter=adapter,
@@ -75,7 +74,7 @@ class Rollouts:
         names = [request.id for request in requests]
         self._ledger.listen(names, waiting.on_record)
         try:
-            self._submit(requests)
+            self._submit(requests, waiting)
             return waiting.wait(self._engine)
         except BaseException:
             for name in names:
@@ -84,11 +83,11 @@ class Rollouts:
         finally:
             self._ledger.forget(names)
 
-    def _submit(self, requests: list[Request]) -> None:
+    def _submit(self, requests: list[Request], waiting: "_Waiting") -> None:
         room = len(requests)  # at one moment, if that is possible: then a run can be repeated exactly
         while requests:
             try:
-                self._engine.submit_all(requests[:room])
+                self._engine.submit_all(requests[:room], waiting.on_delta)
             except QueueFullError:
                 room = max(1, room // 2)
                 time.sleep(RETRY_SECONDS)

@@ -26,7 +26,7 @@ import orjson
 
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError, InvalidRequestError, ParallmError, UnavailableError
-from mlx_parallm.lora.registry import KEPT_VERSIONS, Route
+from mlx_parallm.lora.registry import KEPT_VERSIONS
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.memory import size_flag, size_text
@@ -43,6 +43,7 @@ from mlx_parallm.training.journal import Journal
 from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.trainer import LearnerState, Outcome, RLConfig, Trainer
 from mlx_parallm.training.trajectories import Buffer, Trajectory
+from mlx_parallm.types import AdapterRoute
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ class Session:
         adapter = self._on_engine(lambda: self._adapter_of(served))
         self._publish(adapter, served, number)
         if serve:
-            self.engine.policies.serve([Route(self.name, None, 1.0)])
+            self.engine.adapters.serve([AdapterRoute(self.name, None, 1.0)])
         if self.checkpoints is not None:
             self.buffer.on_add = self._write_down
             self._saver = threading.Thread(target=self._save_after_changes, name=f"save-{self.name}", daemon=True)
@@ -403,7 +404,7 @@ class Session:
                         f"adapter {self.name!r} has no version before {self.version}", param="version"
                     )
             if version in known:
-                number = self.engine.policies.rollback(self.name, version).number
+                number = self.engine.adapters.rollback(self.name, version).number
                 snapshot = self._versions[number]
                 self._on_engine(lambda: self.trainer.go_back(snapshot))
                 self._begin_anew()
@@ -501,7 +502,7 @@ class Session:
     def _back_to(self, version: int | None) -> int:
         try:
             if version is not None:
-                return self.engine.policies.rollback(self.name, version).number
+                return self.engine.adapters.rollback(self.name, version).number
         except ParallmError:  # it is no longer kept: its weights are
             pass
         return self._publish(*self._on_engine(lambda: (self.trainer.adapter(), self.trainer.snapshot())))
@@ -510,7 +511,7 @@ class Session:
         """Serves these parameters as a new version, or as one that they were before a restart."""
         number = self._new_number() if number is None else number
         config = {"fine_tune_type": "dora" if adapter.dora else "lora", "lora_parameters": {"scale": self.lora.scale}}
-        self.engine.policies.publish(self.name, adapter, "training", number, config)
+        self.engine.adapters.publish(self.name, adapter, "training", number, config)
         self._versions[number] = snapshot
         loaded = {version.number for version in self.engine.adapters.versions(self.name)}
         self._versions = {one: kept for one, kept in self._versions.items() if one in loaded}

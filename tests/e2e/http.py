@@ -7,12 +7,13 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from mlx_parallm.server import answers
+from mlx_parallm.server.api.openai.chat_answers import ChatChunk, ChatCompletion
+from mlx_parallm.server.api.openai.completions import CompletionChunk
 
 SHAPES: dict[str, type[BaseModel]] = {
-    "text_completion": answers.CompletionChunk,
-    "chat.completion": answers.ChatCompletion,
-    "chat.completion.chunk": answers.ChatChunk,
+    "text_completion": CompletionChunk,
+    "chat.completion": ChatCompletion,
+    "chat.completion.chunk": ChatChunk,
 }
 
 

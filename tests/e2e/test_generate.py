@@ -13,7 +13,9 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.servers import ours, running
-from mlx_parallm.server import answers
+from mlx_parallm.server.api.adapters.bodies import Switched
+from mlx_parallm.server.api.control import ServerInfo
+from mlx_parallm.server.api.generate.own import Generated
 from tests.e2e.http import Api
 from tests.engine.harness import Bare, bare_with
 from tests.unit.test_adapters import written
@@ -66,7 +68,7 @@ def scored(bare: Bare, prompt: list[int], tokens: list[int], temperature: float 
 def test_our_own_shape(client: httpx.Client, bare: dict[str | None, Bare]) -> None:
     tokens, logprobs = bare[None].greedy(PROMPT, 10, ignore_eos=True)
     found = generate(client, ignore_eos=True, step_id=7, request_id="r-1", metadata={"task": "sum"})
-    answers.Generated.model_validate(found)
+    Generated.model_validate(found)
     assert (found["request_id"], found["step_id"], found["policy_version"]) == ("r-1", 7, 0)
     assert (found["prompt_ids"], found["completion_ids"]) == (PROMPT, tokens)
     assert found["logprobs"] == pytest.approx(logprobs, abs=1e-4)
@@ -330,7 +332,7 @@ def test_shares_of_the_models_own_name(client: httpx.Client, bare: dict[str | No
         answer = client.post("/model/switch-lora", json=body)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
-        answers.Switched.model_validate(found)
+        Switched.model_validate(found)
         return found
 
     base, few, many = (bare[kind].greedy(PROMPT, 10, ignore_eos=True)[0] for kind in (None, *KINDS))
@@ -377,7 +379,7 @@ def test_shares_of_the_models_own_name(client: httpx.Client, bare: dict[str | No
         assert refused.status_code == status, body
         assert "JSON object" not in refused.json()["error"]["message"], body
     info = client.get("/server_info").json()
-    answers.ServerInfo.model_validate(info)
+    ServerInfo.model_validate(info)
     assert info["models"][0]["serves"] == {f"{policy}@1": 0.7, f"{policy}@2": 0.3}
 
 

@@ -1,6 +1,8 @@
 """What surrounds the routes: ids, keys, limits, CORS, probes, metrics, docs, disconnects, start and shutdown."""
 
+import importlib
 import json
+import pkgutil
 import re
 import signal
 import socket
@@ -17,7 +19,11 @@ import pytest
 from openai import OpenAI
 
 from benchmarks.servers import ServerProcess, free_port, ours, running
-from mlx_parallm.server import answers
+from mlx_parallm.server import api
+from mlx_parallm.server.api.openai.models import Model, ModelList
+from mlx_parallm.server.api.ops import DebugMetrics, MetricsSummary
+from mlx_parallm.server.api.tokens import Tokens
+from mlx_parallm.server.schema import EXAMPLES, AnswerBody
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 LONG = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True}
@@ -66,11 +72,11 @@ def test_every_answer_has_a_request_id(client: httpx.Client) -> None:
 
 def test_models(client: httpx.Client) -> None:
     for path in ("/v1/models", "/models"):
-        listed = answers.ModelList.model_validate(client.get(path).json())
+        listed = ModelList.model_validate(client.get(path).json())
         assert [model.id for model in listed.data] == ["tiny-llama"]
         assert listed.data[0].max_model_len == 2048
     for name in ("tiny-llama", "default"):
-        assert answers.Model.model_validate(client.get(f"/v1/models/{name}").json()).id == "tiny-llama"
+        assert Model.model_validate(client.get(f"/v1/models/{name}").json()).id == "tiny-llama"
     missing = client.get("/v1/models/some/body")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
@@ -78,7 +84,7 @@ def test_models(client: httpx.Client) -> None:
 def test_tokens_there_and_back(client: httpx.Client) -> None:
     text = "Hello, wörld 日本 👋"
     found = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-    tokens = answers.Tokens.model_validate(found)
+    tokens = Tokens.model_validate(found)
     assert tokens.count == len(tokens.tokens) == len(tokens.token_strs or [])
     assert client.post("/detokenize", json={"tokens": tokens.tokens}).json() == {"prompt": text}
     chat = client.post("/tokenize", json={"messages": HELLO["messages"], "add_generation_prompt": False}).json()
@@ -98,8 +104,8 @@ def test_health_and_metrics(client: httpx.Client) -> None:
     assert 'mlx_parallm_requests_finished_total{model="tiny-llama",reason=' in text
     assert 'mlx_parallm_step_start_seconds_total{kind="decode",model="tiny-llama"}' in text
     summary = client.get("/metrics", headers={"Accept": "application/json"}).json()
-    assert answers.MetricsSummary.model_validate(summary).max_batch_size == 32
-    debug = answers.DebugMetrics.model_validate(client.get("/debug/metrics").json())
+    assert MetricsSummary.model_validate(summary).max_batch_size == 32
+    debug = DebugMetrics.model_validate(client.get("/debug/metrics").json())
     assert debug.batches_processed > 0
     assert len(debug.batch_fill_hist) == 10
     assert debug.decode_tps_avg > 0
@@ -330,9 +336,18 @@ def test_every_route_has_a_description_and_examples(client: httpx.Client) -> Non
     assert missing == []
 
 
-@pytest.mark.parametrize("name", answers.EXAMPLES)
+def answer_classes(of: type[AnswerBody] = AnswerBody) -> dict[str, type[AnswerBody]]:
+    found = {of.__name__: of}
+    for one in of.__subclasses__():
+        found |= answer_classes(one)
+    return found
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_are_what_is_documented(name: str) -> None:
-    getattr(answers, name).model_validate(answers.EXAMPLES[name])
+    for module in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
+        importlib.import_module(module.name)
+    answer_classes()[name].model_validate(EXAMPLES[name])
 
 
 def test_the_docs_load_nothing_from_elsewhere(client: httpx.Client) -> None:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from benchmarks.servers import ours, running
-from mlx_parallm.server import answers
+from mlx_parallm.server.api.training.answers import (
+    CheckpointWritten,
+    FeedbackTaken,
+    Rollout,
+    TrainingInternals,
+    TrainingStatus,
+    Updated,
+)
+from mlx_parallm.server.schema import Error
 from tests.e2e.http import Api
 
 PROMPT = list(range(20, 50))
@@ -59,7 +67,7 @@ def post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any
 
 def status(client: httpx.Client) -> dict[str, Any]:
     found: dict[str, Any] = client.get("/v1/training/status").json()
-    answers.TrainingStatus.model_validate(found)
+    TrainingStatus.model_validate(found)
     return found
 
 
@@ -75,7 +83,7 @@ def until(client: httpx.Client, done: Callable[[dict[str, Any]], bool]) -> dict[
 def rollout(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     settings = {"prompts": [PROMPT], "n": 4, "max_tokens": 8, "temperature": 1.0}
     found = post(client, "/v1/rl/rollout", settings | body)
-    answers.Rollout.model_validate(found)
+    Rollout.model_validate(found)
     return found["groups"]  # type: ignore[no-any-return]
 
 
@@ -104,7 +112,7 @@ def test_an_update_from_the_body_is_served_at_once(client: httpx.Client) -> None
     ]
     before = status(client)["policy_version"]
     found = post(client, "/v1/training/update", {"trajectories": trajectories})
-    answers.Updated.model_validate(found)
+    Updated.model_validate(found)
     assert found["policy_version"] == before + 1
     assert found["published"]
     assert found["trajectories_used"] == 4
@@ -149,7 +157,7 @@ def test_feedback_on_earlier_answers(client: httpx.Client) -> None:
     before = status(client)
     for place, name in enumerate(ids):
         found = post(client, "/v1/training/feedback", {"request_id": name, "reward": float(place % 2)})
-        answers.FeedbackTaken.model_validate(found)
+        FeedbackTaken.model_validate(found)
     assert found["trajectories_ready"] == 4
     post(client, "/v1/training/feedback", {"request_id": chat["id"], "reward": 1.0})
     after = status(client)
@@ -235,7 +243,7 @@ def test_scores_that_fail_harm_nobody(client: httpx.Client, name: str) -> None:
 
 def test_checkpoints_on_demand_and_internals(client: httpx.Client) -> None:
     found = post(client, "/training/checkpoint", {"name": "named"})
-    answers.CheckpointWritten.model_validate(found)
+    CheckpointWritten.model_validate(found)
     folder = Path(found["path"])
     names = {"adapters.safetensors", "adapter_config.json", "buffer.jsonl", "state.json", "trainer.safetensors"}
     assert names == {file.name for file in folder.iterdir()}
@@ -247,7 +255,7 @@ def test_checkpoints_on_demand_and_internals(client: httpx.Client) -> None:
     assert answers_of[0]["completion_ids"] == answers_of[1]["completion_ids"]
     assert answers_of[0]["logprobs"] == pytest.approx(answers_of[1]["logprobs"], abs=1e-5)
     internals = client.get("/debug/training").json()
-    answers.TrainingInternals.model_validate(internals)
+    TrainingInternals.model_validate(internals)
     assert internals["trainer_bytes"] > 0
 
 
@@ -322,7 +330,7 @@ def test_bad_input(client: httpx.Client, path: str, body: dict[str, Any], status
     before = status(client)
     answer = client.post(path, json=body)
     assert answer.status_code == status_code, answer.text
-    answers.Error.model_validate(answer.json())
+    Error.model_validate(answer.json())
     assert word in answer.json()["error"]["message"]
     after = status(client)
     assert after["policy_version"] == before["policy_version"]
@@ -337,7 +345,7 @@ def test_a_nan_reward_is_refused(client: httpx.Client) -> None:
 def test_a_server_that_does_not_train(tiny_server: Any) -> None:
     with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
         assert client.get("/v1/training/status").json()["training_enabled"] is False
-        answers.TrainingStatus.model_validate(client.get("/v1/training/status").json())
+        TrainingStatus.model_validate(client.get("/v1/training/status").json())
         for path, body in (
             ("/v1/training/update", {}),
             ("/v1/training/feedback", {"request_id": "x", "reward": 1.0}),

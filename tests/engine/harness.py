@@ -16,7 +16,7 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.device_profile import DeviceProfile
-from mlx_parallm.engine.engine import Engine, StepEvents
+from mlx_parallm.engine.engine import Engine, deliver
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.native.layers import speed_up
 from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
@@ -78,8 +78,8 @@ class Driver:
         fields = {key: options.pop(key) for key in FIELDS if key in options}
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **options})  # type: ignore[arg-type]
         pending = Pending(sampling.n)
-        request = Request(f"r{next(self._ids)}", prompt, sampling, pending.on_delta, stream=stream, **fields)  # type: ignore[arg-type]
-        self.engine.submit(request)
+        request = Request(f"r{next(self._ids)}", prompt, sampling, stream=stream, **fields)  # type: ignore[arg-type]
+        self.engine.submit(request, pending.on_delta)
         return request.id, pending
 
     def ask(self, prompt: list[int], **options: object) -> Answer:
@@ -92,11 +92,6 @@ class Driver:
         self.engine.check_integrity()
         assert self.engine.metrics.slots_free == self.engine.metrics.slots_total
         assert self.engine.metrics.kv_bytes == 0
-
-
-def deliver(news: StepEvents) -> None:
-    for request, delta in news:
-        request.on_delta(delta)
 
 
 def as_served(kind: str) -> LanguageModel:

@@ -33,7 +33,7 @@ def bare(folders: dict[str, Path]) -> dict[str | None, Bare]:
 def running(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Driver]:
     with driver("llama", tuning=request.param, max_batch_size=8, block_size=8, max_loras=4) as found:
         for name, folder in folders.items():
-            found.engine.policies.publish(name, read_folder(folder, LIMIT)[0], str(folder))
+            found.engine.adapters.publish(name, read_folder(folder, LIMIT)[0], str(folder))
         yield found
         found.settle()
         found.engine.check_integrity()
@@ -65,20 +65,20 @@ def test_a_new_version_is_for_new_requests(
     running: Driver, bare: dict[str | None, Bare], folders: dict[str, Path]
 ) -> None:
     engine = running.engine
-    engine.policies.publish("policy", read_folder(folders["few"], LIMIT)[0], "")
+    engine.adapters.publish("policy", read_folder(folders["few"], LIMIT)[0], "")
     pending = running.submit(PROMPT, max_tokens=40, ignore_eos=True, stream=True, adapter="policy")[1]
     pending.wait_for_tokens(3)
-    second = engine.policies.publish("policy", read_folder(folders["all"], LIMIT)[0], "")
+    second = engine.adapters.publish("policy", read_folder(folders["all"], LIMIT)[0], "")
     assert second.number == 2
     newer = running.ask(PROMPT, max_tokens=6, ignore_eos=True, adapter="policy")
     older = running.ask(PROMPT, max_tokens=6, ignore_eos=True, adapter="policy", adapter_version=1)
     assert newer.tokens == bare["all"].greedy(PROMPT, 6, ignore_eos=True)[0]
     assert older.tokens == bare["few"].greedy(PROMPT, 6, ignore_eos=True)[0]
     assert pending.wait()[0].tokens == bare["few"].greedy(PROMPT, 40, ignore_eos=True)[0]
-    assert engine.policies.rollback("policy").number == 1
+    assert engine.adapters.rollback("policy").number == 1
     assert running.ask(PROMPT, max_tokens=6, ignore_eos=True, adapter="policy").tokens == older.tokens
     with pytest.raises(AdapterError, match="not newer"):
-        engine.policies.publish("policy", read_folder(folders["few"], LIMIT)[0], "", number=2)
+        engine.adapters.publish("policy", read_folder(folders["few"], LIMIT)[0], "", number=2)
 
 
 def test_an_adapter_that_is_unloaded_stays_for_its_rows(
@@ -86,20 +86,20 @@ def test_an_adapter_that_is_unloaded_stays_for_its_rows(
 ) -> None:
     pending = running.submit(PROMPT, max_tokens=40, ignore_eos=True, stream=True, adapter="dora")[1]
     pending.wait_for_tokens(2)
-    running.engine.policies.unload("dora")
+    running.engine.adapters.unload("dora")
     with pytest.raises(ModelNotFoundError, match="dora"):
         running.submit(PROMPT, max_tokens=2, adapter="dora")
     assert pending.wait()[0].tokens == bare["dora"].greedy(PROMPT, 40, ignore_eos=True)[0]
     with pytest.raises(ModelNotFoundError):
-        running.engine.policies.unload("dora")
-    running.engine.policies.publish("dora", read_folder(folders["dora"], LIMIT)[0], "")
+        running.engine.adapters.unload("dora")
+    running.engine.adapters.publish("dora", read_folder(folders["dora"], LIMIT)[0], "")
 
 
 def test_more_adapters_than_places(running: Driver, bare: dict[str | None, Bare], folders: dict[str, Path]) -> None:
     """Twelve names on four places: all answer, and no more than four are on the device."""
     kinds = ["few", "all", "dora"]
     for number in range(12):
-        running.engine.policies.publish(f"n{number}", read_folder(folders[kinds[number % 3]], LIMIT)[0], "")
+        running.engine.adapters.publish(f"n{number}", read_folder(folders[kinds[number % 3]], LIMIT)[0], "")
     in_flight = [
         running.submit(PROMPT[number:], max_tokens=5, ignore_eos=True, adapter=f"n{number}")[1] for number in range(12)
     ]
@@ -108,18 +108,18 @@ def test_more_adapters_than_places(running: Driver, bare: dict[str | None, Bare]
         assert pending.wait()[0].tokens == expected
     running.engine.check_integrity()
     for number in range(12):
-        running.engine.policies.unload(f"n{number}")
+        running.engine.adapters.unload(f"n{number}")
 
 
 def test_equal_requests_for_other_weights_of_one_name_share_nothing(
     bare: dict[str | None, Bare], folders: dict[str, Path]
 ) -> None:
     with driver("llama", dedupe=True) as running:
-        running.engine.policies.publish("x", read_folder(folders["few"], LIMIT)[0], "")
+        running.engine.adapters.publish("x", read_folder(folders["few"], LIMIT)[0], "")
         first = running.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=True, adapter="x")[1]
         first.wait_for_tokens(2)
-        running.engine.policies.unload("x")
-        again = running.engine.policies.publish("x", read_folder(folders["all"], LIMIT)[0], "")
+        running.engine.adapters.unload("x")
+        again = running.engine.adapters.publish("x", read_folder(folders["all"], LIMIT)[0], "")
         assert again.number == 2, "a number means one set of weights, for ever"
         second = running.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=True, adapter="x")[1]
         assert second.wait()[0].tokens == bare["all"].greedy(PROMPT, 300, ignore_eos=True)[0]
@@ -152,7 +152,7 @@ def test_other_caches(kind: str, tmp_path: Path) -> None:
             layer.weight = layer.weight + mx.array(parts[path].b @ parts[path].a)
     expected = {None: Bare(model), "x": Bare(adapted)}
     with driver(kind, max_batch_size=4, block_size=8) as running:
-        running.engine.policies.publish("x", Adapter(parts), "")
+        running.engine.adapters.publish("x", Adapter(parts), "")
         rows = [(PROMPT[:n], name) for n, name in ((12, "x"), (30, None), (30, "x"), (7, None))]
         in_flight = [running.submit(p, max_tokens=8, ignore_eos=True, adapter=name)[1] for p, name in rows]
         answers = [pending.wait()[0] for pending in in_flight]

@@ -54,7 +54,18 @@ def build(name: str) -> LanguageModel | None:
     except Exception:
         return None
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    return LanguageModel(name, model, tiny_tokenizer(), {}, 512, width, frozenset({2}), weights, "float32", name)
+    return LanguageModel(
+        name=name,
+        source=name,
+        precision="float32",
+        context_length=512,
+        vocab_size=width,
+        module=model,
+        tokenizer=tiny_tokenizer(),
+        config={},
+        eos_token_ids=frozenset({2}),
+        weight_bytes=weights,
+    )
 
 
 def chosen(model: LanguageModel) -> str:

@@ -14,9 +14,9 @@ from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.lora.layers import Layout
-from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED, Route
+from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED
 from mlx_parallm.lora.weights import Adapter, AdapterError
-from mlx_parallm.types import SamplingParams
+from mlx_parallm.types import AdapterRoute, SamplingParams
 from tests.engine.harness import Answer, Bare, Driver, bare_with, driver, logprob
 from tests.engine.test_parity import GPU
 from tests.tiny import tiny
@@ -67,13 +67,13 @@ def test_a_row_that_follows_moves_on_and_says_where(
     running: Driver, adapters: dict[str, Adapter], bare: dict[str | None, Bare], prompt: list[int]
 ) -> None:
     engine = running.engine
-    engine.policies.publish("p", adapters["few"], "")
+    engine.adapters.publish("p", adapters["few"], "")
     options = {"max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 0, "adapter": "p"}
     follower, other = (running.submit(prompt, **options, follow=follow)[1] for follow in (True, False))
     follower.wait_for_tokens(5)
-    engine.policies.publish("p", adapters["all"], "")
+    engine.adapters.publish("p", adapters["all"], "")
     follower.wait_for_tokens(len(follower.answers[0].tokens) + 5)
-    engine.policies.rollback("p")
+    engine.adapters.rollback("p")
     moved, stayed = follower.wait()[0], other.wait()[0]
     assert spans(stayed) == [(0, 1)]
     bare["few"].hold(
@@ -100,15 +100,15 @@ def test_a_row_that_follows_moves_on_and_says_where(
 def test_followers_wait_for_a_place(running: Driver, adapters: dict[str, Adapter]) -> None:
     """Two places, taken by two versions that stay: who follows moves when one of them has ended."""
     engine = running.engine
-    engine.policies.publish("p", adapters["few"], "")
+    engine.adapters.publish("p", adapters["few"], "")
     long = {"max_tokens": 500, "ignore_eos": True, "stream": True, "adapter": "p"}
     follower = running.submit(PROMPT, **long, follow=True)[1]
     first_id, first = running.submit(PROMPT, **long)
     first.wait_for_tokens(2)
-    engine.policies.publish("p", adapters["all"], "")
+    engine.adapters.publish("p", adapters["all"], "")
     second = running.submit(PROMPT[:20], **(long | {"max_tokens": 300}))[1]
     second.wait_for_tokens(2)
-    engine.policies.publish("p", adapters["dora"], "")
+    engine.adapters.publish("p", adapters["dora"], "")
     count = len(follower.answers[0].tokens)
     follower.wait_for_tokens(count + 20)
     assert [version for _, version in follower.answers[0].deltas[-1].versions] == [1, 2]
@@ -121,14 +121,14 @@ def test_followers_wait_for_a_place(running: Driver, adapters: dict[str, Adapter
 def test_a_row_that_waits_begins_with_the_newest(adapters: dict[str, Adapter], bare: dict[str | None, Bare]) -> None:
     with driver("llama", max_batch_size=1, block_size=8) as running:
         engine = running.engine
-        engine.policies.publish("p", adapters["few"], "")
+        engine.adapters.publish("p", adapters["few"], "")
         busy = running.submit(PROMPT, max_tokens=200, ignore_eos=True, stream=True)[1]
         busy.wait_for_tokens(1)
         waiting = [
             running.submit(PROMPT, max_tokens=6, ignore_eos=True, adapter="p", follow=follow)[1]
             for follow in (True, False)
         ]
-        engine.policies.publish("p", adapters["all"], "")
+        engine.adapters.publish("p", adapters["all"], "")
         follows, stays = (pending.wait()[0] for pending in waiting)
         assert (spans(follows), spans(stays)) == ([(0, 2)], [(0, 1)])
         assert follows.tokens == bare["all"].greedy(PROMPT, 6, ignore_eos=True)[0]
@@ -139,36 +139,36 @@ def test_a_row_that_waits_begins_with_the_newest(adapters: dict[str, Adapter], b
 def test_shares_of_the_models_own_name(running: Driver, adapters: dict[str, Adapter]) -> None:
     engine, registry = running.engine, running.engine.adapters
     assert registry.route() is None
-    engine.policies.publish("p", adapters["few"], "")
-    engine.policies.publish("p", adapters["all"], "")
-    engine.policies.serve([Route("p", 1, 0.75), Route("p", None, 0.15), Route(None, None, 0.1)])
+    engine.adapters.publish("p", adapters["few"], "")
+    engine.adapters.publish("p", adapters["all"], "")
+    engine.adapters.serve([AdapterRoute("p", 1, 0.75), AdapterRoute("p", None, 0.15), AdapterRoute(None, None, 0.1)])
     assert registry.policy_version == 1
     drawn = [version.number if (version := registry.route()) else 0 for _ in range(100)]
     assert [drawn.count(number) for number in (1, 2, 0)] == [75, 15, 10]
     with pytest.raises(AdapterError, match="own name serves"):
-        engine.policies.unload("p")
+        engine.adapters.unload("p")
     with pytest.raises(ModelNotFoundError):
-        engine.policies.serve([Route("p", 9, 1.0)])
+        engine.adapters.serve([AdapterRoute("p", 9, 1.0)])
     assert len(registry.routes) == 3
     for _ in range(KEPT_VERSIONS + 3):
-        engine.policies.publish("p", adapters["few"], "")
+        engine.adapters.publish("p", adapters["few"], "")
     assert registry.find("p", 1).number == 1  # served, so kept
-    engine.policies.serve([])
-    engine.policies.unload("p")
+    engine.adapters.serve([])
+    engine.adapters.unload("p")
     assert registry.policy_version == 0
 
 
 def test_pinned_versions_stay(running: Driver, adapters: dict[str, Adapter], bare: dict[str | None, Bare]) -> None:
     engine = running.engine
-    engine.policies.publish("p", adapters["all"], "")
-    engine.policies.pin("p", 1, True)
+    engine.adapters.publish("p", adapters["all"], "")
+    engine.adapters.pin("p", 1, True)
     for _ in range(KEPT_VERSIONS + 2):
-        engine.policies.publish("p", adapters["few"], "")
+        engine.adapters.publish("p", adapters["few"], "")
     answer = running.ask(PROMPT, max_tokens=5, ignore_eos=True, adapter="p", adapter_version=1)
     assert answer.tokens == bare["all"].greedy(PROMPT, 5, ignore_eos=True)[0]
     with pytest.raises(ModelNotFoundError):
         engine.adapters.find("p", 2)
-    engine.policies.pin("p", 1, False)
+    engine.adapters.pin("p", 1, False)
     with pytest.raises(ModelNotFoundError):
         engine.adapters.find("p", 1)
 
@@ -230,20 +230,20 @@ def test_followers_that_lose_their_place(adapters: dict[str, Adapter]) -> None:
     prompts = [[10 + n, *PROMPT, *PROMPT[: 2 * n]] for n in range(12)]
     options = {"max_tokens": 330, "ignore_eos": True, "adapter": "p", "follow": True}
     with driver("llama", max_batch_size=12, block_size=8, max_loras=2) as running:
-        running.engine.policies.publish("p", adapters["few"], "")
+        running.engine.adapters.publish("p", adapters["few"], "")
         running.ask(PROMPT, **options)
         per_token = running.engine._runner.cache.bytes_per_token  # type: ignore[attr-defined]
     for tuning in (None, GPU):
         limit = 6 * 256 * per_token
         with driver("llama", tuning=tuning, max_batch_size=12, block_size=8, kv_cache_memory=limit) as running:
             engine = running.engine
-            engine.policies.publish("p", adapters["few"], "")
+            engine.adapters.publish("p", adapters["few"], "")
             pending = [running.submit(prompt, **options)[1] for prompt in prompts]
             for kind in ("all", "few", "all"):
                 enough = 300 * engine.adapters.find("p").number
                 while engine.metrics.generated_tokens < enough and engine.failure is None:
                     time.sleep(0.01)
-                engine.policies.publish("p", adapters[kind], "")
+                engine.adapters.publish("p", adapters[kind], "")
             for one in pending:
                 answer = one.wait()[0]
                 assert len(answer.tokens) == 330
@@ -281,12 +281,12 @@ def test_a_follower_that_moves_while_the_ssd_is_read(adapters: dict[str, Adapter
     for number in range(4):
         with driver("llama", **settings) as running:
             engine = running.engine
-            engine.policies.publish("p", adapters["few"], "")
+            engine.adapters.publish("p", adapters["few"], "")
             if number:
                 assert engine.pause("keep", 10)
             pending = running.submit(prompt, max_tokens=3, ignore_eos=True, adapter="p", follow=True)[1]
             if number:
-                engine.policies.publish("p", adapters["all"], "")
+                engine.adapters.publish("p", adapters["all"], "")
                 engine.resume()
             answer = pending.wait()[0]
             assert engine.failure is None
@@ -310,7 +310,7 @@ def test_a_version_that_was_replaced_leaves_the_device(tuning: DeviceProfile | N
     with driver("llama", tuning=tuning, max_loras=8) as running:
         registry, answers = running.engine.adapters, []
         for adapter in adapters[:6]:
-            running.engine.policies.publish("p", adapter, "")
+            running.engine.adapters.publish("p", adapter, "")
             answers.append(running.submit(PROMPT, max_tokens=4, ignore_eos=True, adapter="p")[1].wait()[0].tokens)
             running.settle()
             assert registry.resident_bytes == registry.find("p").packed.nbytes
@@ -318,13 +318,13 @@ def test_a_version_that_was_replaced_leaves_the_device(tuning: DeviceProfile | N
         assert again == answers[3] == merged(adapters[3]).greedy(PROMPT, 4, ignore_eos=True)[0]
         held = running.submit(PROMPT, stream=True, max_tokens=24, ignore_eos=True, adapter="p")[1]
         held.wait_for_tokens(2)
-        running.engine.policies.publish("p", adapters[6], "")
+        running.engine.adapters.publish("p", adapters[6], "")
         beside = running.ask(PROMPT, max_tokens=4, ignore_eos=True, adapter="p").tokens
         assert registry.resident_bytes == 2 * registry.find("p").packed.nbytes
         assert beside == merged(adapters[6]).greedy(PROMPT, 4, ignore_eos=True)[0]
         assert held.wait()[0].tokens == merged(adapters[5]).greedy(PROMPT, 24, ignore_eos=True)[0]
         running.settle()
-        running.engine.policies.publish("p", adapters[7], "")
+        running.engine.adapters.publish("p", adapters[7], "")
         assert registry.resident_bytes == 0
 
 
@@ -334,7 +334,7 @@ def test_a_hundred_adapters_on_eight_places() -> None:
     with driver("llama", max_batch_size=16, max_loras=8, max_queue_size=300) as running:
         registry = running.engine.adapters
         for number, adapter in enumerate(adapters):
-            running.engine.policies.publish(f"a{number}", adapter, "")
+            running.engine.adapters.publish(f"a{number}", adapter, "")
         one = registry.find("a0").packed.nbytes
         order = [number for _ in range(2) for number in np.random.default_rng(0).permutation(100).tolist()]
         in_flight = [
@@ -355,22 +355,22 @@ def test_a_hundred_adapters_on_eight_places() -> None:
 def test_names_and_pins_are_bounded(adapters: dict[str, Adapter]) -> None:
     adapter = next(iter(adapters.values()))
     with driver("llama", max_cpu_loras=2) as running:
-        policies, registry = running.engine.policies, running.engine.adapters
+        registry = running.engine.adapters
         for name in ("one", "two"):
-            policies.publish(name, adapter, "test")
+            registry.publish(name, adapter, "test")
         with pytest.raises(AdapterError, match="--max-cpu-loras allows: unload one first") as refused:
-            policies.publish("three", adapter, "test")
+            registry.publish("three", adapter, "test")
         assert refused.value.code == "too_many_adapters"
         assert [entry.name for entry in registry] == ["one", "two"]
         for _ in range(MAX_PINNED):
-            version = policies.publish("two", adapter, "test")
-            policies.pin("two", version.number, True)
-        newest = policies.publish("two", adapter, "test")
+            version = registry.publish("two", adapter, "test")
+            registry.pin("two", version.number, True)
+        newest = registry.publish("two", adapter, "test")
         with pytest.raises(AdapterError, match="pinned already"):
-            policies.pin("two", newest.number, True)
-        policies.pin("two", version.number, True)  # it is pinned already
-        policies.pin("two", version.number, False)
-        policies.pin("two", newest.number, True)
-        policies.unload("one")
-        policies.publish("three", adapter, "test")
+            registry.pin("two", newest.number, True)
+        registry.pin("two", version.number, True)  # it is pinned already
+        registry.pin("two", version.number, False)
+        registry.pin("two", newest.number, True)
+        registry.unload("one")
+        registry.publish("three", adapter, "test")
         running.settle()

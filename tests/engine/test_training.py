@@ -68,7 +68,7 @@ def test_rollouts_and_the_tree_give_the_same_logprobs(lora: LoRAConfig) -> None:
         tree = TrainableModel(models[0], lora)
         for seed in (1, 2):
             random_parameters(tree, seed)
-            running.engine.policies.publish("policy", tree.adapter(), "")
+            running.engine.adapters.publish("policy", tree.adapter(), "")
             for _ in range(2):
                 sampling = {"max_tokens": 20, "temperature": 0.8, "seed": seed, "ignore_eos": True}
                 answer = running.ask(PROMPT, adapter="policy", logprobs=0, processed_logprobs=True, **sampling)

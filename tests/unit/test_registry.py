@@ -7,8 +7,9 @@ import pytest
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.layers import Layout
 from mlx_parallm.lora.mixtures import GroupedLoRA, StackedLoRA
-from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED, PRESENT_KEPT, Registry, Route, Version
+from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED, PRESENT_KEPT, Registry, Version
 from mlx_parallm.lora.weights import Adapter, AdapterError, Part
+from mlx_parallm.types import AdapterRoute
 
 
 class Small(nn.Module):
@@ -23,8 +24,11 @@ def registry(max_resident: int = 2, max_names: int = 8, *, traced: bool = False)
 
 
 def publish(found: Registry, name: str, number: int | None = None, *, rank: int = 2) -> Version:
-    part = Part(np.ones((rank, 8), np.float32), np.ones((4, rank), np.float32))
-    return found.publish(name, found.pack(Adapter({"first": part})), f"file of {name}", number)
+    return found.publish(name, adapter(rank), f"file of {name}", number)
+
+
+def adapter(rank: int = 2) -> Adapter:
+    return Adapter({"first": Part(np.ones((rank, 8), np.float32), np.ones((4, rank), np.float32))})
 
 
 def numbers(found: Registry, name: str) -> list[int]:
@@ -38,7 +42,7 @@ def test_a_name_means_its_newest_version() -> None:
     assert (found.find("p"), found.find("p", 1)) == (second, first)
     assert (found.newest(first), found.versions("p")) == (second, [first, second])
     assert (first.label, first.source, first.name) == ("p@1", "file of p", "p")
-    configured = found.publish("c", first.packed, "bytes", config={"rank": 2})
+    configured = found.publish("c", adapter(), "bytes", config={"rank": 2})
     assert (configured.config, first.config) == ({"rank": 2}, None)
     found.unload("c")
     assert ("p" in found, "q" in found, len(found), found.versions("q")) == (True, False, 1, [])
@@ -112,7 +116,7 @@ def test_versions_in_use_pinned_or_served_are_kept_beside_those() -> None:
     first, second, third = (publish(found, "p") for _ in range(3))
     found.hold(first)
     assert found.pin("p", 2, True) is second
-    found.serve([Route("p", 3, 1.0)])
+    found.serve([AdapterRoute("p", 3, 1.0)])
     for _ in range(KEPT_VERSIONS + 2):
         publish(found, "p")
     kept = numbers(found, "p")
@@ -171,7 +175,7 @@ def test_what_the_models_own_name_serves_is_not_unloaded() -> None:
     found = registry()
     publish(found, "p")
     publish(found, "q")
-    found.serve([Route("p", None, 1.0)])
+    found.serve([AdapterRoute("p", None, 1.0)])
     with pytest.raises(AdapterError, match="'p' is what the model's own name serves") as caught:
         found.unload("p")
     assert caught.value.param == "name"
@@ -196,15 +200,15 @@ def test_routes_take_turns_by_their_shares() -> None:
     for name in ("p", "p", "q"):
         publish(found, name)
     assert (found.policy_name, found.policy_version) == ("q", 1), "the name published last"
-    found.serve([Route("p", 1, 0.5), Route("q", None, 0.25), Route(None, None, 0.25)])
+    found.serve([AdapterRoute("p", 1, 0.5), AdapterRoute("q", None, 0.25), AdapterRoute(None, None, 0.25)])
     drawn = [found.route() for _ in range(8)]
     labels = [version.label if version else "base" for version in drawn]
-    assert [route.credit for route in found.routes] == [0.0, 0.0, 0.0], "after whole rounds nobody is owed anything"
+    assert found._credits == [0.0, 0.0, 0.0], "after whole rounds nobody is owed anything"
     assert sorted(labels) == ["base"] * 2 + ["p@1"] * 4 + ["q@1"] * 2
     assert labels[:4].count("p@1") == 2, "in turn, not one after another"
     assert [route.label for route in found.routes] == ["p@1", "q", "base"]
     assert (found.policy_name, found.policy_version) == ("p", 1)
-    found.serve([Route(None, None, 0.9), Route("q", None, 0.06), Route("p", None, 0.04)])
+    found.serve([AdapterRoute(None, None, 0.9), AdapterRoute("q", None, 0.06), AdapterRoute("p", None, 0.04)])
     assert (found.policy_name, found.policy_version) == ("q", 0), "the base has the largest share, q that of adapters"
     found.serve([])
     found.unload("q")
@@ -214,10 +218,10 @@ def test_routes_take_turns_by_their_shares() -> None:
 def test_routes_to_what_is_not_there_are_refused() -> None:
     found = registry()
     publish(found, "p")
-    found.serve([Route("p", None, 1.0)])
-    for wrong in (Route("q", None, 1.0), Route("p", 2, 1.0)):
+    found.serve([AdapterRoute("p", None, 1.0)])
+    for wrong in (AdapterRoute("q", None, 1.0), AdapterRoute("p", 2, 1.0)):
         with pytest.raises(ModelNotFoundError):
-            found.serve([Route(None, None, 0.5), wrong])
+            found.serve([AdapterRoute(None, None, 0.5), wrong])
     assert [route.label for route in found.routes] == ["p"]
 
 

@@ -11,7 +11,7 @@ STOP = 9
 
 
 def reader(index: int = 0, *, stream: bool = False, sampling: SamplingParams = SamplingParams()) -> Reader:  # noqa: B008
-    return Reader(Request("id", [1], sampling, lambda delta: None, stream=stream), index, 0.0)
+    return Reader(Request("id", [1], sampling, stream=stream), index, 0.0, lambda delta: None)
 
 
 def row(sampling: SamplingParams = SamplingParams(), *, max_tokens: int = 8) -> Row:  # noqa: B008

@@ -14,7 +14,7 @@ from mlx_parallm.types import Request, SamplingParams
 
 def job(length: int, *, n: int = 1, priority: int = 0, stream: bool = False, arrival: float = 0.0) -> Job:
     sampling = SamplingParams(n=n)
-    request = Request(f"{length}-{priority}", [1] * length, sampling, lambda delta: None, stream=stream)
+    request = Request(f"{length}-{priority}", [1] * length, sampling, stream=stream)
     rows = [Row(request.prompt, sampling, priority, 0, 8, frozenset(), [Reader(request, i, arrival)]) for i in range(n)]
     return Job(rows, request.prompt, priority, arrival)
 

@@ -6,11 +6,20 @@ import pytest
 from pydantic import ValidationError
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server import params
+from mlx_parallm.server.api.openai.chat import ChatBody, chat_call
+from mlx_parallm.server.api.openai.common import GenerationBody
+from mlx_parallm.server.api.openai.completions import CompletionBody
+from mlx_parallm.server.api.tokens import TokenizeBody
 from mlx_parallm.server.errors import validation_error
-from mlx_parallm.server.schemas import ChatBody, CompletionBody, GenerationBody, TokenizeBody
+from mlx_parallm.text.prompts import Conversation
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+
+
+def chat_conversation(body: ChatBody) -> Conversation:
+    turn = chat_call(body).chat
+    assert turn is not None
+    return turn.conversation
 
 
 def wrong(model: type[GenerationBody], body: dict[str, Any]) -> InvalidRequestError:
@@ -90,7 +99,7 @@ def test_messages_become_what_templates_expect() -> None:
             "tools": [{"type": "function", "function": {"name": "f"}}],
         }
     )
-    talk = params.chat_conversation(body)
+    talk = chat_conversation(body)
     assert talk.messages == [
         {"role": "user", "content": "a\nb"},
         {
@@ -104,17 +113,17 @@ def test_messages_become_what_templates_expect() -> None:
     assert talk.add_generation_prompt
     assert list(talk.tools) == [{"type": "function", "function": {"name": "f"}}]
     body.tool_choice = "none"
-    assert list(params.chat_conversation(body).tools) == []
+    assert list(chat_conversation(body).tools) == []
 
 
 def test_continuing_opens_no_turn() -> None:
     body = ChatBody.model_validate({"messages": HELLO, "continue_final_message": True})
-    assert not params.chat_conversation(body).add_generation_prompt
+    assert not chat_conversation(body).add_generation_prompt
 
 
 def test_reasoning_effort_reaches_the_template() -> None:
     body = ChatBody.model_validate({"messages": HELLO, "reasoning_effort": "none", "chat_template_kwargs": {"x": 1}})
-    kwargs = params.chat_conversation(body).template_kwargs
+    kwargs = chat_conversation(body).template_kwargs
     assert kwargs == {"x": 1, "reasoning_effort": "none", "enable_thinking": False}
 
 

@@ -22,7 +22,7 @@ def ended(tokens: list[int], *, stop: int | None = None, name: str = "r", n: int
     row.sampled_logprobs = [-0.1 * (place + 1) for place in range(len(tokens) + (stop is not None))]
     row.policies = [(0, Version(3)), (2, Version(4))]
     row.adapter = row.policies[-1][1]
-    return Request(f"engine-{name}", row.prompt, sampling, lambda delta: None, label=name), row
+    return Request(f"engine-{name}", row.prompt, sampling, label=name), row
 
 
 def test_a_record_says_what_was_drawn() -> None:

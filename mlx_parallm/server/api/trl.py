@@ -14,23 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server import answers, params
+from mlx_parallm.server.api.openai.completions import CompletionBody, completion_call
+from mlx_parallm.server.api.openai.messages import ChatMessage, ToolDefinition, conversation
+from mlx_parallm.server.api.openai.writer import finite
+from mlx_parallm.server.api.ops import Flushed, Health, Operations
+from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.formats import finite
 from mlx_parallm.server.generation import Collected, Collector
-from mlx_parallm.server.models import ModelTable
-from mlx_parallm.server.openai import OpenAI
-from mlx_parallm.server.ops import Operations
 from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schemas import (
-    MAX_PROMPTS,
-    MAX_TOOLS,
-    Body,
-    ChatMessage,
-    CompletionBody,
-    ToolDefinition,
-    read_prompt,
-)
+from mlx_parallm.server.schema import MAX_PROMPTS, MAX_TOOLS, AnswerBody, Body, Status, read_prompt
 from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
 
 TRL_TOKENS = 16  # unless a body says how many
@@ -110,28 +102,54 @@ class TrlChatBody(TrlBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class Trl:
-    def __init__(self, openai: OpenAI, table: ModelTable, operations: Operations) -> None:
-        self._openai = openai
-        self._table = table
-        self._operations = operations
+class TrlGenerated(AnswerBody):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "prompt_ids": [[504, 3575, 282, 4649, 314]],
+                "completion_ids": [[7042, 30]],
+                "logprobs": [[-0.1, -0.4]],
+            }
+        }
+    )
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]] = Field(description="All completions of the first prompt, then of the next")
+    logprobs: list[list[float | None]] | list[list[list[float | None]]] = Field(
+        description="Of each token; where `logprobs` was sent, of the likeliest at each place"
+    )
+    logprob_token_ids: list[list[list[int]]] | None = Field(
+        None, description="Whose they are, where `logprobs` was sent"
+    )
 
-    def router(self) -> APIRouter:
-        router = APIRouter(route_class=JSONRoute, tags=["TRL"])
-        drawn, status = answers.TrlGenerated, answers.Status
-        add_routes(
-            router,
-            ("/generate/", "POST", self.generate, drawn, "Complete prompts, as TRL's server"),
-            ("/chat/", "POST", self.chat, drawn, "Answer conversations, as TRL's server"),
-            ("/get_world_size/", "GET", self.world_size, answers.WorldSize, "How many processes hold the model"),
-            ("/health/", "GET", self._operations.health, answers.Health, "Whether the engine is alive"),
-            ("/reset_prefix_cache/", "POST", self._operations.flush_cache, answers.Flushed, "Forget cached prompts"),
-            ("/init_communicator/", "POST", self.no_push, status, "Not supported: weights over NCCL"),
-            ("/update_named_param/", "POST", self.no_push, status, "Not supported: weights over NCCL"),
-            ("/batch_update_named_params/", "POST", self.no_push, status, "Not supported: weights over NCCL"),
-            ("/close_communicator/", "POST", self.no_push, status, "Not supported: weights over NCCL"),
-        )
-        return router
+
+class WorldSize(AnswerBody):
+    model_config = ConfigDict(json_schema_extra={"example": {"world_size": 1}})
+    world_size: int
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes, trl = APIRouter(route_class=JSONRoute, tags=["TRL"]), Trl(context)
+    operations = Operations(context)
+    add_routes(
+        routes,
+        ("/generate/", "POST", trl.generate, TrlGenerated, "Complete prompts, as TRL's server"),
+        ("/chat/", "POST", trl.chat, TrlGenerated, "Answer conversations, as TRL's server"),
+        ("/get_world_size/", "GET", trl.world_size, WorldSize, "How many processes hold the model"),
+        ("/health/", "GET", operations.health, Health, "Whether the engine is alive"),
+        ("/reset_prefix_cache/", "POST", operations.flush_cache, Flushed, "Forget cached prompts"),
+        ("/init_communicator/", "POST", trl.no_push, Status, "Not supported: weights over NCCL"),
+        ("/update_named_param/", "POST", trl.no_push, Status, "Not supported: weights over NCCL"),
+        ("/batch_update_named_params/", "POST", trl.no_push, Status, "Not supported: weights over NCCL"),
+        ("/close_communicator/", "POST", trl.no_push, Status, "Not supported: weights over NCCL"),
+    )
+    return routes
+
+
+class Trl:
+    def __init__(self, context: ServerContext) -> None:
+        self._service = context.service
+        self._tokenizers = context.tokenizers
+        self._models = context.models
 
     async def generate(self, body: TrlGenerateBody, request: Request) -> Response:
         """`prompts` are texts or lists of token ids, `n` completions of each."""
@@ -143,22 +161,22 @@ class Trl:
         """`messages` is a list of conversations, `n` answers to each."""
         prompts = []
         for messages in body.messages:
-            conversation = params.conversation(
+            rendered = conversation(
                 messages,
                 body.tools,
                 add_generation_prompt=messages[-1:] == [] or messages[-1].role != "assistant",
                 continue_final_message=messages[-1:] != [] and messages[-1].role == "assistant",
                 template_kwargs=body.chat_template_kwargs,
             )
-            prompts.append((await self._openai.workers.render(self._table.default, conversation, False)).tokens)
+            prompts.append((await self._tokenizers.render(self._models.default, rendered, False)).tokens)
         return await self._respond(body, body.completion(prompts, self._context, add_special_tokens=False), request)
 
     @property
     def _context(self) -> int:
-        return self._table.default.context_length
+        return self._models.default.context_length
 
     async def _respond(self, body: TrlBody, completion: CompletionBody, request: Request) -> Response:
-        _, generation = await self._openai.begin(completion, request, "trl", TRL_TOKENS)
+        generation = await self._service.prepare(completion_call(completion, TRL_TOKENS), request, "trl")
         results = await Collector(generation).collect(request.receive)
         answer: dict[str, Any] = {
             "prompt_ids": generation.prompts,

@@ -19,35 +19,31 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from mlx_parallm.config import ServeConfig
-from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError
-from mlx_parallm.lora.files import MAX_CONFIG_BYTES, parse, parse_config, usual_config
-from mlx_parallm.lora.registry import Registry, Route, Version
-from mlx_parallm.runtime.startup import load_adapter
-from mlx_parallm.server import answers
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import BASE, ModelTable, ServedModel, is_number, parse_label
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schemas import (
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.runtime.client import AdapterTable
+from mlx_parallm.server.api.adapters.bodies import (
+    AdapterChanged,
+    AdapterList,
     LoadAdapterBody,
     PinBody,
     RollbackBody,
     SwitchBody,
+    Switched,
     UnloadAdapterBody,
     UpdateWeightsBody,
     VllmLoadBody,
     VllmUnloadBody,
 )
-from mlx_parallm.training.manager import TrainingManager
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.models import BASE, ServedModel, is_number, parse_label
+from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.types import AdapterRoute, AdapterVersion
 
+MAX_FIELD_BYTES = 1 << 20  # of a form's field that is no file
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")
 RAW_FIELDS = ("name", "lora_name", "adapter_name", "version", "config", "model")
-UPLOADS = ("/v1/adapters/upload", "/upload_adapter")
-REPLACED = (
-    "the next update would replace what is loaded under its name; load it under another name, or start the server with "
-    "another --train-adapter"
-)
-UNLOADED = "it stays while the server runs; start it without this --train-adapter"
 UPLOAD_FORM = {
     "type": "object",
     "required": ["name", "weights"],
@@ -61,84 +57,68 @@ UPLOAD_FORM = {
 }
 
 
-class Adapters:
-    def __init__(self, table: ModelTable, config: ServeConfig, training: TrainingManager | None = None) -> None:
-        self._training = training
-        self._table = table
-        self._config = config
+def router(context: ServerContext) -> APIRouter:
+    routes, adapters = APIRouter(route_class=JSONRoute, tags=["Adapters"]), Adapters(context)
+    add_routes(
+        routes,
+        ("/v1/adapters", "GET", adapters.adapters, AdapterList, "The adapters there are"),
+        ("/v1/adapters/load", "POST", adapters.load, AdapterChanged, "Load an adapter from a folder"),
+        ("/load_adapter", "POST", adapters.load, AdapterChanged, "Load an adapter from a folder"),
+        ("/v1/adapters/unload", "POST", adapters.unload, AdapterChanged, "Unload an adapter"),
+        ("/unload_adapter", "POST", adapters.unload, AdapterChanged, "Unload an adapter"),
+        ("/v1/adapters/rollback", "POST", adapters.rollback, AdapterChanged, "Back to an earlier version"),
+        ("/v1/adapters/pin", "POST", adapters.pin, AdapterChanged, "Keep a version"),
+        ("/v1/adapters/unpin", "POST", adapters.unpin, AdapterChanged, "Keep a version no longer"),
+        ("/model/switch-lora", "POST", adapters.switch, Switched, "What the model's own name serves"),
+    )
+    add_routes(
+        routes,
+        ("/v1/load_lora_adapter", "POST", adapters.vllm_load, AnswerBody, "Load an adapter, as vLLM does"),
+        ("/v1/unload_lora_adapter", "POST", adapters.vllm_unload, AnswerBody, "Unload an adapter, as vLLM does"),
+        answer={"text/plain": {"example": "Success"}},
+    )
+    add_routes(
+        routes,
+        ("/update_adapter_weights", "POST", adapters.update, AdapterChanged, "Publish weights that come in the body"),
+        body={
+            "application/json": {"schema": UpdateWeightsBody.model_json_schema(by_alias=False)},
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        },
+    )
+    add_routes(
+        routes,
+        ("/v1/adapters/upload", "POST", adapters.upload, AdapterChanged, "Publish an adapter from uploaded files"),
+        ("/upload_adapter", "POST", adapters.upload, AdapterChanged, "Publish an adapter from uploaded files"),
+        body={"multipart/form-data": {"schema": UPLOAD_FORM}},
+    )
+    return routes
 
-    def router(self) -> APIRouter:
-        router = APIRouter(route_class=JSONRoute, tags=["Adapters"])
-        changed = answers.AdapterChanged
-        add_routes(
-            router,
-            ("/v1/adapters", "GET", self.adapters, answers.AdapterList, "The adapters there are"),
-            ("/v1/adapters/load", "POST", self.load, changed, "Load an adapter from a folder"),
-            ("/load_adapter", "POST", self.load, changed, "Load an adapter from a folder"),
-            ("/v1/adapters/unload", "POST", self.unload, changed, "Unload an adapter"),
-            ("/unload_adapter", "POST", self.unload, changed, "Unload an adapter"),
-            ("/v1/adapters/rollback", "POST", self.rollback, changed, "Back to an earlier version"),
-            ("/v1/adapters/pin", "POST", self.pin, changed, "Keep a version"),
-            ("/v1/adapters/unpin", "POST", self.unpin, changed, "Keep a version no longer"),
-            ("/model/switch-lora", "POST", self.switch, answers.Switched, "What the model's own name serves"),
-        )
-        for path, endpoint, summary in (
-            ("/v1/load_lora_adapter", self.vllm_load, "Load an adapter, as vLLM does"),
-            ("/v1/unload_lora_adapter", self.vllm_unload, "Unload an adapter, as vLLM does"),
-        ):
-            responses = answers.responses(answers.AnswerBody)
-            responses[200]["content"] = {"text/plain": {"example": "Success"}}
-            router.add_api_route(
-                path, endpoint, methods=["POST"], summary=summary, response_model=None, responses=responses
-            )
-        router.add_api_route(
-            "/update_adapter_weights",
-            self.update,
-            methods=["POST"],
-            summary="Publish weights that come in the body",
-            response_model=None,
-            responses=answers.responses(changed),
-            openapi_extra={
-                "requestBody": {
-                    "content": {
-                        "application/json": {"schema": UpdateWeightsBody.model_json_schema(by_alias=False)},
-                        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-                    }
-                }
-            },
-        )
-        for path in UPLOADS:
-            router.add_api_route(
-                path,
-                self.upload,
-                methods=["POST"],
-                summary="Publish an adapter from uploaded files",
-                response_model=None,
-                responses=answers.responses(answers.AdapterChanged),
-                openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": UPLOAD_FORM}}}},
-            )
-        return router
+
+class Adapters:
+    def __init__(self, context: ServerContext) -> None:
+        self._models = context.models
+        self._client = context.runtime.adapters
 
     async def adapters(self) -> Response:
         """Every adapter, with its versions."""
         data = [
-            _describe(served, version, entry.current)
-            for served in self._table
-            for entry in served.engine.adapters
-            for version in list(entry.versions.values())
+            _describe(served, version, served.adapters.find(name).number)
+            for served in self._models
+            for name in served.adapters.names
+            for version in served.adapters.versions(name)
         ]
         return JSONResponse({"object": "list", "data": data})
 
     async def load(self, body: LoadAdapterBody) -> Response:
         """Publishes what a folder holds, in mlx-lm's or PEFT's format: a known name gets a new version."""
-        served = self._table.find(body.model)
+        served = self._models.find(body.model)
         version = await self._load(served, body.name, body.path, body.version)
         return _changed(version, f"{version.label} is what {version.name!r} means now")
 
     async def upload(self, request: Request) -> Response:
         """A form of `name`, `weights` (safetensors or npz) and `config` (adapter_config.json). A name that running
         requests use is refused, unless a `version` is given: a newer number than the newest, or `next`."""
-        async with request.form(max_files=4, max_fields=8, max_part_size=MAX_CONFIG_BYTES) as form:
+        async with request.form(max_files=4, max_fields=8, max_part_size=MAX_FIELD_BYTES) as form:
             fields = {key: await _content(value) for key, value in form.multi_items()}
         for needed in ("name", "weights"):
             if needed not in fields:
@@ -146,16 +126,15 @@ class Adapters:
                     f"the form has no field {needed!r}", param=needed, code="missing_required_parameter"
                 )
         name = fields["name"].decode(errors="replace")
-        config = parse_config(fields["config"]) if "config" in fields else None
-        served, number = self._table.default, _version_field(fields.get("version"))
-        users = sum(version.rows for version in served.engine.adapters.versions(name))
+        served, number = self._models.default, _version_field(fields.get("version"))
+        users = sum(version.rows for version in served.adapters.versions(name))
         if users and number is None:
             raise InvalidRequestError(
                 f"{users} running requests use {name!r}: give a version to publish a newer one beside theirs",
                 param="name",
                 code="adapter_in_use",
             )
-        version = await self._publish(served, name, fields["weights"], config, number or None)
+        version = await self._publish(served, name, fields["weights"], fields.get("config"), number or None)
         return _changed(version, f"{version.label} is what {version.name!r} means now")
 
     async def update(self, request: Request) -> Response:
@@ -177,41 +156,23 @@ class Adapters:
                 raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
             body = _validated(fields)
             data = await asyncio.to_thread(_decoded, body.tensors)
-        version = await self._publish(self._table.find(body.model), body.name, data, body.config, body.version)
+        version = await self._publish(self._models.find(body.model), body.name, data, body.config, body.version)
         return _changed(version, f"{version.label} is what {version.name!r} means now")
 
     async def unload(self, body: UnloadAdapterBody) -> Response:
         """Forgets an adapter and all its versions; running requests finish with it."""
-        served = self._table.with_adapter(body.name)
-        version = served.engine.adapters.find(body.name)
-        self._check_untrained(body.name, UNLOADED)
-        await asyncio.to_thread(served.engine.policies.unload, body.name)
+        served = self._models.with_adapter(body.name)
+        version = await asyncio.to_thread(self._client.unload, served.name, body.name)
         return _changed(version, f"{body.name!r} is unloaded")
-
-    def _check_untrained(self, name: str, remedy: str = REPLACED) -> None:
-        if self._training is not None and name in self._training.sessions:
-            raise ConflictError(f"{name!r} is being trained here: {remedy}", param="name", code="adapter_in_training")
 
     async def rollback(self, body: RollbackBody) -> Response:
         """Lets the name mean an earlier version again; without `version`, the one before. The training of an adapter
         goes back too, with its optimiser. Where the version is no longer kept, or a checkpoint is named, it goes on
         from the checkpoint, as a new version."""
-        served = self._table.with_adapter(body.name)
-        session = None if self._training is None else self._training.sessions.get(body.name)
-        if session is not None:
-            work = (
-                partial(session.rollback, body.version)
-                if body.checkpoint is None
-                else partial(session.restore, body.checkpoint, body.version)
-            )
-            message, number = await asyncio.to_thread(work)
-            return _changed(served.engine.adapters.find(body.name, number), message)
-        if body.checkpoint is not None:
-            raise InvalidRequestError(
-                f"{body.name!r} is not trained here, so it has no checkpoints", param="checkpoint"
-            )
-        version = await asyncio.to_thread(served.engine.policies.rollback, body.name, body.version)
-        return _changed(version, f"{version.label} is what {version.name!r} means now")
+        served = self._models.with_adapter(body.name)
+        work = partial(self._client.rollback, served.name, body.name, body.version, body.checkpoint)
+        version, message = await asyncio.to_thread(work)
+        return _changed(version, message)
 
     async def pin(self, body: PinBody) -> Response:
         """However many newer versions come, this one is kept."""
@@ -222,22 +183,22 @@ class Adapters:
         return await self._pin(body, False)
 
     async def _pin(self, body: PinBody, pinned: bool) -> Response:
-        served = self._table.with_adapter(body.name)
-        version = await asyncio.to_thread(served.engine.policies.pin, body.name, body.version, pinned)
+        served = self._models.with_adapter(body.name)
+        version = await asyncio.to_thread(served.adapters.pin, body.name, body.version, pinned)
         return _changed(version, f"{version.label} is {'kept' if pinned else 'no longer kept'}")
 
     async def switch(self, body: SwitchBody) -> Response:
         """Requests for the model's own name (and for `default`) get an adapter from now on, or by their shares several:
         `{"split": {"v12": 0.9, "v13": 0.1}}`. `base` is the model alone."""
-        served = self._table.find(body.model)
-        registry = served.engine.adapters
+        served = self._models.find(body.model)
+        registry = served.adapters
         shares = [(body.version, 1.0)] if body.version is not None else [*(body.split or {}).items()]
         routes = [
-            Route(*_routed(registry, label, body.name, "version" if body.split is None else "split"), share)
+            AdapterRoute(*_routed(registry, label, body.name, "version" if body.split is None else "split"), share)
             for label, share in shares
         ]
         only_base = all(route.name is None for route in routes)
-        await asyncio.to_thread(served.engine.policies.serve, [] if only_base else routes)
+        await asyncio.to_thread(served.adapters.serve, [] if only_base else routes)
         return JSONResponse(
             {
                 "status": "success",
@@ -250,8 +211,8 @@ class Adapters:
 
     async def vllm_load(self, body: VllmLoadBody) -> Response:
         """A name that is loaded already is an error, unless `load_inplace` is true."""
-        served = self._table.default
-        if body.lora_name in served.engine.adapters and not body.load_inplace:
+        served = self._models.default
+        if body.lora_name in served.adapters and not body.load_inplace:
             raise InvalidRequestError(
                 f"adapter {body.lora_name!r} is loaded already; load_inplace replaces it", param="lora_name"
             )
@@ -260,30 +221,19 @@ class Adapters:
 
     async def vllm_unload(self, body: VllmUnloadBody) -> Response:
         """Forgets an adapter and all its versions; running requests finish with it."""
-        served = self._table.with_adapter(body.lora_name)
-        self._check_untrained(body.lora_name, UNLOADED)
-        await asyncio.to_thread(served.engine.policies.unload, body.lora_name)
+        served = self._models.with_adapter(body.lora_name)
+        await asyncio.to_thread(self._client.unload, served.name, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _publish(
-        self, served: ServedModel, name: str, data: bytes, config: Mapping[str, Any] | None, number: int | None
-    ) -> Version:
-        self._table.check_free(name)
-        self._check_untrained(name)
-        registry, limit = served.engine.adapters, self._config.max_lora_bytes
-        if config is None and name in registry:
-            config = registry.find(name).config
+        self, served: ServedModel, name: str, data: bytes, config: Mapping[str, Any] | bytes | None, number: int | None
+    ) -> AdapterVersion:
+        self._models.check_free(name)
+        return await asyncio.to_thread(self._client.publish, served.name, name, data, config, number)
 
-        def publish() -> Version:
-            known = config if config is not None else usual_config(data, limit)
-            return served.engine.policies.publish(name, parse(known, data, limit), "upload", number, known)
-
-        return await asyncio.to_thread(publish)
-
-    async def _load(self, served: ServedModel, name: str, path: str, number: int | None) -> Version:
-        self._table.check_free(name)
-        self._check_untrained(name)
-        return await asyncio.to_thread(load_adapter, served.engine, name, path, self._config, number)
+    async def _load(self, served: ServedModel, name: str, path: str, number: int | None) -> AdapterVersion:
+        self._models.check_free(name)
+        return await asyncio.to_thread(self._client.load, served.name, name, path, number)
 
 
 def _validated(fields: Any) -> UpdateWeightsBody:
@@ -312,7 +262,7 @@ def _version_field(value: bytes | None) -> int | None:
     return int(text)
 
 
-def _routed(registry: Registry, label: str | int, name: str | None, param: str) -> tuple[str | None, int | None]:
+def _routed(registry: AdapterTable, label: str | int, name: str | None, param: str) -> tuple[str | None, int | None]:
     """The adapter and version that a label means: base, a name, name@version, or a version as 12 or v12."""
     text = str(label)
     if text in ("0", BASE):
@@ -324,7 +274,7 @@ def _routed(registry: Registry, label: str | int, name: str | None, param: str) 
     digits = text.removeprefix("v")
     if not is_number(digits):
         raise ModelNotFoundError(f"there is no adapter {wanted!r} here", param=param)
-    names = [entry.name for entry in registry] if name is None else [name]
+    names = registry.names if name is None else [name]
     if len(names) != 1:
         raise InvalidRequestError(
             f"say by `name` which adapter's version {text!r} is: {len(names)} are loaded", param="name"
@@ -337,14 +287,14 @@ async def _content(value: UploadFile | str) -> bytes:
     return value.encode() if isinstance(value, str) else await value.read()
 
 
-def _describe(served: ServedModel, version: Version, current: int) -> dict[str, Any]:
+def _describe(served: ServedModel, version: AdapterVersion, current: int) -> dict[str, Any]:
     return {
         "name": version.name,
         "version": version.number,
         "current": version.number == current,
         "parent": served.name,
-        "rank": version.packed.given_rank,
-        "bytes": version.packed.given_bytes,
+        "rank": version.rank,
+        "bytes": version.bytes,
         "pinned_requests": version.rows,
         "pinned": version.pinned,
         "requests": version.requests,
@@ -354,7 +304,7 @@ def _describe(served: ServedModel, version: Version, current: int) -> dict[str, 
     }
 
 
-def _changed(version: Version, message: str) -> Response:
+def _changed(version: AdapterVersion, message: str) -> Response:
     return JSONResponse(
         {"status": "success", "name": version.name, "policy_version": version.number, "message": message}
     )

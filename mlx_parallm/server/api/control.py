@@ -1,22 +1,22 @@
 """What trainers ask of the server: to stop and go on between two steps, and what weights it has. Also as SGLang."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm import __version__
-from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import PauseMode
 from mlx_parallm.errors import InvalidRequestError, RequestTimeoutError
-from mlx_parallm.server import answers
+from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schemas import PauseBody, PauseModeName
+from mlx_parallm.server.schema import AnswerBody, Body, Status
+from mlx_parallm.types import PauseMode
 
+PauseModeName = Literal["abort", "wait", "keep", "in_place", "retract"]
 ModeQuery = Annotated[PauseModeName | None, Query(description="What becomes of running requests; default abort")]
 ClearQuery = Annotated[bool | None, Query(description="Forget cached prompts, once nothing runs")]
 MODES: dict[PauseModeName, PauseMode] = {
@@ -28,25 +28,65 @@ MODES: dict[PauseModeName, PauseMode] = {
 }
 
 
-class Control:
-    def __init__(self, table: ModelTable, config: ServeConfig) -> None:
-        self._table = table
-        self._config = config
+class PauseBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"mode": "keep"}})
+    mode: PauseModeName | None = Field(None, description="What becomes of running requests; default abort")
+    clear_cache: bool | None = Field(None, description="Forget cached prompts, once nothing runs")
 
-    def router(self) -> APIRouter:
-        router = APIRouter(route_class=JSONRoute, tags=["RL data plane"])
-        add_routes(
-            router,
-            ("/pause", "POST", self.pause, answers.Status, "Stop between two steps"),
-            ("/pause_generation", "POST", self.pause_generation, answers.Status, "Stop between two steps, as SGLang"),
-            ("/resume", "POST", self.resume, answers.Status, "Go on after a pause"),
-            ("/continue_generation", "POST", self.resume, answers.Status, "Go on after a pause, as SGLang"),
-            ("/is_paused", "GET", self.is_paused, answers.Paused, "Whether it is paused"),
-            ("/get_weight_version", "GET", self.weight_version, answers.WeightVersion, "The current policy's version"),
-            ("/server_info", "GET", self.server_info, answers.ServerInfo, "What this server is and has"),
-            ("/get_server_info", "GET", self.server_info, answers.ServerInfo, "The same, by SGLang's name"),
-        )
-        return router
+
+class Paused(AnswerBody):
+    is_paused: bool
+
+
+class WeightVersion(AnswerBody):
+    weight_version: str
+    policy_version: int
+
+
+class ModelSummary(AnswerBody):
+    id: str
+    model_path: str
+    precision: str
+    max_model_len: int
+    vocab_size: int
+    policy_version: int
+    serves: dict[str, float]
+    adapters: dict[str, int] = Field(description="What each name means: its version")
+
+
+class ServerInfo(AnswerBody):
+    version: str
+    model_path: str
+    served_model_name: str
+    weight_version: str
+    max_batch_size: int
+    max_queue_size: int
+    max_loras: int
+    max_lora_rank: int
+    is_paused: bool
+    models: list[ModelSummary]
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes, control = APIRouter(route_class=JSONRoute, tags=["RL data plane"]), Control(context)
+    add_routes(
+        routes,
+        ("/pause", "POST", control.pause, Status, "Stop between two steps"),
+        ("/pause_generation", "POST", control.pause_generation, Status, "Stop between two steps, as SGLang"),
+        ("/resume", "POST", control.resume, Status, "Go on after a pause"),
+        ("/continue_generation", "POST", control.resume, Status, "Go on after a pause, as SGLang"),
+        ("/is_paused", "GET", control.is_paused, Paused, "Whether it is paused"),
+        ("/get_weight_version", "GET", control.weight_version, WeightVersion, "The current policy's version"),
+        ("/server_info", "GET", control.server_info, ServerInfo, "What this server is and has"),
+        ("/get_server_info", "GET", control.server_info, ServerInfo, "The same, by SGLang's name"),
+    )
+    return routes
+
+
+class Control:
+    def __init__(self, context: ServerContext) -> None:
+        self._models = context.models
+        self._config = context.config
 
     async def pause(
         self, body: PauseBody | None = None, mode: ModeQuery = None, clear_cache: ClearQuery = None
@@ -64,17 +104,17 @@ class Control:
 
     async def resume(self, request: Request) -> Response:
         """What waits or was stopped goes on."""
-        for served in self._table:
-            await asyncio.to_thread(served.engine.resume)
+        for served in self._models:
+            await asyncio.to_thread(served.client.resume)
         return JSONResponse({"status": "resumed"})
 
     async def is_paused(self) -> Response:
         """True from the moment when nothing runs."""
-        return JSONResponse({"is_paused": all(served.engine.paused for served in self._table)})
+        return JSONResponse({"is_paused": all(served.client.paused for served in self._models)})
 
     async def weight_version(self) -> Response:
         """Of the adapter that the model's own name serves, or else of the one published last; 0 without any."""
-        version = self._table.default.engine.adapters.policy_version
+        version = self._models.default.adapters.policy_version
         return JSONResponse({"weight_version": str(version), "policy_version": version})
 
     async def server_info(self) -> Response:
@@ -86,24 +126,24 @@ class Control:
                 "precision": served.model.precision,
                 "max_model_len": served.context_length,
                 "vocab_size": served.model.vocab_size,
-                "policy_version": served.engine.adapters.policy_version,
-                "serves": {route.label: route.share for route in served.engine.adapters.routes} or {"base": 1.0},
-                "adapters": {entry.name: entry.current for entry in served.engine.adapters},
+                "policy_version": served.adapters.policy_version,
+                "serves": {route.label: route.share for route in served.adapters.routes} or {"base": 1.0},
+                "adapters": {name: served.adapters.find(name).number for name in served.adapters.names},
             }
-            for served in self._table
+            for served in self._models
         ]
-        first, config = self._table.default, self._config
+        first, config = self._models.default, self._config
         return JSONResponse(
             {
                 "version": __version__,
                 "model_path": first.model.source,
                 "served_model_name": first.name,
-                "weight_version": str(first.engine.adapters.policy_version),
+                "weight_version": str(first.adapters.policy_version),
                 "max_batch_size": config.max_batch_size,
                 "max_queue_size": config.max_queue_size,
                 "max_loras": config.max_loras,
                 "max_lora_rank": config.max_lora_rank,
-                "is_paused": all(served.engine.paused for served in self._table),
+                "is_paused": all(served.client.paused for served in self._models),
                 "models": models,
             }
         )
@@ -119,13 +159,13 @@ class Control:
 
     async def _pause_all(self, mode: PauseMode, clear_cache: bool) -> Response:
         patience = self._config.request_timeout_seconds or 600.0
-        for served in self._table:
-            if not await asyncio.to_thread(served.engine.pause, mode, patience):
-                for other in self._table:
-                    await asyncio.to_thread(other.engine.resume)
+        for served in self._models:
+            if not await asyncio.to_thread(served.client.pause, mode, patience):
+                for other in self._models:
+                    await asyncio.to_thread(other.client.resume)
                 raise RequestTimeoutError(
                     f"there is no pause: what runs was not finished within {patience:g} seconds, or it was resumed"
                 )
             if clear_cache:
-                await asyncio.to_thread(served.engine.flush_cache)
+                await asyncio.to_thread(served.client.flush_cache)
         return JSONResponse({"status": "paused"})

@@ -1,0 +1,78 @@
+"""Adapters that come from files or the network, and those that learn here: `AdapterClient` for models of this process.
+
+What the registries do is theirs; here is what they can't know: how files are read, and that a trained adapter's name
+belongs to its trainer.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.errors import ConflictError, InvalidRequestError
+from mlx_parallm.lora.files import parse, parse_config, read_folder, usual_config
+from mlx_parallm.lora.weights import AdapterError
+from mlx_parallm.training.manager import TrainingManager
+from mlx_parallm.types import AdapterVersion
+
+REPLACED = (
+    "the next update would replace what is loaded under its name; load it under another name, or start the server with "
+    "another --train-adapter"
+)
+UNLOADED = "it stays while the server runs; start it without this --train-adapter"
+
+
+def load_adapter(engine: Engine, name: str, path: str, limit: int, number: int | None = None) -> AdapterVersion:
+    """Publishes the adapter in a folder, in mlx-lm's or PEFT's format. `limit`: of its files, in bytes."""
+    try:
+        folder = Path(path).expanduser()
+        adapter, config = read_folder(folder, limit)
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder that is closed to us
+        raise AdapterError(f"{path[:200]!r} can't be read: {error}", param="path") from error
+    return engine.adapters.publish(name, adapter, str(folder), number, config)
+
+
+class LocalAdapters:
+    def __init__(self, engines: Mapping[str, Engine], training: TrainingManager, limit: int) -> None:
+        self._engines = engines
+        self._training = training
+        self._limit = limit  # bytes of an adapter's file
+
+    def load(self, model: str, name: str, path: str, number: int | None = None) -> AdapterVersion:
+        self._check_untrained(name, REPLACED)
+        return load_adapter(self._engines[model], name, path, self._limit, number)
+
+    def publish(
+        self, model: str, name: str, data: bytes, config: Mapping[str, Any] | bytes | None, number: int | None
+    ) -> AdapterVersion:
+        self._check_untrained(name, REPLACED)
+        registry = self._engines[model].adapters
+        if isinstance(config, bytes):
+            config = parse_config(config)
+        if config is None and name in registry:
+            config = registry.find(name).config
+        known = config if config is not None else usual_config(data, self._limit)
+        return registry.publish(name, parse(known, data, self._limit), "upload", number, known)
+
+    def unload(self, model: str, name: str) -> AdapterVersion:
+        registry = self._engines[model].adapters
+        version = registry.find(name)
+        self._check_untrained(name, UNLOADED)
+        registry.unload(name)
+        return version
+
+    def rollback(self, model: str, name: str, number: int | None, checkpoint: str | None) -> tuple[AdapterVersion, str]:
+        """Back to an earlier version; the training of an adapter goes back too, with its optimiser."""
+        registry = self._engines[model].adapters
+        session = self._training.sessions.get(name)
+        if session is not None:
+            message, restored = session.rollback(number) if checkpoint is None else session.restore(checkpoint, number)
+            return registry.find(name, restored), message
+        if checkpoint is not None:
+            raise InvalidRequestError(f"{name!r} is not trained here, so it has no checkpoints", param="checkpoint")
+        version = registry.rollback(name, number)
+        return version, f"{version.label} is what {version.name!r} means now"
+
+    def _check_untrained(self, name: str, remedy: str) -> None:
+        if name in self._training.sessions:
+            raise ConflictError(f"{name!r} is being trained here: {remedy}", param="name", code="adapter_in_training")

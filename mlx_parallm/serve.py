@@ -1,0 +1,36 @@
+"""`serve(config)`: one process that loads models and serves them over HTTP. The `serve` and `train` commands call it.
+
+The port is taken before a model is loaded, so that one in use is known at once.
+"""
+
+import gc
+from collections.abc import Callable
+from functools import partial
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.platforms import raise_open_files
+from mlx_parallm.runtime.startup import start
+from mlx_parallm.server import logs
+from mlx_parallm.server.access import check_exposure, keys_of
+from mlx_parallm.server.banner import progress
+from mlx_parallm.server.run import HttpServer, listen
+from mlx_parallm.server.state import Dispatcher
+from mlx_parallm.training.manager import TrainingManager
+
+
+def serve(config: ServeConfig, companion: Callable[[TrainingManager], int | None] | None = None) -> int:
+    """Serves until a signal or, if so configured, the death of an engine; returns the exit code.
+
+    `companion` works beside it, on a thread, once it serves; the server stops when that returns a code.
+    """
+    logs.set_up(config.log_level, config.log_json)
+    check_exposure(config)
+    keys_of(config)  # what is wrong with a file of keys is known before a model is loaded
+    raise_open_files()
+    listener = listen(config.host, config.port)
+    dispatcher = Dispatcher()
+    runtime = start(config, dispatcher, progress=progress)
+    gc.collect()
+    gc.freeze()  # what the models brought along will not be garbage
+    beside = None if companion is None else partial(companion, runtime.manager)
+    return HttpServer(runtime, config, dispatcher, listener, beside).run_until_stopped()

@@ -1,0 +1,114 @@
+"""Bodies and answers of the adapters' routes."""
+
+from typing import Any, Literal
+
+from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from mlx_parallm.server.schema import AnswerBody, Body
+from mlx_parallm.types import INT64
+
+
+class LoadAdapterBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "math", "path": "adapters/math"}})
+    name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
+    path: str = Field(min_length=1, validation_alias=AliasChoices("path", "lora_path", "adapter_path"))
+    version: int | None = Field(None, ge=1, le=INT64, description="Must be newer than the newest; default: the next")
+    model: str = Field("default", description="The model that it is for")
+
+
+class UpdateWeightsBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "policy", "tensors": "UEsDBA==", "version": 2}})
+    name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
+    tensors: str = Field(min_length=1, description="A safetensors file in base64")
+    config: dict[str, Any] | None = Field(None, description="adapter_config.json, of mlx-lm or PEFT")
+    version: int | None = Field(None, ge=1, le=INT64, description="Must be newer than the newest; default: the next")
+    model: str = Field("default", description="The model that it is for")
+
+
+class UnloadAdapterBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "math"}})
+    name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
+
+
+class RollbackBody(UnloadAdapterBody):
+    version: int | None = Field(None, ge=1, le=INT64, description="Default: the one before")
+    checkpoint: str | None = Field(
+        None, min_length=1, max_length=100, description="Of an adapter that is trained: go on from this checkpoint"
+    )
+
+
+class VllmLoadBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "math", "lora_path": "adapters/math"}})
+    lora_name: str
+    lora_path: str = Field(min_length=1)
+    load_inplace: bool = False
+
+
+class VllmUnloadBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "math"}})
+    lora_name: str
+
+
+class SwitchBody(Body):
+    """What requests for the model's own name get: one adapter, or several with their shares."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"split": {"v12": 0.9, "v13": 0.1}}})
+    version: str | int | None = Field(
+        None, description="name, name@version, a version of `name`, or base (also 0): the model alone"
+    )
+    split: dict[str, float] | None = Field(None, min_length=1, max_length=16, description="Shares that add up to 1")
+    name: str | None = Field(None, description="The adapter whose versions are meant; needed where there are several")
+    model: str = Field("default", description="The model whose name it is about")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "SwitchBody":
+        if (self.version is None) == (self.split is None):
+            raise PydanticCustomError("switch", "Give either version or split")
+        return self
+
+    @field_validator("split")
+    @classmethod
+    def _whole(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value is not None and (min(value.values()) <= 0 or abs(sum(value.values()) - 1) > 1e-3):
+            raise PydanticCustomError("split", "Shares must be above 0 and add up to 1")
+        return value
+
+
+class PinBody(UnloadAdapterBody):
+    version: int | None = Field(None, ge=1, le=INT64, description="Default: what the name means")
+
+
+class AdapterInfo(AnswerBody):
+    name: str
+    version: int
+    current: bool = Field(description="Whether the name means this version")
+    parent: str
+    rank: int
+    bytes: int
+    pinned_requests: int = Field(description="Rows that use it, or wait to")
+    pinned: bool = Field(description="Whether it is kept, however many newer ones there are")
+    requests: int = Field(description="That it has answered or is answering")
+    generated_tokens: int
+    source: str
+    created: int
+
+
+class AdapterList(AnswerBody):
+    object: Literal["list"]
+    data: list[AdapterInfo]
+
+
+class AdapterChanged(AnswerBody):
+    status: Literal["success"]
+    name: str
+    policy_version: int
+    message: str
+
+
+class Switched(AnswerBody):
+    status: Literal["success"]
+    model: str
+    serves: dict[str, float] = Field(description="Adapters with their shares of the requests")
+    policy_version: int
+    message: str

@@ -1,0 +1,149 @@
+"""Our own shape of `/generate`: one prompt, with the adapter versions that made which tokens."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, PlainValidator, field_validator
+from pydantic_core import PydanticCustomError
+
+from mlx_parallm.server.api.generate.writer import GenerateWriter
+from mlx_parallm.server.api.openai.completions import CompletionBody
+from mlx_parallm.server.api.openai.writer import finite
+from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected, Generation
+from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.types import MAX_LOGPROBS, TokenLogprob
+
+
+def _read_yes_or_no(value: Any) -> int | None:
+    """Whether log-probabilities are wanted, or of how many of the likeliest tokens too."""
+    if isinstance(value, bool):
+        return 0 if value else None
+    if type(value) is int and 0 <= value <= MAX_LOGPROBS:
+        return value
+    raise PydanticCustomError("logprobs", f"Expected true, false, or a number up to {MAX_LOGPROBS}")
+
+
+class GenerateBody(CompletionBody):
+    """A prompt for the policy."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"prompt": "The capital of France is", "temperature": 0.8, "max_tokens": 32, "step_id": 7}
+        }
+    )
+    logprobs: Annotated[int | None, PlainValidator(_read_yes_or_no, json_schema_input_type=bool | int)] = Field(
+        0, description="False: without log-probabilities"
+    )
+    logprobs_mode: Literal["raw", "processed"] = Field(
+        "processed", description="As tokens were drawn, or of the model itself"
+    )
+    return_token_ids: bool = True
+
+    @field_validator("prompt")
+    @classmethod
+    def _one_prompt(cls, value: Any) -> Any:
+        if len(value) != 1:
+            raise PydanticCustomError("prompt", "Expected one prompt, as text or token ids")
+        return value
+
+    @field_validator("n")
+    @classmethod
+    def _one_answer(cls, value: int) -> int:
+        if value != 1:
+            raise PydanticCustomError(
+                "n",
+                "Only one answer fits this shape; without policy_version, step_id and "
+                "request_id, vLLM's shape has room for n",
+            )
+        return value
+
+
+class Generated(AnswerBody):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "request_id": "r-1",
+                "policy_version": 3,
+                "step_id": 7,
+                "prompt_ids": [504, 3575, 282],
+                "completion_ids": [4649, 314, 7042],
+                "text": " France is Paris",
+                "logprobs": [-0.01, -0.2, -0.1],
+                "finish_reason": "length",
+                "policy_spans": [[0, 3, 3]],
+                "mixed_policy": False,
+                "metadata": {"batch_size": 4, "latency_ms": 81.5, "current_policy_version": 3},
+            }
+        }
+    )
+    request_id: str
+    policy_version: int = Field(description="The adapter version that made the newest token; 0: none")
+    step_id: int | str | None
+    prompt_ids: list[int]
+    completion_ids: list[int] = Field(description="With the token that ended it")
+    text: str
+    logprobs: list[float] | None = Field(description="One for each of completion_ids")
+    finish_reason: Literal["stop", "length", "abort"]
+    policy_spans: list[tuple[int, int, int]]
+    mixed_policy: bool = Field(
+        description="Several versions made it (follow_policy): its log-probabilities are those of no single policy"
+    )
+    metadata: dict[str, Any]
+
+
+class OwnWriter(GenerateWriter):
+    def __init__(self, body: GenerateBody, generation: Generation, request_id: str) -> None:
+        super().__init__(generation, request_id)
+        self.body = body
+
+    def _common(self, choice: ChoiceStream) -> dict[str, Any]:
+        # A model without adapters has no versions: then the number is the client's own.
+        asked, registry = self.body.policy_version, self.served.adapters
+        version = asked if asked is not None and not registry.names else choice.policy_version
+        return {"request_id": self.name, "policy_version": version, "step_id": self.body.step_id}
+
+    def _current(self) -> int:
+        """What the name of the request's own adapter means now; 0 for the model alone."""
+        version = self.generation.version
+        return 0 if version is None else self.served.adapters.newest(version).number
+
+    def _part(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
+        ended = update.finish_reason is not None
+        return {
+            **self._common(choice),
+            "completion_ids": update.tokens,
+            "text": update.piece.content,
+            "logprobs": self._logprobs(update.scores),
+            "finish_reason": update.finish_reason,
+            **(self._at_the_end(choice) if ended else {}),
+        }
+
+    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
+        choice, result = self.generation.choices[0], results[0]
+        return {
+            **self._common(choice),
+            "prompt_ids": self.generation.prompts[0],
+            "completion_ids": result.tokens,
+            "text": self._text(result),
+            "logprobs": self._logprobs(result.scores),
+            "finish_reason": choice.finish_reason,
+            **self._at_the_end(choice),
+        }
+
+    def _at_the_end(self, choice: ChoiceStream) -> dict[str, Any]:
+        return {
+            "policy_spans": choice.policy_spans,
+            "mixed_policy": choice.mixed_policy,
+            "metadata": self._metadata(),
+        }
+
+    def _logprobs(self, scores: Sequence[TokenLogprob]) -> list[float | None] | None:
+        return None if self.body.logprobs is None else [finite(score.logprob) for score in scores]
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            **(self.body.metadata or {}),
+            "batch_size": max(1, self.served.client.metrics.running),
+            "latency_ms": round(1000 * self.seconds, 3),
+            "current_policy_version": self._current(),
+        }

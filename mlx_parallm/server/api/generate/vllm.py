@@ -1,0 +1,99 @@
+"""vLLM's own shape of `/generate`."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import orjson
+from pydantic import ConfigDict, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from mlx_parallm.server.api.generate.writer import GenerateWriter
+from mlx_parallm.server.api.openai.completions import CompletionBody
+from mlx_parallm.server.api.openai.writer import finite
+from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected, Generation
+from mlx_parallm.server.schema import read_prompt
+from mlx_parallm.types import TokenLogprob
+
+
+def _read_vllm_prompt(value: Any) -> list[str] | list[list[int]]:
+    if isinstance(value, dict):
+        ids, text = value.get("prompt_token_ids"), value.get("prompt")
+        value = text if ids is None and isinstance(text, str) else ids if isinstance(ids, list) else None
+    prompts = read_prompt(value)
+    if len(prompts) != 1:
+        raise PydanticCustomError("prompt", "Expected one prompt, as text, token ids, or an object of prompt_token_ids")
+    return prompts
+
+
+class VllmBody(CompletionBody):
+    """What vLLM's own server takes at /generate."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is", "n": 2}})
+    prompt: Annotated[
+        list[str] | list[list[int]],
+        PlainValidator(_read_vllm_prompt, json_schema_input_type=str | list[int] | dict[str, list[int]]),
+    ]
+    return_token_ids: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ids_beside(cls, data: Any) -> Any:
+        """vLLM takes `prompt_token_ids` in place of the prompt, too."""
+        if not isinstance(data, dict) or data.get("prompt_token_ids") is None:
+            return data
+        if data.get("prompt") is not None:
+            raise PydanticCustomError("prompt", "Give either prompt or prompt_token_ids")
+        return data | {"prompt": {"prompt_token_ids": data["prompt_token_ids"]}}
+
+
+class VllmWriter(GenerateWriter):
+    """vLLM's: lists over the choices; a token's log-probabilities are objects of one, the sampled first."""
+
+    ending = b""
+    media_type = b"application/json"
+
+    def __init__(self, body: VllmBody, generation: Generation, request_id: str) -> None:
+        super().__init__(generation, request_id)
+        self.body = body
+
+    def _frame(self, part: Any) -> bytes:
+        return orjson.dumps(part) + b"\n"
+
+    def _part(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
+        return {"text": [self._prompt(choice) + self._text(one) for one in self._so_far]} | self._rest(self._so_far)
+
+    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
+        pairs = zip(self.generation.choices, results, strict=True)
+        answer = {"text": [self._prompt(choice) + self._text(result) for choice, result in pairs]}
+        if self.body.prompt_logprobs is not None:
+            known = self.generation.choices[0].prompt_logprobs or []
+            answer["prompt_logprobs"] = [None if one is None else _merged(one) for one in known]  # type: ignore[misc]
+        return answer | self._rest(results) | {"prompt_token_ids": self.generation.prompts[0]}
+
+    def _prompt(self, choice: ChoiceStream) -> str:
+        """vLLM's text begins with a prompt that was text."""
+        prompt = self.body.prompt[choice.prompt]
+        return prompt if isinstance(prompt, str) else ""
+
+    def _rest(self, results: Sequence[Collected]) -> dict[str, Any]:
+        choices = self.generation.choices
+        rest: dict[str, Any] = {
+            "request_id": self.name,
+            "token_ids": [result.tokens for result in results],
+            "finish_reasons": [choice.finish_reason for choice in choices],
+            "policy_version": choices[0].policy_version,
+            "policy_spans": [choice.policy_spans for choice in choices],
+            "mixed_policy": [choice.mixed_policy for choice in choices],
+        }
+        if self.body.logprobs is not None:
+            rest["logprobs"] = [[_separate(score) for score in result.scores] for result in results]
+        return rest
+
+
+def _separate(score: TokenLogprob) -> list[dict[str, float | None]]:
+    others = [(token, logprob) for token, logprob in score.top if token != score.token]
+    return [{str(token): finite(logprob)} for token, logprob in [(score.token, score.logprob), *others]]
+
+
+def _merged(score: TokenLogprob) -> dict[str, float | None]:
+    return {str(token): finite(logprob) for token, logprob in [*score.top, (score.token, score.logprob)]}

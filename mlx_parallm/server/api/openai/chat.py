@@ -1,0 +1,224 @@
+"""`/v1/chat/completions`: its body, how its answers are written, and the route."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of, sampling_of
+from mlx_parallm.server.api.openai.messages import TemplateBody, conversation
+from mlx_parallm.server.api.openai.writer import ResponseWriter, finite, prompt_logprobs
+from mlx_parallm.server.call import ChatTurn, GenerationCall
+from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.schema import Body
+from mlx_parallm.server.service import GenerationService, respond
+from mlx_parallm.server.sse import event
+from mlx_parallm.text.detokenize import Vocabulary
+from mlx_parallm.text.parsers.calls import CallDelta
+from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
+
+CHAT_EXAMPLE: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "max_tokens": 64,
+    "temperature": 0.7,
+}
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedToolChoice(Body):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatBody(GenerationBody, TemplateBody):
+    """A conversation to continue."""
+
+    model_config = ConfigDict(json_schema_extra={"example": CHAT_EXAMPLE})
+    max_tokens: int | None = Field(
+        None, ge=1, le=INT64, description="Must fit the context beside the prompt; default: what fits"
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT64, description="The same, and goes first")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool = Field(True, description="False: at most one call")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    add_special_tokens: bool = Field(False, description="Have the tokenizer add its own to the template's")
+    separate_reasoning: bool = Field(True, description="False: reasoning stays in the content, marks and all")
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and not info.data.get("logprobs"):
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs to be true")
+        return value
+
+    functions: Any = Field(None, description="Not supported: OpenAI has replaced it by `tools`")
+    function_call: Any = Field(None, description="Not supported: OpenAI has replaced it by `tool_choice`")
+
+    @field_validator("functions", "function_call")
+    @classmethod
+    def _is_replaced(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            name = "tools" if info.field_name == "functions" else "tool_choice"
+            raise PydanticCustomError(
+                str(info.field_name), f"OpenAI has replaced {info.field_name}: send {name} instead"
+            )
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _names_a_tool(cls, value: Any, info: ValidationInfo) -> Any:
+        names = [tool.function.name for tool in info.data.get("tools", [])]
+        if isinstance(value, NamedToolChoice) and value.function.name not in names:
+            known = f"the tools are {', '.join(names[:20])}" if names else "there are no tools"
+            message = f"There is no function {value.function.name[:100]!r} to choose: {known}"
+            raise PydanticCustomError("tool_choice", message.replace("{", "{{").replace("}", "}}"))
+        if value == "required" and not names:
+            raise PydanticCustomError("tool_choice", "required needs at least one tool")
+        return value
+
+
+def chat_call(body: ChatBody) -> GenerationCall:
+    field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    return call_of(
+        body,
+        chat=_turn(body),
+        sampling=sampling_of(body, max_tokens=getattr(body, field), logprobs=top),
+        add_special_tokens=body.add_special_tokens,
+        max_tokens_field=field,
+    )
+
+
+def _turn(body: ChatBody) -> ChatTurn:
+    kwargs = dict(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
+    rendered = conversation(
+        body.messages,
+        body.tools if body.tool_choice != "none" else [],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=kwargs,
+    )
+    named = body.tool_choice if isinstance(body.tool_choice, NamedToolChoice) else None
+    return ChatTurn(
+        conversation=rendered,
+        must_call=named is not None or body.tool_choice == "required",
+        tool_name=named.function.name if named is not None else None,
+        parallel_calls=body.parallel_tool_calls,
+        separate_reasoning=body.separate_reasoning,
+    )
+
+
+class ChatWriter(ResponseWriter):
+    whole = "chat.completion"
+    part = "chat.completion.chunk"
+
+    def opening(self) -> bytes:
+        return b"".join(event(self._opening(choice)) for choice in self.generation.choices)
+
+    def _opening(self, choice: ChoiceStream) -> dict[str, Any]:
+        chunk = self._chunk([self._skeleton(choice, "")])
+        chunk["choices"][0]["delta"] = {"role": "assistant", "content": ""}
+        if self.options.token_ids:
+            chunk["prompt_token_ids"] = self.generation.prompts[choice.prompt]
+        return chunk
+
+    def _skeleton(self, choice: ChoiceStream, text: str) -> dict[str, Any]:
+        return {"index": choice.index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+
+    def _choice(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if update.piece.content:
+            delta["content"] = update.piece.content
+        if update.piece.reasoning:
+            delta["reasoning_content"] = delta["reasoning"] = update.piece.reasoning
+        if update.piece.calls:
+            delta["tool_calls"] = [_call_delta(call) for call in update.piece.calls]
+        part = {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": self._logprobs(update.logprobs),
+            "finish_reason": update.finish_reason,
+        }
+        if update.finish_reason is not None:
+            part["stop_reason"] = choice.stop_reason
+        if self.options.token_ids:
+            part["token_ids"] = update.tokens
+        return part | self._policy(choice, update.finish_reason is not None)
+
+    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
+        choices = [self._message(*pair) for pair in zip(self.generation.choices, results, strict=True)]
+        more: dict[str, Any] = {}
+        if self.options.prompt_logprobs:
+            found = self.generation.choices[0].prompt_logprobs or []
+            more["prompt_logprobs"] = prompt_logprobs(found, self.served.vocabulary)
+        if self.options.token_ids:
+            more["prompt_token_ids"] = self.generation.prompts[0]
+        return self._whole(choices, **more)
+
+    def _message(self, choice: ChoiceStream, result: Collected) -> dict[str, Any]:
+        content = "".join(result.content)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := "".join(result.reasoning):
+            message["reasoning_content"] = message["reasoning"] = reasoning
+        if result.calls:
+            message["content"] = content or None
+            message["tool_calls"] = [_call(call) for call in result.calls]
+        answer = {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(result.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        return answer | ({"token_ids": result.tokens} if self.options.token_ids else {}) | self._policy(choice, True)
+
+    def _logprobs(self, entries: Sequence[tuple[TokenLogprob, int]]) -> dict[str, Any] | None:
+        if not self.options.logprobs:
+            return None
+        vocabulary = self.served.vocabulary
+        content = [
+            {
+                **_token(vocabulary, entry.token, entry.logprob),
+                "top_logprobs": [_token(vocabulary, token, logprob) for token, logprob in entry.top],
+            }
+            for entry, _ in entries
+        ]
+        return {"content": content, "refusal": None}
+
+
+class ChatRoutes:
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+
+    async def complete(self, body: ChatBody, request: Request) -> Response:
+        """Answers the conversation, `n` times. With `stream`, chunks arrive as server-sent events."""
+        generation = await self._service.prepare(chat_call(body), request, "chatcmpl")
+        name = f"chatcmpl-{request.scope['request_id']}"
+        return await respond(generation, ChatWriter(name, generation, options_of(body, body.logprobs)), request)
+
+
+def _token(vocabulary: Vocabulary, token: int, logprob: float) -> dict[str, Any]:
+    spelled = vocabulary.spell(token)
+    return {"token": spelled.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(spelled)}
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

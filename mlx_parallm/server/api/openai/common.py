@@ -1,0 +1,166 @@
+"""What chat and completions have in common: their fields, and the call that these make."""
+
+from typing import Any, Literal
+
+import orjson
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from mlx_parallm.server.api.openai.structure import StructureBody, structure_of
+from mlx_parallm.server.api.openai.writer import ResponseOptions
+from mlx_parallm.server.call import GenerationCall
+from mlx_parallm.server.schema import Body, LogitBias, Stop, TokenId
+from mlx_parallm.types import INT64, MAX_LOGPROBS, SamplingParams
+
+MAX_METADATA = 65_536  # bytes
+
+
+class StreamOptions(Body):
+    include_usage: bool = Field(False, description="End the stream with a chunk that carries the usage")
+    continuous_usage_stats: bool = Field(False, description="Give the usage so far in every chunk")
+
+
+class PolicyBody(Body):
+    """What trainers send beside a request: any of these, and each choice says which adapter version made its tokens."""
+
+    policy_version: int | None = Field(
+        None, ge=0, le=INT64, description="The adapter's version that is to answer; 0 is the model without one"
+    )
+    step_id: int | str | None = Field(None, description="Comes back with the answer")
+    request_id: str | None = Field(None, min_length=1, max_length=256, description="Comes back with the answer")
+    metadata: dict[str, Any] | None = Field(
+        None, description="Comes back with the answer, and goes to the scoring function"
+    )
+    collect_trajectory: bool | None = Field(None, description="Learn from the answer, by its score or later feedback")
+    scoring_function: str | None = Field(
+        None, min_length=1, max_length=200, description="What scores it: the name of a task or of one given at start"
+    )
+    follow_policy: bool | None = Field(
+        None, description="Go on with a newer version of the adapter from the step after it is published"
+    )
+
+    @field_validator("metadata")
+    @classmethod
+    def _can_come_back(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            size = len(orjson.dumps({"in": {"the": {"answer": [value]}}}))
+        except (TypeError, ValueError):
+            raise PydanticCustomError("metadata", "It is nested too deeply") from None
+        if size > MAX_METADATA:
+            raise PydanticCustomError("metadata", f"At most {MAX_METADATA} bytes are taken")
+        return value
+
+    @property
+    def of_a_trainer(self) -> bool:
+        return any(getattr(self, name) is not None for name in PolicyBody.model_fields)
+
+
+class GenerationBody(PolicyBody, StructureBody):
+    """What completions and chat have in common."""
+
+    model: str = Field("default", description="A served model or adapter; `default` always names the first model")
+    lora_adapter: str | None = Field(None, min_length=1, description="An adapter of the model, as name or name@version")
+    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=INT64, description="Sample from the k likeliest tokens; 0 or -1: off")
+    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens less likely than this share of the likeliest")
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10, description="On prompt and output tokens; 1: off")
+    logit_bias: LogitBias = Field(default_factory=dict, description="Token id to a number added to its logit")
+    seed: int | None = Field(None, ge=-INT64 - 1, le=INT64, description="Same seed and prompt: same tokens")
+    n: int = Field(1, ge=1, description="How many choices per prompt")
+    stop: Stop = Field((), description="Text that ends the output and is not part of it")
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token")
+    min_tokens: int = Field(0, ge=0, le=INT64)
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs_mode: Literal["raw", "processed"] = Field(
+        "raw", description="Of the model itself, or as tokens were drawn: after temperature, penalties, top_p and top_k"
+    )
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool = Field(
+        False, description="The ids of prompt and output, the token that ended it included, as are then its logprobs"
+    )
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT64, description="Keep only so many, from the end")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower goes first")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="Shares cached prompts only within it"
+    )
+    user: str | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_for_streams(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise PydanticCustomError("stream_options", "stream_options needs stream to be true")
+        return value
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _not_for_streams(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("stream"):
+            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs can't be streamed")
+        return value
+
+
+def sampling_of(body: "GenerationBody", *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias,
+        seed=body.seed,
+        n=body.n,
+        stop=body.stop,
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+        processed_logprobs=body.logprobs_mode == "processed",
+        prompt_logprobs=body.prompt_logprobs,
+    )
+
+
+def call_of(body: "GenerationBody", **fields: Any) -> GenerationCall:
+    """The call that a body makes; `fields` are those that only one of the two routes knows."""
+    return GenerationCall(
+        structure=structure_of(body),
+        model=body.model,
+        lora_adapter=body.lora_adapter,
+        policy_version=body.policy_version,
+        follow_policy=bool(body.follow_policy),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        exact_tokens=body.return_token_ids,
+        stream=body.stream,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+        request_id=body.request_id,
+        collect_trajectory=bool(body.collect_trajectory),
+        scoring_function=body.scoring_function,
+        metadata=body.metadata or {},
+        **fields,
+    )
+
+
+def options_of(body: "GenerationBody", logprobs: bool) -> ResponseOptions:
+    options = body.stream_options
+    return ResponseOptions(
+        logprobs=logprobs,
+        token_ids=body.return_token_ids,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        usage=options is not None and options.include_usage,
+        running_usage=options is not None and options.continuous_usage_stats,
+        policy=body.of_a_trainer,
+        echoed=body.model_dump(include={"step_id", "request_id", "metadata"}, exclude_none=True),
+    )

@@ -1,0 +1,157 @@
+"""What both of OpenAI's routes write: the envelope, usage, and the fast way to write text.
+
+A chunk that carries only text, which is nearly every chunk, is a constant beginning and end around that text.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected, Generation
+from mlx_parallm.server.sse import DONE, event
+from mlx_parallm.text.detokenize import Vocabulary
+from mlx_parallm.types import TokenLogprob
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """What a client wants to see beside the text."""
+
+    logprobs: bool = False
+    token_ids: bool = False
+    prompt_logprobs: bool = False
+    usage: bool = False  # at the end of a stream
+    running_usage: bool = False  # in every chunk
+    policy: bool = False  # which adapter version made which tokens
+    echoed: dict[str, Any] = field(default_factory=dict)  # what comes back as it was sent
+
+
+class ResponseWriter(ABC):
+    """What chat and completions share: the envelope, usage, and the fast way to write text."""
+
+    whole: str  # "object" of a whole answer
+    part: str  # "object" of a chunk
+    ending = DONE
+    media_type = b"text/event-stream; charset=utf-8"
+
+    def __init__(self, name: str, generation: Generation, options: ResponseOptions) -> None:
+        self.served = generation.served
+        self.generation = generation
+        self.options = options
+        self._envelope = {"id": name, "created": int(time.time()), "model": _model_name(generation)}
+        self._fingerprint = {"system_fingerprint": self.served.fingerprint, **options.echoed}
+        self._plain = not (options.logprobs or options.token_ids or options.running_usage or options.policy)
+        self._frames = [self._frame(choice) for choice in generation.choices]
+
+    @abstractmethod
+    def _skeleton(self, choice: ChoiceStream, text: str) -> dict[str, Any]:
+        """A chunk's choice that has this text and no other update."""
+
+    @abstractmethod
+    def _choice(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
+        """A chunk's choice with all of its update."""
+
+    @abstractmethod
+    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
+        """The whole answer."""
+
+    def chunk(self, choice: ChoiceStream, update: ChoiceUpdate) -> bytes:
+        piece = update.piece
+        if self._plain and update.finish_reason is None and not piece.reasoning and not piece.calls:
+            if not piece.content:
+                return b""
+            before, after = self._frames[choice.index]
+            return before + orjson.dumps(piece.content) + after
+        if not piece and update.finish_reason is None and not update.logprobs and not self.options.token_ids:
+            return b""
+        return event(self._chunk([self._choice(choice, update)]))
+
+    def closing(self) -> bytes:
+        rewards = self.generation.rewards
+        if rewards is not None:  # they are known when all choices have ended
+            found = [rewards.get(choice.index) for choice in self.generation.choices]
+            return event({**self._chunk([]), "rewards": found}) + self._last_usage()
+        return self._last_usage()
+
+    def _last_usage(self) -> bytes:
+        if not self.options.usage:
+            return b""
+        return event({**self._envelope, "object": self.part, "choices": [], **self._fingerprint, "usage": self.usage()})
+
+    def failure(self, error: ParallmError) -> bytes:
+        return event(error.body())
+
+    def usage(self) -> dict[str, Any]:
+        choices, prompt_tokens = self.generation.choices, self.generation.prompt_tokens
+        completion_tokens = sum(choice.completion_tokens for choice in choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(choice.cached_tokens for choice in choices[:: self.generation.n])
+            },
+            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._envelope, "object": self.part, "choices": choices, **self._fingerprint}
+        if self.options.usage or self.options.running_usage:
+            chunk["usage"] = self.usage() if self.options.running_usage else None
+        return chunk
+
+    def _policy(self, choice: ChoiceStream, ended: bool) -> dict[str, Any]:
+        if not self.options.policy:
+            return {}
+        found: dict[str, Any] = {"policy_version": choice.policy_version}
+        if ended:
+            found |= {"policy_spans": choice.policy_spans, "mixed_policy": choice.mixed_policy}
+        if self.generation.rewards is not None:
+            found["reward"] = self.generation.rewards.get(choice.index)
+        return found
+
+    def _frame(self, choice: ChoiceStream) -> tuple[bytes, bytes]:
+        """The bytes around a chunk's text. The mark between them needs no escaping and can't occur elsewhere."""
+        mark = f"\x00{self._envelope['id']}"
+        before, after = event(self._chunk([self._skeleton(choice, mark)])).split(orjson.dumps(mark), 1)
+        return before, after
+
+    def _whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            **self._envelope,
+            "object": self.whole,
+            "choices": choices,
+            "usage": self.usage(),
+            **self._fingerprint,
+            **more,
+        }
+
+
+def finite(logprob: float) -> float | None:
+    return None if logprob != logprob else max(logprob, LOWEST_LOGPROB)
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], vocabulary: Vocabulary) -> list[dict[str, Any] | None]:
+    """vLLM's shape: per prompt token an object from token id to its logprob; null for the first."""
+    return [None if entry is None else _by_id(entry, vocabulary) for entry in entries]
+
+
+def _by_id(entry: TokenLogprob, vocabulary: Vocabulary) -> dict[str, Any]:
+    ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
+    return {
+        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": vocabulary.text(token)}
+        for token, logprob, rank in [*ranked, (entry.token, entry.logprob, entry.rank)]
+    }
+
+
+def _model_name(generation: Generation) -> str:
+    """As it was asked for; `default` by its own name."""
+    asked = generation.call.model
+    return generation.served.name if asked == "default" else asked

@@ -1,0 +1,167 @@
+"""Operations: `/health`, `/metrics` and `/debug/metrics`, read from the engines' counters; `/flush_cache`."""
+
+import asyncio
+import logging
+from dataclasses import fields
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.metrics import EngineMetrics
+from mlx_parallm.server.api.ops.metrics import HISTOGRAMS, EngineCollector, TrainingCollector
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.routing import add_routes
+from mlx_parallm.server.schema import AnswerBody
+
+log = logging.getLogger(__name__)
+
+
+class Health(AnswerBody):
+    model_config = ConfigDict(json_schema_extra={"example": {"status": "healthy", "model_loaded": True}})
+    status: Literal["healthy", "draining", "unhealthy"]
+    model_loaded: bool
+    reason: str | None = None
+
+
+class MetricsSummary(AnswerBody):
+    """What /metrics answers to `Accept: application/json`."""
+
+    current_policy_version: int
+    queue_depth: int
+    max_batch_size: int
+    flush_interval_ms: float
+
+
+class DebugMetrics(AnswerBody):
+    batches_processed: int
+    avg_batch_fill_pct: float
+    batch_fill_hist: list[int] = Field(description="Decode steps by how full the batch was, in tenths")
+    queue_depth_last: int
+    stream_batches_processed: int
+    prompt_tps_last: float
+    prompt_tps_avg: float
+    decode_tps_last: float
+    decode_tps_avg: float
+    running: int
+    slots_total: int
+    slots_free: int
+    kv_bytes: int
+    kv_bytes_limit: int
+    memory: dict[str, int] = Field(description="The budget in bytes: the process's limit, and what each part may hold")
+    active_memory: int
+    peak_memory: int
+    serving_peak_memory: int = Field(description="The same without the pieces of updates")
+    spare_memory: int = Field(description="Bytes that MLX keeps for what comes next")
+    steps: int
+    decode: dict[str, float] = Field(description="Its steps, seconds to start them, and seconds waited for them")
+    prefill: dict[str, float] = Field(description="The same for prompts")
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    requests_finished: dict[str, int]
+    requests_rejected: int
+    preemptions: int
+    faults: int = Field(description="Device faults after which all running rows were computed again")
+    deduplicated: int
+    adapter_seconds: dict[str, float] = Field(
+        description="Of the engine's time, for each adapter published, brought in or put beside others"
+    )
+    prefix: dict[str, int] = Field(description="The prefix cache: lookups, hits, hit_tokens, evictions, blocks, bytes")
+    background: dict[str, float] = Field(description="Training: its steps and seconds, and the longest wait for it")
+    ssd: dict[str, int] = Field(description="Its tier on SSD: files, bytes, reads, writes, dropped, damaged, pruned")
+    models: dict[str, "DebugMetrics"] | None = Field(None, description="Each model's own, when several are served")
+
+
+class Flushed(AnswerBody):
+    success: bool = Field(description="Whether the engine's books balance")
+    flushed_blocks: int
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes, operations = APIRouter(tags=["Operations"]), Operations(context)
+    routes.add_api_route("/health", operations.health, methods=["HEAD"], include_in_schema=False, response_model=None)
+    add_routes(
+        routes,
+        ("/health", "GET", operations.health, Health, "Whether the engine is alive"),
+        ("/debug/metrics", "GET", operations.debug_metrics, DebugMetrics, "The engine's counters"),
+        ("/flush_cache", "POST", operations.flush_cache, Flushed, "Forget cached prompts"),
+        ("/reset_prefix_cache", "POST", operations.flush_cache, Flushed, "Forget cached prompts"),
+    )
+    add_routes(
+        routes,
+        ("/metrics", "GET", operations.metrics, MetricsSummary, "Prometheus metrics"),
+        answer={"text/plain": {"example": "mlx_parallm_queue_depth 0.0"}},
+    )
+    return routes
+
+
+class Operations:
+    def __init__(self, context: ServerContext) -> None:
+        self._models = context.models
+        self._config = context.config
+        self._state = context.state
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(EngineCollector(context.models))
+        background = context.models.default.client.metrics.background
+        self._registry.register(TrainingCollector(context.runtime.training, background))
+
+    async def health(self) -> Response:
+        """200 while requests are served; 503 once the engine has died or the server shuts down, with the reason."""
+        if dead := [served for served in self._models if served.client.failure is not None]:
+            reason = f"{dead[0].name}: {dead[0].client.failure}"
+            return JSONResponse({"status": "unhealthy", "model_loaded": False, "reason": reason}, 503)
+        if self._state.draining:
+            body = {"status": "draining", "model_loaded": True, "reason": "the server is shutting down"}
+            return JSONResponse(body, 503)
+        return JSONResponse({"status": "healthy", "model_loaded": True})
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus text, or with `Accept: application/json` a summary."""
+        if "application/json" not in request.headers.get("accept", ""):
+            return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        summary = {
+            "current_policy_version": self._models.default.adapters.policy_version,
+            "queue_depth": sum(served.client.metrics.queue_depth for served in self._models),
+            "max_batch_size": self._config.max_batch_size,
+            "flush_interval_ms": 1000 * self._config.batch_timeout,
+        }
+        return JSONResponse(summary)
+
+    async def flush_cache(self) -> Response:
+        """Forgets every cached block that no running request is using, and checks that the books balance."""
+        flushed, balanced = 0, True
+        for served in self._models:
+            flushed += await asyncio.to_thread(served.client.flush_cache)
+            try:
+                await asyncio.to_thread(served.client.check_integrity)
+            except AssertionError as error:
+                log.error("the books of %s do not balance: %s", served.name, error)
+                balanced = False
+        return JSONResponse({"success": balanced, "flushed_blocks": flushed})
+
+    async def debug_metrics(self) -> Response:
+        """Counters since the start; those of the first model, and of each when there are several."""
+        answer = debug_summary(self._models.default.client.metrics)
+        models = {served.name: debug_summary(served.client.metrics) for served in self._models}
+        return JSONResponse(answer | ({"models": models} if len(models) > 1 else {}))
+
+
+def debug_summary(metrics: EngineMetrics) -> dict[str, Any]:
+    plain = {item.name: getattr(metrics, item.name) for item in fields(metrics)}
+    for name in ("prompt_rate", "decode_rate", "queue_depth", "rows_decoded", "batch_fill_sum", *HISTOGRAMS):
+        del plain[name]
+    return plain | {
+        "adapter_seconds": metrics.adapter_seconds.summary(),
+        "avg_batch_fill_pct": metrics.avg_batch_fill_pct,
+        "queue_depth_last": metrics.queue_depth,
+        "prompt_tps_last": metrics.prompt_rate.last,
+        "prompt_tps_avg": metrics.prompt_rate.average,
+        "decode_tps_last": metrics.decode_rate.last,
+        "decode_tps_avg": metrics.decode_rate.average,
+    }

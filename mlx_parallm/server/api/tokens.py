@@ -1,0 +1,100 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server.api.openai.messages import ChatMessage, ToolDefinition, conversation
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.models import ServedModel
+from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.schema import MAX_TOOLS, AnswerBody, Body, TokenId
+from mlx_parallm.validation import check_ids
+
+
+class TokenizeBody(Body):
+    """Text, or a conversation, to split into tokens."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "Hello, world!"}})
+    model: str = "default"
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    tools: list[ToolDefinition] = Field(default_factory=list, max_length=MAX_TOOLS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_special_tokens: bool | None = Field(None, description="True for a prompt, false for messages")
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """Tokens to join into text."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [19556, 28, 905, 17]}})
+    model: str = "default"
+    tokens: list[TokenId] = Field(max_length=1_000_000)
+
+
+class Tokens(AnswerBody):
+    model_config = ConfigDict(json_schema_extra={"example": {"count": 2, "max_model_len": 8192, "tokens": [19556, 17]}})
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(AnswerBody):
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "Hello, world!"}})
+    prompt: str
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes, tokens = APIRouter(route_class=JSONRoute, tags=["Tokens"]), TokenRoutes(context)
+    add_routes(
+        routes,
+        ("/tokenize", "POST", tokens.tokenize, Tokens, "Text or messages to tokens"),
+        ("/detokenize", "POST", tokens.detokenize, Text, "Tokens to text"),
+    )
+    return routes
+
+
+class TokenRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._models = context.models
+        self._tokenizers = context.tokenizers
+
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
+        """Splits a prompt, or the prompt that messages make, as the completion routes would."""
+        served = self._models.find(body.model)
+        tokens = await self._tokens(body, served)
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = served.tokenizer.convert_ids_to_tokens(tokens)
+        return JSONResponse(answer)
+
+    async def _tokens(self, body: TokenizeBody, served: ServedModel) -> list[int]:
+        if body.prompt is not None and body.messages is not None:
+            raise InvalidRequestError("give a prompt or messages, not both", param="messages")
+        if body.prompt is not None:
+            return await self._tokenizers.encode(served, body.prompt, body.add_special_tokens is not False)
+        if body.messages is None:
+            raise InvalidRequestError("give a prompt or messages", param="prompt", code="missing_required_parameter")
+        rendered = conversation(
+            body.messages,
+            body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        return (await self._tokenizers.render(served, rendered, body.add_special_tokens is True)).tokens
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """Joins tokens into text, special ones included."""
+        served = self._models.find(body.model)
+        check_ids(body.tokens, served.model.vocab_size, "tokens")
+        return JSONResponse({"prompt": await self._tokenizers.run(lambda: served.vocabulary.decode(body.tokens))})

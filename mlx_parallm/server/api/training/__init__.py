@@ -1,0 +1,229 @@
+"""Training over HTTP: updates, status, feedback, checkpoints, rollouts, and scores of reward models.
+
+What blocks (an update, a rollout) runs on threads of its own, never on the event loop: others, that resume or stop the
+server, must never wait for one.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from mlx_parallm.server.api.openai.messages import conversation
+from mlx_parallm.server.api.training.answers import (
+    CheckpointWritten,
+    FeedbackTaken,
+    Rollout,
+    Scored,
+    TrainingInternals,
+    TrainingStatus,
+    Updated,
+)
+from mlx_parallm.server.api.training.bodies import (
+    ALL_DEFAULT,
+    CheckpointBody,
+    FeedbackBody,
+    RolloutBody,
+    ScoreBody,
+    UpdateBody,
+)
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.service import completion_length
+from mlx_parallm.types import RolloutCall, RolloutSample, SamplingParams
+from mlx_parallm.validation import check_ids
+
+THREADS = 16
+
+T = TypeVar("T")
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes, training = APIRouter(route_class=JSONRoute, tags=["Training"]), TrainingRoutes(context)
+    add_routes(
+        routes,
+        ("/v1/training/update", "POST", training.update, Updated, "One update now"),
+        ("/v1/training/status", "GET", training.status, TrainingStatus, "How training goes"),
+        ("/v1/training/feedback", "POST", training.feedback, FeedbackTaken, "Reward an earlier answer"),
+        ("/training/checkpoint", "POST", training.checkpoint, CheckpointWritten, "Write a checkpoint"),
+        ("/debug/training", "GET", training.debug, TrainingInternals, "The trainer's internals"),
+        ("/v1/rl/rollout", "POST", training.rollout, Rollout, "Sample, score, and perhaps learn"),
+        ("/v1/rewards/score", "POST", training.score, Scored, "Score texts with a reward model"),
+        ("/v1/score", "POST", training.score, Scored, "Score texts with a reward model"),
+        ("/pooling", "POST", training.score, Scored, "Score texts with a reward model, as vLLM"),
+    )
+    return routes
+
+
+class TrainingRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._training = context.runtime.training
+        self._served = context.models.default
+        self._tokenizers = context.tokenizers
+        self._max_rows = context.config.max_batch_size
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="training")
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def update(self, body: UpdateBody) -> Response:
+        """From the trajectories in the body, or those in the buffer. It is published unless it is refused: not finite,
+        no change, or too far from the policy before."""
+        given = None if body.trajectories is None else [one.trajectory() for one in body.trajectories]
+        work = partial(
+            self._training.update,
+            given,
+            adapter=body.adapter,
+            publish=body.update_inference,
+            checkpoint_name=body.checkpoint_name,
+        )
+        report = await self._run(work)
+        return JSONResponse(
+            {
+                "policy_version": report.policy_version,
+                "published": report.published,
+                "loss": report.metrics.get("loss"),
+                "trajectories_used": report.used,
+                "trajectories_skipped": report.skipped,
+                "rolled_back": report.rolled_back,
+                "checkpoint": report.checkpoint,
+                "saved": report.saved,
+                "metrics": report.metrics,
+            }
+        )
+
+    async def status(self, adapter: str | None = None) -> Response:
+        """Of the first adapter that learns, or of the one that is named."""
+        return JSONResponse(self._training.status(adapter))
+
+    async def debug(self, adapter: str | None = None) -> Response:
+        """Settings, counters and memory."""
+        return JSONResponse(self._training.debug(adapter))
+
+    async def feedback(self, body: FeedbackBody) -> Response:
+        """The server has kept the answer's tokens and their log-probabilities: with this reward it is learnt from."""
+        report = await self._run(
+            partial(self._training.feedback, body.request_id, body.reward, body.index, body.group_id, body.adapter)
+        )
+        return JSONResponse(
+            {
+                "status": "success",
+                "request_id": body.request_id,
+                "adapter": report.adapter,
+                "trajectories_buffered": report.buffered,
+                "trajectories_ready": report.ready,
+            }
+        )
+
+    async def checkpoint(self, body: CheckpointBody = ALL_DEFAULT) -> Response:
+        """Adapter, optimiser and counters, in a folder that is there whole or not at all."""
+        name, path = await self._run(partial(self._training.checkpoint, body.adapter, body.name))
+        return JSONResponse({"status": "success", "checkpoint": name, "path": path})
+
+    async def rollout(self, body: RolloutBody) -> Response:
+        """Answers of the current policy, scored; with `submit` they are learnt from."""
+        if body.submit and body.scoring_function is None:
+            raise InvalidRequestError("submit needs a scoring_function", param="submit")
+        if body.n > self._max_rows:
+            raise InvalidRequestError(f"n must be at most {self._max_rows}", param="n")
+        call = RolloutCall(
+            prompts=await self._prompts(body),
+            sampling=SamplingParams(
+                n=body.n,
+                max_tokens=body.max_tokens,
+                temperature=body.temperature,
+                top_p=body.top_p,
+                stop_token_ids=tuple(body.stop_token_ids),
+            ),
+            adapter=self._adapter(body.model),
+            seed=body.seed,
+            scoring_function=body.scoring_function,
+            metadata=body.metadata,
+            submit=body.submit,
+        )
+        groups = await self._run(partial(self._training.rollout, call))
+        return JSONResponse({"groups": [_group(group) for group in groups]})
+
+    async def _prompts(self, body: RolloutBody) -> list[list[int]]:
+        prompts = [await self._tokens(prompt) for prompt in body.prompts]
+        self._check_ids(prompts)
+        for prompt in prompts:
+            completion_length(
+                self._served, len(prompt), asked=body.max_tokens, default=None, prompt="prompts", param="max_tokens"
+            )
+        return prompts
+
+    async def score(self, body: ScoreBody) -> Response:
+        """A number for each text or conversation: how good the reward model thinks it is."""
+        name = self._training.reward_model_name(body.model)
+        texts = [await self._tokens(text, whole=True) for text in body.texts]
+        self._check_ids(texts)
+        if any(len(text) > self._served.context_length for text in texts):
+            raise ContextLengthError(f"the context holds {self._served.context_length} tokens", param="input")
+        scores = await self._run(partial(self._training.score, name, texts))
+        count = sum(map(len, texts))
+        return JSONResponse(
+            {
+                "id": f"score-{uuid.uuid4().hex}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": name,
+                "data": [{"index": place, "object": "reward", "score": value} for place, value in enumerate(scores)],
+                "usage": {"prompt_tokens": count, "total_tokens": count},
+            }
+        )
+
+    def _check_ids(self, prompts: Sequence[list[int]]) -> None:
+        for index, prompt in enumerate(prompts):
+            param = "prompt" if len(prompts) == 1 else f"prompt.{index}"
+            check_ids(prompt, self._served.model.vocab_size, param)
+
+    def _adapter(self, model: str) -> str | None:
+        adapters = self._served.adapters
+        if model in adapters:
+            return model
+        if model not in ("default", self._served.name):
+            raise ModelNotFoundError(f"there is no model {model!r} to roll out", param="model")
+        version = adapters.route()
+        return None if version is None else version.name
+
+    async def _tokens(self, prompt: Any, whole: bool = False) -> list[int]:
+        """`whole`: a conversation that nobody is to continue."""
+        if not prompt:
+            raise InvalidRequestError("a prompt is empty", param="prompts")
+        if isinstance(prompt, str):
+            return await self._tokenizers.encode(self._served, prompt, True)
+        if isinstance(prompt[0], int):
+            return list(prompt)
+        rendered = conversation(
+            prompt, (), add_generation_prompt=False if whole else None, continue_final_message=False, template_kwargs={}
+        )
+        return (await self._tokenizers.render(self._served, rendered, False)).tokens
+
+
+def _group(group: Sequence[RolloutSample]) -> dict[str, Any]:
+    return {
+        "prompt_ids": group[0].prompt_ids,
+        "samples": [
+            {
+                "request_id": sample.request_id,
+                "index": sample.index,
+                "completion_ids": sample.completion_ids,
+                "text": sample.text,
+                "logprobs": sample.logprobs,
+                "reward": sample.reward,
+                "finish_reason": sample.finish_reason,
+                "policy_version": sample.policy_spans[-1][2] if sample.policy_spans else 0,
+                "policy_spans": sample.policy_spans,
+            }
+            for sample in group
+        ],
+    }

@@ -1,0 +1,144 @@
+"""What all bodies and answers have in common, and how routes document theirs.
+
+Bodies are strict: a number in quotes, a boolean for a number, a value out of range are errors that name their place. A
+null field means an absent one. Fields that we don't know are ignored, as OpenAI-compatible servers do. Answers are
+built as plain JSON; their classes are for /docs, and for the tests that hold every answer against them.
+"""
+
+import json
+from importlib.resources import files
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from mlx_parallm.types import MAX_STOPS
+
+MAX_TOOLS = 128
+MAX_PROMPTS = 1024
+MAX_TOKENS = 1 << 22  # of a prompt: more than any context
+# Answers of a real server, by the name of their class.
+EXAMPLES: dict[str, Any] = json.loads(files("mlx_parallm.server").joinpath("examples.json").read_text())
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+
+class AnswerBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(AnswerBody):
+    message: str
+    type: str
+    param: str | None = Field(description="The field that is wrong, such as messages.0.role")
+    code: str | None
+
+
+class Error(AnswerBody):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "error": {
+                    "message": "temperature: Input should be less than or equal to 2",
+                    "type": "invalid_request_error",
+                    "param": "temperature",
+                    "code": "invalid_value",
+                }
+            }
+        }
+    )
+    error: ErrorDetail
+
+
+class Status(AnswerBody):
+    status: str
+
+
+ERRORS = {
+    400: "The request is wrong; `param` says where",
+    401: "No key, or a wrong one",
+    404: "No such model (code `model_not_found`)",
+    413: "The body is too large",
+    429: "The queue is full; `Retry-After` says when to try again",
+    503: "The server is shutting down, or its engine has died",
+    504: "The request took longer than the server allows",
+}
+
+
+def responses(model: type[BaseModel], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route in the OpenAPI document."""
+    answer: dict[str, Any] = {"model": model, "description": "The answer"}
+    if streams:
+        answer["description"] += ", or with `stream` its chunks as server-sent events, then `[DONE]`"
+        answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    if model.__name__ in EXAMPLES:
+        answer.setdefault("content", {})["application/json"] = {"example": EXAMPLES[model.__name__]}
+    documented: dict[int | str, dict[str, Any]] = {200: answer}
+    for code, text in ERRORS.items():
+        documented[code] = {"model": Error, "description": text}
+    return documented
+
+
+def read_prompt(value: Any) -> list[str] | list[list[int]]:
+    """One prompt or several, as text or as token ids, always as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("prompt", "Expected a string, token ids, or a non-empty list of either")
+    if _are_tokens(value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise PydanticCustomError("prompt", f"At most {MAX_PROMPTS} prompts fit in one request")
+    texts = all(isinstance(item, str) for item in value)
+    if texts or all(isinstance(item, list) and item and _are_tokens(item) for item in value):
+        return value
+    raise PydanticCustomError("prompt", "Expected only strings, only token ids, or only non-empty lists of token ids")
+
+
+def _are_tokens(items: list[Any]) -> bool:
+    """Without Python's work for each: there may be millions."""
+    if len(items) > MAX_TOKENS:
+        raise PydanticCustomError("prompt", f"At most {MAX_TOKENS} token ids fit in one prompt")
+    return set(map(type, items)) == {int} and min(items) >= 0
+
+
+def _read_stop(value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise PydanticCustomError("stop", "Expected a string or a list of strings")
+    if len(strings) > MAX_STOPS:
+        raise PydanticCustomError("stop", f"At most {MAX_STOPS} stop strings are allowed")
+    if not all(strings):
+        raise PydanticCustomError("stop", "A stop string must not be empty")
+    return tuple(strings)
+
+
+def _read_logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias", "Expected an object of token ids and numbers")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10:
+            raise PydanticCustomError("logit_bias", "Its keys must be token ids")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
+            raise PydanticCustomError("logit_bias", "Its values must be numbers between -100 and 100")
+        bias[int(key)] = float(number)
+    return bias
+
+
+PromptInput = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(read_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
+Stop = Annotated[tuple[str, ...], PlainValidator(_read_stop, json_schema_input_type=str | list[str])]
+LogitBias = Annotated[dict[int, float], PlainValidator(_read_logit_bias, json_schema_input_type=dict[str, float])]
+TokenId = Annotated[int, Field(ge=0)]

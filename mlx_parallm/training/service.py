@@ -1,0 +1,340 @@
+"""What clients ask of training: updates, feedback, rollouts, scores, and how it goes, in types that cross processes.
+
+`runtime` hands one to the server as its `TrainingClient`. The sessions, rewards and records behind it are the
+manager's. Its calls block; the server makes them on threads of its own.
+"""
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, NotFoundError, ParallmError
+from mlx_parallm.training.manager import NOT_ENABLED, TrainingManager
+from mlx_parallm.training.rewards import Item
+from mlx_parallm.training.session import Session
+from mlx_parallm.training.trajectories import Record, Trajectory, prompt_group
+from mlx_parallm.types import (
+    Collection,
+    FeedbackReport,
+    RolloutCall,
+    RolloutSample,
+    TrainingMetrics,
+    TrajectoryInput,
+    UpdateReport,
+)
+from mlx_parallm.validation import check_ids
+
+log = logging.getLogger(__name__)
+
+RECORD_SECONDS = 10.0  # for the ledger to hear of an answer that its text has ended
+
+ScoredRecord = tuple[Record, float | None]
+
+
+class TrainingService:
+    def __init__(self, manager: TrainingManager) -> None:
+        self._manager = manager
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="score")
+        self._lock = threading.Lock()
+        self._collecting = 0  # calls whose answers are being scored
+
+    def stop_loops(self) -> None:
+        """Tells a loop that trains by itself to end its step."""
+        self._manager.on_close()
+
+    def close(self) -> None:
+        """Writes the state of training and ends it."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._manager.close()
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Those that learn, the first first; empty where this server does not train."""
+        return list(self._manager.sessions)
+
+    # Updates.
+
+    def update(
+        self,
+        trajectories: Sequence[TrajectoryInput] | None,
+        *,
+        adapter: str | None = None,
+        publish: bool = True,
+        checkpoint_name: str | None = None,
+    ) -> UpdateReport:
+        """One update, from these trajectories or from those in the buffer; what is refused is a ConflictError."""
+        session = self._manager.session(adapter)
+        given = None
+        if trajectories is not None:
+            given = [self._numbered(one, session, number) for number, one in enumerate(trajectories)]
+            _check_distinct(given)
+        report = session.update(given, publish=publish, checkpoint_name=checkpoint_name, durable=True)
+        outcome = report.outcome
+        if outcome.adapter is None and not report.rolled_back:
+            raise ConflictError(
+                f"the update was refused: {outcome.reason}; version {report.version} goes on serving",
+                param="trajectories",
+                code="update_refused",
+            )
+        return UpdateReport(
+            report.version,
+            report.published,
+            outcome.used,
+            outcome.skipped,
+            report.rolled_back or None,
+            report.checkpoint,
+            report.saved,
+            outcome.metrics,
+        )
+
+    def _numbered(self, given: TrajectoryInput, session: Session, number: int) -> Trajectory:
+        """Errors say which trajectory and which of its fields is wrong."""
+        try:
+            return self._trajectory(given, session)
+        except ParallmError as error:
+            error.message = f"trajectory {number}: {error.message}"
+            error.param = f"trajectories.{number}" + (f".{error.param}" if error.param else "")
+            raise
+
+    def _trajectory(self, given: TrajectoryInput, session: Session) -> Trajectory:
+        if given.policy_version is not None and given.policy_version > session.last_version:
+            raise InvalidRequestError(
+                f"version {given.policy_version} of {session.name!r} does not exist yet: the newest is "
+                f"{session.last_version}",
+                param="policy_version",
+            )
+        if given.prompt_ids is None or given.completion_ids is None:
+            return self._recorded_trajectory(given, session)
+        self._check_tokens(given.prompt_ids, given.completion_ids)
+        length, version = len(given.completion_ids), given.policy_version
+        found = Trajectory(
+            given.prompt_ids,
+            given.completion_ids,
+            given.reward,
+            given.group_id,
+            given.logprobs,
+            given.temperature,
+            () if version is None else ((0, length, version),),
+            given.mask,
+            given.advantage,
+            given.request_id,
+            metadata=dict(given.metadata),
+        )
+        self._manager.ledger.check(found)
+        return found
+
+    def _recorded_trajectory(self, given: TrajectoryInput, session: Session) -> Trajectory:
+        assert given.request_id is not None
+        record = self._manager.ledger.find(given.request_id, given.index)
+        found = Trajectory.recorded(record, given.reward, given.group_id)
+        found.off_policy = record.policy != session.name
+        found.mask, found.advantage = given.mask, given.advantage
+        found.__post_init__()
+        return found
+
+    def _check_tokens(self, prompt_ids: list[int], completion_ids: list[int]) -> None:
+        model = self._manager.engine.model
+        for name, ids in (("prompt_ids", prompt_ids), ("completion_ids", completion_ids)):
+            check_ids(ids, model.vocab_size, name)
+        if len(prompt_ids) + len(completion_ids) > model.context_length:
+            raise ContextLengthError(
+                f"{len(prompt_ids)} tokens of the prompt and {len(completion_ids)} of the answer are more than the "
+                f"context of {model.context_length}",
+                param="completion_ids",
+            )
+
+    def checkpoint(self, adapter: str | None, name: str | None) -> tuple[str, str]:
+        """Writes one; its name and its folder."""
+        session = self._manager.session(adapter)
+        written = session.checkpoint(name)
+        assert session.checkpoints is not None
+        return written, str(session.checkpoints.folder / written)
+
+    # Rewards for what was answered.
+
+    def check_collects(self, model: str, adapter: str | None, scoring_function: str | None) -> None:
+        """Raises unless the answers of this model with this adapter can be scored so, and learnt from."""
+        manager = self._manager
+        if model != manager.engine.model.name or not manager.enabled:
+            raise InvalidRequestError(NOT_ENABLED, param="collect_trajectory", code="training_disabled")
+        manager.check_trained(adapter)
+        if scoring_function is not None:
+            manager.rewards.check(scoring_function)
+
+    def collect(self, collection: Collection) -> "Future[dict[int, float]]":
+        """Scores the answers of a call that has ended, and puts them into the buffer, elsewhere: their rewards, by the
+        numbers of the choices; those that could not be scored are missing."""
+        with self._lock:
+            self._collecting += 1
+        return self._pool.submit(self._score, collection)
+
+    def _score(self, collection: Collection) -> dict[int, float]:
+        try:
+            records = [self._recorded(*choice) for choice in collection.choices]
+            items = [self._item(record, collection.metadata) for record in records]
+            scores = self._manager.rewards.score(collection.scoring_function, items)
+            scored = [
+                (record, score, _group(records, record, collection.metadata))
+                for record, score in zip(records, scores, strict=True)
+                if score is not None
+            ]
+            self._manager.submit(scored)
+            return {record.index: score for record, score, _ in scored}
+        except ParallmError as error:
+            log.warning("an answer can't be learnt from: %s", error.message)
+            raise
+        finally:
+            with self._lock:
+                self._collecting -= 1
+
+    def _recorded(self, request: str, index: int, tokens: int) -> Record:
+        deadline = time.monotonic() + RECORD_SECONDS
+        while True:
+            try:
+                return self._manager.ledger.find(request, index).cut(tokens)
+            except NotFoundError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def _item(self, record: Record, metadata: Mapping[str, Any]) -> Item:
+        decode = self._manager.vocabulary.decode
+        return Item(
+            decode(record.prompt_ids),
+            decode(record.completion_ids, skip_special=True),
+            {**metadata, "finish_reason": record.finish_reason},
+            record.prompt_ids + record.completion_ids,
+        )
+
+    def feedback(
+        self, request_id: str, reward: float, index: int | None, group_id: str | None, adapter: str | None
+    ) -> FeedbackReport:
+        """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
+        session = self._manager.feedback(request_id, reward, index, group_id, adapter)
+        return FeedbackReport(session.name, len(session.buffer), session.buffer.ready())
+
+    # Rollouts and scores.
+
+    def rollout(self, call: RolloutCall) -> list[list[RolloutSample]]:
+        """A group of answers to each prompt."""
+        manager = self._manager
+        if call.scoring_function is not None:
+            manager.rewards.check(call.scoring_function)
+        if call.submit:
+            manager.check_trained(call.adapter)
+        label = f"rollout-{uuid.uuid4().hex[:12]}"
+        drawn = manager.rollouts.draw(
+            call.prompts, call.sampling, adapter=call.adapter, seed=call.seed, label=label, redraw=False
+        )
+        groups = self._scored(drawn, call)
+        if call.submit:
+            scored = [
+                (record, reward, record.label) for group in groups for record, reward in group if reward is not None
+            ]
+            manager.submit(scored)
+        return [[self._sample(record, reward) for record, reward in group] for group in groups]
+
+    def _scored(self, drawn: Sequence[Sequence[Record]], call: RolloutCall) -> list[list[ScoredRecord]]:
+        if call.scoring_function is None:
+            return [[(record, None) for record in records] for records in drawn]
+        facts = call.metadata or [{} for _ in drawn]
+        items = [
+            self._item(record, metadata) for records, metadata in zip(drawn, facts, strict=True) for record in records
+        ]
+        scores = iter(self._manager.rewards.score(call.scoring_function, items))
+        return [[(record, next(scores)) for record in records] for records in drawn]
+
+    def _sample(self, record: Record, reward: float | None) -> RolloutSample:
+        return RolloutSample(
+            record.id,
+            record.index,
+            record.prompt_ids,
+            record.completion_ids,
+            self._manager.vocabulary.decode(record.completion_ids, skip_special=True),
+            record.logprobs,
+            reward,
+            record.finish_reason,
+            record.spans,
+        )
+
+    def reward_model_name(self, name: str | None) -> str:
+        """The reward model of this name; the first without one."""
+        return self._manager.reward_model(name)[0]
+
+    def score(self, name: str, texts: Sequence[list[int]]) -> list[float]:
+        """What a reward model gives each text."""
+        return self._manager.engine.work(self._manager.reward_model(name)[1].score_steps(texts)).result()
+
+    # How it goes.
+
+    def status(self, adapter: str | None = None) -> dict[str, Any]:
+        return self._manager.status(adapter)
+
+    def debug(self, adapter: str | None = None) -> dict[str, Any]:
+        """Settings, counters and memory."""
+        manager, session = self._manager, self._manager.session(adapter)
+        trainer = session.trainer
+        return {
+            "adapter": session.name,
+            "lora": asdict(session.lora),
+            "config": asdict(session.config),
+            "updates": trainer.updates,
+            "trainer_bytes": trainer.nbytes,
+            "activation_bytes": trainer.activation_bytes,
+            "shares_prompts": trainer.tree.shares_prompts,
+            "parameters": {name: list(array.shape) for name, array in trainer.parameters.items()},
+            "buffer": asdict(session.buffer.counts) | {"buffered": len(session.buffer)},
+            "ledger": len(manager.ledger),
+            "collecting": self._collecting,
+            "background": asdict(manager.engine.metrics.background),
+            "status": manager.status(adapter),
+        }
+
+    def metrics(self) -> dict[str, TrainingMetrics]:
+        """Of each adapter that learns."""
+        return {name: _metrics(session) for name, session in list(self._manager.sessions.items())}
+
+
+def _metrics(session: Session) -> TrainingMetrics:
+    totals, counts = session.totals, session.buffer.counts
+    return TrainingMetrics(
+        loss=totals.metrics.get("loss", 0.0),
+        reward_mean=totals.metrics.get("reward_mean", 0.0),
+        kl=totals.kl or 0.0,
+        updates_per_second=totals.updates_per_second,
+        buffered=len(session.buffer),
+        collected=counts.collected,
+        used=totals.used,
+        flat=counts.flat,
+        stale=counts.stale,
+        dropped=counts.dropped,
+        updates=totals.updates,
+        refused=totals.refused,
+        rollbacks=totals.rollbacks,
+        checkpoint_saves=session.checkpoints.saves if session.checkpoints else 0,
+    )
+
+
+def _check_distinct(trajectories: Sequence[Trajectory]) -> None:
+    """An answer has one reward in an update."""
+    seen: dict[tuple[str, int], int] = {}
+    for number, one in enumerate(trajectories):
+        if one.source is not None and (first := seen.setdefault(one.source, number)) != number:
+            raise InvalidRequestError(
+                f"trajectory {number}: this is the same answer as trajectory {first}, {one.request_id!r}",
+                param=f"trajectories.{number}.request_id",
+            )
+
+
+def _group(records: Sequence[Record], record: Record, metadata: Mapping[str, Any]) -> str:
+    """Answers of one call are a group, where several are to one prompt; a lone one is compared by its prompt."""
+    named = metadata.get("group_id")
+    if named is not None:
+        return str(named)
+    several = sum(other.prompt_ids == record.prompt_ids for other in records) > 1
+    return f"{record.request}" if several else prompt_group(record.prompt_ids)

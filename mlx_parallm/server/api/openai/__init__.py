@@ -12,11 +12,8 @@ from mlx_parallm.server.routing import JSONRoute, add_routes
 
 def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
-    completions, chat, models = (
-        CompletionRoutes(context.service),
-        ChatRoutes(context.service),
-        ModelRoutes(context.models),
-    )
+    completions, chat = CompletionRoutes(context.service), ChatRoutes(context.service)
+    models = ModelRoutes(context.models)
     add_routes(
         routes,
         ("/v1/completions", "POST", completions.complete, CompletionAnswer, "Continue text"),

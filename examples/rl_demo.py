@@ -41,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--task", default="length")
-    add("--steps", type=int, default=16)
+    add("--steps", type=int, default=14)
     add("--prompts", type=int, default=4)
     add("--group-size", type=int, default=6)
     add("--learning-rate", type=float, default=2e-3)

@@ -35,24 +35,32 @@ def parse_list(text: str) -> list[int]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    _add_server_flags(parser.add_argument_group("the server"))
+    _add_request_flags(parser.add_argument_group("requests"))
+    _add_load_flags(parser.add_argument_group("load"))
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file (default: none)")
+    results.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the results with matplotlib into this file (default: none)",
+    )
+
+
+def _add_server_flags(group: Any) -> None:
+    add = group.add_argument
     add("--url", default="http://127.0.0.1:8000", help="an OpenAI-compatible server (default: %(default)s)")
     add("--model", default="", help="model id (default: the first that the server lists)")
-    add("--endpoint", choices=("chat", "completions"), default="chat", help="default: %(default)s")
-    add("--api-key", help="bearer token")
-    add(
-        "--concurrency",
-        type=parse_list,
-        default=[8],
-        metavar="N[,N…]",
-        help="clients; a list runs one load after another",
-    )
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--num-requests", type=int, metavar="N", help="requests per load (default: 4 per client, at least 32)"
-    )
-    size.add_argument("--duration", type=float, metavar="S", help="send requests for this many seconds instead")
-    add("--prompt-words", type=parse_span, default=(32, 128), metavar="MIN-MAX", help="default: 32-128")
+    add("--endpoint", choices=("chat", "completions"), default="chat", help="route to load (default: %(default)s)")
+    add("--api-key", help="bearer token (default: none)")
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request (default: %(default)s)")
+
+
+def _add_request_flags(group: Any) -> None:
+    add = group.add_argument
+    words, tokens = (32, 128), (16, 48)
+    add("--prompt-words", type=parse_span, default=words, metavar="MIN-MAX", help="words of a prompt (default: 32-128)")
     add(
         "--shared-prefix-words",
         type=int,
@@ -60,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="words that all prompts begin with (default: none)",
     )
-    add("--output-tokens", type=parse_span, default=(16, 48), metavar="MIN-MAX", help="max_tokens (default: 16-48)")
+    add("--output-tokens", type=parse_span, default=tokens, metavar="MIN-MAX", help="max_tokens (default: 16-48)")
     add("--ignore-eos", action="store_true", help="ask for exactly max_tokens; not every server knows ignore_eos")
     add(
         "--stream-share",
@@ -69,6 +77,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="0…1",
         help="share of requests that stream (default: %(default)s)",
     )
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of prompts, lengths and arrivals (default: %(default)s)")
+
+
+def _add_load_flags(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--concurrency",
+        type=parse_list,
+        default=[8],
+        metavar="N[,N…]",
+        help="clients; a list runs one load after another (default: 8)",
+    )
+    size = group.add_mutually_exclusive_group()
+    size.add_argument(
+        "--num-requests", type=int, metavar="N", help="requests per load (default: 4 per client, at least 32)"
+    )
+    size.add_argument("--duration", type=float, metavar="S", help="send requests for this many seconds instead")
     closed = "default: inf, each client sends when its last has ended"
     add(
         "--rate",
@@ -77,8 +103,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help=f"Poisson arrivals a second, times from arrival ({closed})",
     )
-    add("--temperature", type=float, default=0.0, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default: %(default)s)")
     add(
         "--warmup",
         type=int,
@@ -86,9 +110,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="uncounted requests before each load (default: one per client)",
     )
-    add("--timeout", type=float, default=600.0, metavar="S", help="per request (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the results")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the results; needs matplotlib")
 
 
 def specs(args: argparse.Namespace) -> list[LoadSpec]:

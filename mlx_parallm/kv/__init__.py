@@ -1,0 +1,1 @@
+"""Keys and values: slots of running rows, blocks of cached prompts, and their tier on SSD."""

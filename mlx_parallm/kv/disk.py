@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mlx_parallm.kv.folders import modified_at, subfolders, write_new_file
 from mlx_parallm.kv.payload import VERSION, Damaged, Payload, encode, read_file
 from mlx_parallm.metrics import DiskMetrics
 
@@ -255,7 +256,7 @@ class DiskTier:
         aside = path.with_name(f".{path.stem}.{os.getpid()}.{next(self._numbers)}.tmp")
         try:
             path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
-            _write(aside, data)
+            write_new_file(aside, data)
             aside.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -276,7 +277,7 @@ class DiskTier:
 
     def _remove_older_formats(self) -> None:
         """Files of an earlier version of this server can't be read any more, and would stay for ever."""
-        for folder in _folders(self._root.parent):
+        for folder in subfolders(self._root.parent):
             if folder.name.startswith("v") and folder.name[1:].isdigit() and int(folder.name[1:]) < int(VERSION):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -290,8 +291,8 @@ class DiskTier:
             self._scan()
             self._prune()
             return
-        for folder in _folders(self._own):
-            changed = _time_of(folder)
+        for folder in subfolders(self._own):
+            changed = modified_at(folder)
             if self._folder_times.get(folder.name) != changed:
                 self._folder_times[folder.name] = changed
                 self._scan_folder(self._own, folder)
@@ -299,13 +300,13 @@ class DiskTier:
     def _scan(self) -> None:
         """Brings the index in line with the files, of all models."""
         self._scanned = self._looked = self._clock()
-        there = {f"{model.name}/{folder.name}" for model in _folders(self._root) for folder in _folders(model)}
+        there = {f"{model.name}/{folder.name}" for model in subfolders(self._root) for folder in subfolders(model)}
         for name in [name for folder in set(self._by_folder) - there for name in self._by_folder[folder]]:
             self._forget(name)
         for name in there:
             folder = self._root / name
             if folder.parent == self._own:
-                self._folder_times[folder.name] = _time_of(folder)
+                self._folder_times[folder.name] = modified_at(folder)
             self._scan_folder(folder.parent, folder)
         self._files = OrderedDict(sorted(self._files.items(), key=lambda item: item[1].used))
 
@@ -378,26 +379,3 @@ class DiskTier:
     def _name(self, hash_: bytes) -> str:
         text = hash_.hex()
         return f"{self._own.name}/{text[:2]}/{text}{SUFFIX}"
-
-
-def _write(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb", buffering=0) as file:
-        view = memoryview(data)
-        while view:  # a write may take only part of it
-            view = view[file.write(view) :]
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
-
-
-def _time_of(folder: Path) -> float:
-    try:
-        return folder.stat().st_mtime_ns
-    except OSError:
-        return 0

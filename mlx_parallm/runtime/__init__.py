@@ -1,0 +1,1 @@
+"""How a process comes up, and the client through which the server sees what runs."""

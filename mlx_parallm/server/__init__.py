@@ -1,0 +1,1 @@
+"""HTTP: routes, streams, access, and the service behind all dialects."""

@@ -1,0 +1,1 @@
+"""Text on callers' threads: prompts, detokenising, grammars, and the parsers of tool calls and reasoning."""

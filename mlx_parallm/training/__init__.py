@@ -1,0 +1,1 @@
+"""Training: sessions, the learner, objectives, rollouts, rewards, checkpoints."""

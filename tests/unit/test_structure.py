@@ -1,0 +1,76 @@
+"""The package's own shape: small files and functions, one meaning for a name, no import cycles."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+
+PACKAGE = Path(__file__).parents[2] / "mlx_parallm"
+MAX_FILE = 400  # lines
+MAX_FUNCTION = 50
+
+
+def modules() -> Iterator[tuple[str, ast.Module, int]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        yield str(path.relative_to(PACKAGE)), ast.parse(text), len(text.splitlines())
+
+
+def test_files_are_short() -> None:
+    assert [(name, lines) for name, _, lines in modules() if lines > MAX_FILE] == []
+
+
+def test_functions_are_short() -> None:
+    long = [
+        (name, node.name, node.end_lineno - node.lineno + 1)
+        for name, tree, _ in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= MAX_FUNCTION
+    ]
+    assert long == []
+
+
+def test_a_class_name_means_one_class() -> None:
+    places = defaultdict(list)
+    for name, tree, _ in modules():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_every_module_says_what_it_owns() -> None:
+    assert [name for name, tree, _ in modules() if not ast.get_docstring(tree)] == []
+
+
+def test_there_is_no_import_cycle() -> None:
+    """Imports inside functions and for type checkers counted; but not the package's own lazy names."""
+    graph = grimp.build_graph("mlx_parallm", cache_dir=None)
+    imports = {
+        name: set(graph.find_modules_directly_imported_by(name)) for name in graph.modules if name != "mlx_parallm"
+    }
+    assert cycles(imports) == []
+
+
+def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that reach each other."""
+    reached = {name: reach(name, imports) for name in imports}
+    groups = {
+        frozenset(other for other in reached[name] if name in reached.get(other, ()))
+        for name in imports
+        if name in reached[name]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def reach(start: str, imports: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    new = set(imports[start])
+    while new:
+        found |= new
+        new = {other for name in new for other in imports.get(name, ())} - found
+    return found

@@ -23,11 +23,12 @@ import servers
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.engine.batching import adapter_layout, slot_cache
+from mlx_parallm.engine.batching import slot_cache
 from mlx_parallm.engine.device_profile import DeviceProfile
-from mlx_parallm.lora.layers import Layout
-from mlx_parallm.lora.mixtures import RowAdapters, StackedLoRA
+from mlx_parallm.engine.patch import patch_layers, use_device_kernels
+from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry, Version
+from mlx_parallm.lora.rows import RowAdapters, StackedLoRA
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.device import device_kind, device_name
 from mlx_parallm.models.forward import Forward
@@ -68,7 +69,7 @@ def random_adapter(layout: Layout, names: tuple[str, ...], rank: int, seed: int)
 
 
 class Batch:
-    """Rows in slots, decoded with one choice of adapters or another."""
+    """Rows in slots, decoded with these adapters or those."""
 
     def __init__(self, forward: Forward, layers: int, rows: int, length: int) -> None:
         tuning = DeviceProfile.of(device_kind())
@@ -81,12 +82,12 @@ class Batch:
         self._rows, self._length, self._max_in_flight = rows, length, tuning.steps_in_flight
         self._tokens = mx.zeros((rows,), mx.int32)
 
-    def rate(self, choice: RowAdapters | None, steps: int) -> float:
+    def rate(self, row_adapters: RowAdapters | None, steps: int) -> float:
         """Tokens a second."""
         in_flight: list[mx.array] = []
         begin = time.perf_counter()
         for step in range(steps):
-            logits = self._cache.decode(self._forward, self._tokens, [self._length + step] * self._rows, choice)
+            logits = self._cache.decode(self._forward, self._tokens, [self._length + step] * self._rows, row_adapters)
             self._tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
             mx.async_eval(self._tokens)
             in_flight.append(self._tokens)
@@ -100,13 +101,14 @@ def measure(args: argparse.Namespace, rows: int) -> dict[str, tuple[float, float
     """Tokens a second, and the ratio to the bare model's just before and after."""
     tuning = DeviceProfile.of(device_kind())
     bare = load(args.model, name="model")
+    use_device_kernels(bare.module, tuning)
     layers = len(bare.module.layers)
     plain = Batch(Forward(bare.module), layers, rows, args.length)
     plain.rate(None, args.steps)
     # A trace of the bare model stays what it is: both can share its weights, and where in memory those lie.
     adapted = bare if tuning.compiled else load(args.model, name="model")
-    layout = adapter_layout(adapted.module, tuning)
-    forward = Forward(adapted.module, layout.selection)
+    layout = patch_layers(adapted.module, tuning)
+    forward = Forward(adapted.module, layout.active)
     batch = Batch(forward, layers, rows, args.length)
     ways: dict[str, Callable[[], float]] = {
         "bare": lambda: plain.rate(None, args.steps),
@@ -118,10 +120,10 @@ def measure(args: argparse.Namespace, rows: int) -> dict[str, tuple[float, float
             registry.publish(f"{names[0]}-{number}", random_adapter(layout, names, args.rank, number), "")
             for number in range(args.adapters)
         ]
-        one = choice_of(registry, [versions[0]] * rows)
-        many = choice_of(registry, [versions[row % len(versions)] for row in range(rows)])
-        ways[f"{label}: one for all"] = lambda choice=one: batch.rate(choice, args.steps)
-        ways[f"{label}: {args.adapters}"] = lambda choice=many: batch.rate(choice, args.steps)
+        one = row_adapters_of(registry, [versions[0]] * rows)
+        many = row_adapters_of(registry, [versions[row % len(versions)] for row in range(rows)])
+        ways[f"{label}: one for all"] = lambda adapters=one: batch.rate(adapters, args.steps)
+        ways[f"{label}: {args.adapters}"] = lambda adapters=many: batch.rate(adapters, args.steps)
     for way in ways.values():
         way()  # kernels are built, memory is touched
     rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -136,11 +138,11 @@ def measure(args: argparse.Namespace, rows: int) -> dict[str, tuple[float, float
     return {name: (statistics.median(rates[name]), statistics.median(ratios[name])) for name in ways}
 
 
-def choice_of(registry: Registry, versions: list[Version]) -> RowAdapters:
-    choice = registry.choice(versions)
-    if isinstance(choice, StackedLoRA):
-        mx.eval(choice.arrays())
-    return choice
+def row_adapters_of(registry: Registry, versions: list[Version]) -> RowAdapters:
+    row_adapters = registry.row_adapters(versions)
+    if isinstance(row_adapters, StackedLoRA):
+        mx.eval(row_adapters.arrays())
+    return row_adapters
 
 
 def main() -> int:

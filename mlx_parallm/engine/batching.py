@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.config import ServeConfig
@@ -31,15 +30,14 @@ from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix, can_be_restored
 from mlx_parallm.kv.store import BlockStore, Packing
-from mlx_parallm.lora import kernel
-from mlx_parallm.lora.blocks import fuse
-from mlx_parallm.lora.layers import RANK_STEP, Layout
-from mlx_parallm.lora.mixtures import Present, StackedLoRA
+from mlx_parallm.lora.kernel import MOST_READ
+from mlx_parallm.lora.layout import RANK_STEP, Layout
+from mlx_parallm.lora.rows import AdapterStack, StackedLoRA
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel, fingerprint
 from mlx_parallm.models.memory import size_flag, size_text
-from mlx_parallm.models.native.layers import adapted_products, low_rank_adder, slot_attention
+from mlx_parallm.models.native.functions import slot_attention
 from mlx_parallm.paths import user_cache
 from mlx_parallm.types import MemoryPlan, SamplingParams
 
@@ -48,20 +46,6 @@ log = logging.getLogger(__name__)
 WARM_UP_SECONDS = 25.0
 WARM_UP_TOKENS = 8192  # of one pass
 PROBE = ([3, 1, 4, 1, 5], [9, 2, 6])  # two short prompts; any ids do
-
-
-def adapter_layout(module: nn.Module, tuning: DeviceProfile) -> Layout:
-    """Gives a model's layers room for adapters, which are added in the way that is fastest here."""
-    layout = Layout(module, traced=tuning.compiled)
-    if not tuning.compiled:
-        layout.selection.add, layout.selection.multiply = low_rank_adder(), adapted_products()
-    elif device_kind() == "cuda":
-        layout.selection.add = kernel.adder(layout.dtype)
-        layout.selection.fused = None if layout.selection.add is None else kernel.fused(layout.dtype)
-    layout.attach()
-    if layout.selection.fused is not None:
-        fuse(module)
-    return layout
 
 
 def batch_cache(
@@ -171,21 +155,21 @@ def _try_adapters(forward: Forward, layout: Layout, cache: SlotCache) -> None:
     """Adapters that change nothing."""
     one, other = layout.blank(), layout.blank()
     for rows in ((one, one), (one, other), (one, None)):
-        choice = StackedLoRA.of(Present(tuple(dict.fromkeys(row for row in rows if row))), rows)
+        row_adapters = StackedLoRA.of(AdapterStack(tuple(dict.fromkeys(row for row in rows if row))), rows)
         staged = cache.stage(len(rows), len(PROBE[0]))
-        mx.eval(forward.at(mx.array([PROBE[0]] * 2), staged, mx.array([4, 4]), choice))
+        mx.eval(forward.at(mx.array([PROBE[0]] * 2), staged, mx.array([4, 4]), row_adapters))
         positions = cache.join(staged, [(number, len(PROBE[0])) for number in range(2)])
         by_position = dict(zip(positions, rows, strict=True))
         placed = [by_position.get(position) for position in range(cache.positions)]
-        choice = StackedLoRA.of(Present(tuple(dict.fromkeys(row for row in placed if row))), placed)
-        mx.eval(cache.decode(forward, mx.zeros((len(placed),), mx.int32), [len(PROBE[0])] * len(placed), choice))
+        row_adapters = StackedLoRA.of(AdapterStack(tuple(dict.fromkeys(row for row in placed if row))), placed)
+        mx.eval(cache.decode(forward, mx.zeros((len(placed),), mx.int32), [len(PROBE[0])] * len(placed), row_adapters))
         for position in positions:
             cache.leave(position)
         cache.compact(0)
-    if layout.selection.add is not None:  # prompts so long that MLX adds them
-        length = kernel.MOST_READ // RANK_STEP
-        choice = StackedLoRA.of(Present((one,)), (one, one))
-        mx.eval(forward.at(mx.zeros((2, length), mx.int32), cache.stage(2, length), mx.array([0, 0]), choice))
+    if layout.active.kernels.add is not None:  # prompts so long that MLX adds them
+        length = MOST_READ // RANK_STEP
+        row_adapters = StackedLoRA.of(AdapterStack((one,)), (one, one))
+        mx.eval(forward.at(mx.zeros((2, length), mx.int32), cache.stage(2, length), mx.array([0, 0]), row_adapters))
 
 
 def prefix_cache(

@@ -23,10 +23,11 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.accounts import Accounts
 from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.background import Background, Steps
-from mlx_parallm.engine.batching import adapter_layout, batch_cache, check_room, prefix_cache, warm_blocks, warm_up
+from mlx_parallm.engine.batching import batch_cache, check_room, prefix_cache, warm_blocks, warm_up
 from mlx_parallm.engine.describe import describe
 from mlx_parallm.engine.device_profile import PROMPT_STEP, DeviceProfile
 from mlx_parallm.engine.live_requests import LiveRequests
+from mlx_parallm.engine.patch import patch_layers
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.engine.recovery import FAULT_WINDOW_SECONDS, MAX_FAULTS, FaultCounter, discard_device_state, requeue
 from mlx_parallm.engine.rows import Job, Reader, Row
@@ -44,7 +45,7 @@ from mlx_parallm.errors import (
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import SlotCache
-from mlx_parallm.lora.layers import Layout
+from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import device_kind, give_memory_back, spare
@@ -296,7 +297,7 @@ class Engine:
     def _main(self) -> None:
         try:
             self.model = self._load()
-            self.layout = adapter_layout(self.model.module, self._tuning or DeviceProfile.of(device_kind()))
+            self.layout = patch_layers(self.model.module, self._tuning or DeviceProfile.of(device_kind()))
             self._loaded.set()
             plan = self._plans.get()
             if plan is not None:
@@ -372,7 +373,7 @@ class Engine:
             run_between_steps=self._ask,
             observe=self.metrics.adapter_seconds.observe,
         )
-        forward = Forward(self.model.module, layout.selection)
+        forward = Forward(self.model.module, layout.active)
         cache = batch_cache(self.model, forward, config.max_batch_size, plan.rows, tuning)
         check_room(cache, plan, self.model.context_length)
         warm_up(forward, layout, cache, self.model.vocab_size, tuning)

@@ -24,8 +24,8 @@ from mlx_parallm.kv.merged import state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import BatchCache, SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix
-from mlx_parallm.lora.mixtures import RowAdapters
 from mlx_parallm.lora.registry import Registry
+from mlx_parallm.lora.rows import RowAdapters
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native.draws import Drawer
 from mlx_parallm.types import TokenLogprob
@@ -272,7 +272,7 @@ class Runner:
             return None
         begun = time.perf_counter()
         known = self._adapters.swaps, self._adapters.joins
-        choice = self._adapters.choice(versions)
+        choice = self._adapters.row_adapters(versions)
         if known != (self._adapters.swaps, self._adapters.joins):
             self.on_adapters(time.perf_counter() - begun)
         return choice

@@ -107,9 +107,9 @@ class MergedCache(_RowCaches):
         return keep
 
     def decode(
-        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], choice: RowContext | None = None
+        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], context: RowContext | None = None
     ) -> mx.array:
-        return forward(tokens[:, None], self.layers, choice)[:, 0]
+        return forward(tokens[:, None], self.layers, context)[:, 0]
 
     def pending(self) -> list[mx.array]:
         return held_arrays(self.layers)
@@ -144,11 +144,11 @@ class SerialCache(_RowCaches):
         return keep
 
     def decode(
-        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], choice: RowContext | None = None
+        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], context: RowContext | None = None
     ) -> mx.array:
-        choices = [None if choice is None else choice.row(i) for i in range(len(self._rows))]
+        contexts = [None if context is None else context.row(i) for i in range(len(self._rows))]
         return mx.concatenate(
-            [forward(tokens[i : i + 1, None], row, choices[i])[:, 0] for i, row in enumerate(self._rows)]
+            [forward(tokens[i : i + 1, None], row, contexts[i])[:, 0] for i, row in enumerate(self._rows)]
         )
 
     def pending(self) -> list[mx.array]:

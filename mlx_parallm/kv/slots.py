@@ -38,7 +38,7 @@ class Traceable(RowContext, Protocol):
 
     @property
     def form(self) -> Hashable:
-        """Equal for choices that a traced pass can take in turn."""
+        """Equal for those that a traced pass can take in turn."""
         ...
 
     def arrays(self) -> list[mx.array]: ...
@@ -51,7 +51,7 @@ class Traceable(RowContext, Protocol):
 class ForwardPass(Protocol):
     """A pass through the model: tokens (B, T), caches -> logits (B, T, V)."""
 
-    def __call__(self, tokens: mx.array, caches: list[Any], choice: Any = None) -> mx.array: ...
+    def __call__(self, tokens: mx.array, caches: list[Any], context: Any = None, /) -> mx.array: ...
 
 
 class BatchCache(Protocol):
@@ -100,7 +100,7 @@ class BatchCache(Protocol):
         ...
 
     def decode(
-        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], choice: RowContext | None = None
+        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], context: RowContext | None = None
     ) -> mx.array:
         """One token per row: tokens (S,), cached lengths (S,) -> logits (S, V).
 
@@ -254,7 +254,7 @@ class SlotCache:
     ) -> None:
         self._in_place = in_place  # prompts join by a CUDA kernel
         self._compiled = compiled  # trace a decode step once per shape, instead of building its graph every time
-        self._traces: dict[tuple[int, Hashable], Any] = {}  # by how far attention reads, and the form of a choice
+        self._traces: dict[tuple[int, Hashable], Any] = {}  # by how far attention reads, and the form of a context
         self._step = _Step(mask_rank, attend)
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
@@ -347,7 +347,7 @@ class SlotCache:
         return keep
 
     def decode(
-        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], choice: RowContext | None = None
+        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], context: RowContext | None = None
     ) -> mx.array:
         self._longest = longest = max(lengths) + 1
         if longest > self._capacity:
@@ -356,8 +356,8 @@ class SlotCache:
         offset = mx.array(list(lengths), mx.int32)
         if not self._compiled:
             self._step.set(offset, length)
-            return forward(tokens[:, None], self.layers, choice)[:, 0]
-        traced = cast(Traceable | None, choice)
+            return forward(tokens[:, None], self.layers, context)[:, 0]
+        traced = cast(Traceable | None, context)
         key = (length, None if traced is None else traced.form)
         if key not in self._traces:
             if len(self._traces) >= MAX_TRACES:
@@ -368,15 +368,15 @@ class SlotCache:
         result: mx.array = logits
         return result
 
-    def _traceable(self, forward: ForwardPass, length: int, choice: Traceable | None) -> Callable[..., Any]:
-        make = None if choice is None else choice.maker()
+    def _traceable(self, forward: ForwardPass, length: int, context: Traceable | None) -> Callable[..., Any]:
+        make = None if context is None else context.maker()
 
         def step(
-            tokens: mx.array, offset: mx.array, state: list[mx.array], chosen: list[mx.array]
+            tokens: mx.array, offset: mx.array, state: list[mx.array], context_arrays: list[mx.array]
         ) -> tuple[mx.array, list[mx.array]]:
             self._set_state(state)
             self._step.set(offset, length)
-            return forward(tokens[:, None], self.layers, make and make(chosen))[:, 0], self._state()
+            return forward(tokens[:, None], self.layers, make and make(context_arrays))[:, 0], self._state()
 
         return step
 

@@ -1,8 +1,12 @@
-"""Blocks in which the kernels that add rows' adapters also do what comes behind: RoPE, swiglu, the sum with the inputs.
+"""Attention, MLP and whole blocks that compute their layers together and own the kernels for it.
 
-Where a decode step is bound by the number of kernels that it starts, an adapter on all layers costs four more a block;
-these take the place of five. For blocks of Llama's form; any other stays as it is, and so does a pass for which there
-are no such kernels.
+Layers that read the same inputs (queries, keys and values; gate and up) are one product, or one kernel that adds rows'
+adapters. On CUDA, where a decode step is bound by the number of kernels that it starts, those kernels also do what
+follows: RoPE, swiglu, the sum with the residual.
+
+A block takes the place of a layer whose `__call__` has the very code of one of mlx-lm's classes below: Llama's form, in
+which most of its architectures are written. Other layers stay as they are, each with its own hook. `engine.patch` puts
+the blocks into a model.
 """
 
 import functools
@@ -11,65 +15,241 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama, qwen2, qwen3
-from mlx_lm.models.activations import swiglu
+from mlx_lm.models import deepseek_v3, llama, qwen3
+from mlx_lm.models.activations import swiglu as mlx_swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_parallm.lora.kernel import log2_inv_freq
-from mlx_parallm.lora.layers import LoRAHook, Residual, RopeParams
+from mlx_parallm.lora.layers import LayerOutput, LoRAHook, RopeParams
 
-MODELS: tuple[Any, ...] = (llama, qwen2, qwen3)  # whose blocks and MLP compute in the same order
-BLOCKS = [model.TransformerBlock for model in MODELS]
-ATTENTIONS = [model.Attention for model in MODELS]
-MLPS = [model.MLP for model in MODELS]
-TURNING = [llama.Attention, qwen2.Attention]  # with nothing between the layers of queries and keys and RoPE
-
-
-def fuse(module: nn.Module) -> None:
-    """After the layers have their seats."""
-    for block in getattr(module, "layers", ()):
-        if not _is_known(block):
-            continue
-        attention, mlp = block.self_attn, block.mlp
-        block.residual = Residual()
-        for layer in (attention.o_proj, mlp.down_proj):
-            layer.hook = layer.hook.with_residual(block.residual)
-        gate: LoRAHook = mlp.gate_proj.hook
-        if gate.bundle is not None:
-            gate.bundle.gate = gate
-        _change_class(block, _fused_block)
-        _change_class(mlp, _fused_mlp)
-        turn = _turn_of(attention)
-        if turn is not None:
-            attention.turn = turn
-            _change_class(attention, _fused_attention)
+PLAIN_ATTENTION: Sequence[Any] = (llama.Attention,)
+NORMED_ATTENTION: Sequence[Any] = (qwen3.Attention,)  # queries and keys are normed before RoPE
+SWIGLU_MLPS: Sequence[Any] = (llama.MLP, deepseek_v3.DeepseekV3MLP)
+BLOCKS: Sequence[Any] = (llama.TransformerBlock,)
 
 
-def _is_known(block: Any) -> bool:
-    if not _computes_as(block, BLOCKS):
-        return False
-    known = _computes_as(block.self_attn, ATTENTIONS) and _computes_as(block.mlp, MLPS)
-    return known and all(
-        hasattr(layer, "hook") for layer in (block.self_attn.o_proj, block.mlp.gate_proj, block.mlp.down_proj)
-    )
+class JointProjections:
+    """Layers that read the same inputs, computed together."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = tuple(layers)
+        self._hooks: list[LoRAHook] = [layer.hook for layer in layers]
+        self.active = self._hooks[0].active
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        """Each layer's output for x with the rows' adapters."""
+        products = self._multiplied(x)
+        return self.add(x, self.base_products(x)) if products is None else products
+
+    def base_products(self, x: mx.array) -> list[mx.array]:
+        return [layer.base_product(x) for layer in self._layers]
+
+    def outputs(self, ys: Sequence[mx.array]) -> list[LayerOutput]:
+        """As the kernels take them."""
+        return [(y, hook.group, hook.number) for y, hook in zip(ys, self._hooks, strict=True)]
+
+    def all_have_lora_alone(self) -> bool:
+        return all(hook.has_lora_alone() for hook in self._hooks)
+
+    def some_have_lora_none_dora(self) -> bool:
+        row_adapters = self.active.row_adapters
+        groups = [hook.group for hook in self._hooks]
+        return all(map(row_adapters.without_dora, groups)) and any(map(row_adapters.has, groups))
+
+    def add(self, x: mx.array, ys: Sequence[mx.array]) -> list[mx.array]:
+        """The rows' adapters added to the layers' outputs ys: one kernel for all that LoRA changes."""
+        row_adapters, add = self.active.row_adapters, self.active.kernels.add
+        adapted = [place for place, hook in enumerate(self._hooks) if row_adapters.has(hook.group)]
+        sums = list(ys)
+        if not adapted:
+            return sums
+        by_kernel = [place for place in adapted if self._hooks[place].has_lora_alone()] if add is not None else []
+        if add is not None and by_kernel:
+            outputs = self.outputs(ys)
+            added = add(x, [outputs[place] for place in by_kernel], row_adapters)
+            if added is None:
+                by_kernel = []
+            else:
+                for place, total in zip(by_kernel, added, strict=True):
+                    sums[place] = total
+        for place in adapted:
+            if place not in by_kernel:
+                sums[place] = self._hooks[place].add_by_operations(x, ys[place], self._layers[place])
+        return sums
+
+    def _multiplied(self, x: mx.array) -> list[mx.array] | None:
+        """By one kernel that also multiplies, except what DoRA changes; None where there is none for this pass."""
+        row_adapters, multiply = self.active.row_adapters, self.active.kernels.multiply
+        if multiply is None:
+            return None
+        hooks = self._hooks
+        together = [place for place, hook in enumerate(hooks) if row_adapters.without_dora(hook.group)]
+        if not together:
+            return None
+        layers = [(self._layers[place], hooks[place].group, hooks[place].number) for place in together]
+        products = multiply(x, layers, row_adapters)
+        if products is None:
+            return None
+        by_place = dict(zip(together, products, strict=True))
+        return [by_place[place] if place in by_place else layer(x) for place, layer in enumerate(self._layers)]
 
 
-def _computes_as(layer: Any, kinds: Sequence[Any]) -> bool:
-    """Whether it runs the very code of one of these: its class may be made from theirs, with other names bound."""
-    code = getattr(type(layer).__call__, "__code__", None)
-    return any(code is kind.__call__.__code__ for kind in kinds)
+class OutputProjection:
+    """The last layer of attention or MLP, whose output is added to the block's residual."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._hook: LoRAHook = layer.hook
+
+    def __call__(self, x: mx.array, residual: mx.array | None) -> mx.array:
+        if residual is None:
+            return self._hook.linear(x, self._layer)
+        return self._hook.linear_and_residual(x, self._layer, residual)
 
 
-def _change_class(layer: Any, fused: Any) -> None:
-    layer.__class__ = fused(type(layer))
+class FusedMLP:
+    """down(swiglu(gate(x), up(x)))"""
+
+    def __init__(self, mlp: Any) -> None:
+        self._gate_and_up = JointProjections([mlp.gate_proj, mlp.up_proj])
+        self._down = OutputProjection(mlp.down_proj)
+        self._swiglu = type(mlp).__call__.__globals__["swiglu"]  # which may be bound to a kernel of ours
+        fused = self._gate_and_up.active.kernels.fused
+        self._gate_kernel = fused.gate if fused is not None and self._swiglu is mlx_swiglu else None
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        return self._down(self._gated(x), residual)
+
+    def _gated(self, x: mx.array) -> mx.array:
+        projections = self._gate_and_up
+        if self._gate_kernel is not None and projections.all_have_lora_alone():
+            ys = projections.base_products(x)
+            gated = self._gate_kernel(x, projections.outputs(ys), projections.active.row_adapters)
+            if gated is not None:
+                return gated
+            gate, up = projections.add(x, ys)
+        else:
+            gate, up = projections(x)
+        product: mx.array = self._swiglu(gate, up)
+        return product
 
 
-def _turn_of(attention: Any) -> RopeParams | None:
-    """None where it is not done by halves, or not to whole heads, or the layers have no seats together."""
-    rope, seats = attention.rope, [getattr(attention[f"{name}_proj"], "hook", None) for name in "qkv"]
-    bundle = seats[0].bundle if seats[0] is not None else None
-    if not _computes_as(attention, TURNING) or bundle is None or [hook for hook, _, _ in bundle.members] != seats:
+class FusedAttention:
+    """Queries, keys and values together, RoPE, attention, and the layer behind it."""
+
+    def __init__(self, attention: Any, norms: tuple[Any, Any] | None) -> None:
+        self._projections = JointProjections([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._output = OutputProjection(attention.o_proj)
+        self._heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
+        self._norms = (*norms, None) if norms is not None else (None, None, None)
+        self._rope, self._scale = attention.rope, attention.scale
+        self._attend = type(attention).__call__.__globals__["scaled_dot_product_attention"]  # maybe the cache's own
+        fused = self._projections.active.kernels.fused
+        self._rope_params = _rope_params(attention) if fused is not None and norms is None else None
+        self._rope_kernel = fused.rope if fused is not None else None
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, residual: mx.array | None = None) -> mx.array:
+        queries, keys, values = self._rotated_heads(x, 0 if cache is None else cache.offset)
+        if cache is not None:
+            keys, values = cache.update_and_fetch(keys, values)
+        attended = self._attend(queries, keys, values, cache=cache, scale=self._scale, mask=mask)
+        return self._output(attended.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1), residual)
+
+    def _rotated_heads(self, x: mx.array, offset: Any) -> Sequence[mx.array]:
+        """Queries, keys and values (B, heads, T, width), the first two at their positions."""
+        projections = self._projections
+        if self._can_rotate_by_kernel(x, offset):
+            ys = projections.base_products(x)
+            heads = self._rotated_by_kernel(x, ys, offset)
+            if heads is not None:
+                return heads
+            ys = projections.add(x, ys)
+        else:
+            ys = projections(x)
+        queries, keys, values = map(self._split, ys, self._heads, self._norms)
+        return self._rope(queries, offset=offset), self._rope(keys, offset=offset), values
+
+    def _can_rotate_by_kernel(self, x: mx.array, offset: Any) -> bool:
+        if self._rope_params is None or x.shape[1] != 1 or not isinstance(offset, mx.array):
+            return False
+        return self._projections.some_have_lora_none_dora()
+
+    def _rotated_by_kernel(self, x: mx.array, ys: Sequence[mx.array], offsets: mx.array) -> list[mx.array] | None:
+        assert self._rope_kernel is not None
+        assert self._rope_params is not None
+        outputs, row_adapters = self._projections.outputs(ys), self._projections.active.row_adapters
+        return self._rope_kernel(x, outputs, row_adapters, self._rope_params, offsets)
+
+    @staticmethod
+    def _split(y: mx.array, heads: int, norm: Any) -> mx.array:
+        """(B, T, heads * width) -> (B, heads, T, width)"""
+        split = y.reshape(*y.shape[:2], heads, -1)
+        return (split if norm is None else norm(split)).transpose(0, 2, 1, 3)
+
+
+class FusedBlock:
+    """A block whose attention and MLP add the residual themselves."""
+
+    def __init__(self, block: Any) -> None:
+        self._attention: FusedAttention = block.self_attn.fused
+        self._mlp: FusedMLP = block.mlp.fused
+        self._attention_norm, self._mlp_norm = block.input_layernorm, block.post_attention_layernorm
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        h = self._attention(self._attention_norm(x), mask, cache, residual=x)
+        return self._mlp(self._mlp_norm(h), residual=h)
+
+
+def fused_part(layer: Any) -> FusedAttention | FusedMLP | None:
+    """What takes the place of an attention or MLP layer; None where it has another form, or no hooks."""
+    if _has_code_of(layer, SWIGLU_MLPS) and _have_hooks(layer, ("gate_proj", "up_proj", "down_proj")):
+        return FusedMLP(layer)
+    if not _have_hooks(layer, ("q_proj", "k_proj", "v_proj", "o_proj")):
         return None
+    if _has_code_of(layer, PLAIN_ATTENTION):
+        return FusedAttention(layer, norms=None)
+    return FusedAttention(layer, norms=(layer.q_norm, layer.k_norm)) if _has_code_of(layer, NORMED_ATTENTION) else None
+
+
+def fused_block(layer: Any) -> FusedBlock | None:
+    """What takes the place of a block whose attention and MLP are fused; None where it has another form."""
+    if not _has_code_of(layer, BLOCKS):
+        return None
+    fused = isinstance(getattr(layer.self_attn, "fused", None), FusedAttention)
+    return FusedBlock(layer) if fused and isinstance(getattr(layer.mlp, "fused", None), FusedMLP) else None
+
+
+@functools.cache
+def fused_class(original: Any) -> type:
+    """The same layer, computed by what it has in `fused`."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        output: mx.array = self.fused(*args, **kwargs)
+        return output
+
+    return type(original.__name__, (original,), {"__call__": call})
+
+
+def _have_hooks(layer: nn.Module, names: Sequence[str]) -> bool:
+    return all(hasattr(layer.get(name), "hook") for name in names)
+
+
+def _has_code_of(layer: Any, classes: Sequence[Any]) -> bool:
+    """Whether it computes as one of these: line for line the same, maybe with other functions bound to global names."""
+    kind: Any = type(layer)
+    code = _code(kind)
+    return code is not None and any(code == _code(known) for known in classes)
+
+
+@functools.cache
+def _code(kind: Any) -> tuple[Any, ...] | None:
+    code = getattr(kind.__call__, "__code__", None)
+    return None if code is None else (code.co_code, code.co_names, code.co_consts, code.co_varnames)
+
+
+def _rope_params(attention: Any) -> RopeParams | None:
+    """None where RoPE does not rotate whole heads by halves."""
+    rope = attention.rope
     if type(rope) not in (nn.RoPE, Llama3RoPE) or rope.traditional:
         return None
     if attention.k_proj["weight"].shape[0] != attention.n_kv_heads * rope.dims or rope.dims % 2:
@@ -79,47 +259,3 @@ def _turn_of(attention: Any) -> RopeParams | None:
         mx.eval(inv_freq)  # else a trace computes it at every step
         return RopeParams(inv_freq, in_log2=False)
     return RopeParams(log2_inv_freq(rope.base, rope.dims // 2), in_log2=True) if rope.scale == 1.0 else None
-
-
-@functools.cache
-def _fused_block(original: Any) -> type:
-    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        self.residual.given = x
-        h: mx.array = self.residual.sum(self.self_attn(self.input_layernorm(x), mask, cache))
-        self.residual.given = h
-        out: mx.array = self.residual.sum(self.mlp(self.post_attention_layernorm(h)))
-        return out
-
-    return type(original.__name__, (original,), {"__call__": call})
-
-
-@functools.cache
-def _fused_mlp(original: Any) -> type:
-    def call(self: Any, x: mx.array) -> mx.array:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        # One array for both: a kernel has found what swiglu makes of them.
-        found: mx.array = self.down_proj(gate if gate is up else swiglu(gate, up))
-        return found
-
-    return type(original.__name__, (original,), {"__call__": call})
-
-
-@functools.cache
-def _fused_attention(original: Any) -> type:
-    attend = original.__call__.__globals__["scaled_dot_product_attention"]  # which may ask the cache first
-
-    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        offsets = getattr(cache, "offset", None)
-        found = None
-        if x.shape[1] == 1 and isinstance(offsets, mx.array):
-            found = self.q_proj.hook.bundle.with_rope(x, self.turn, offsets)
-        if found is None:
-            plain: mx.array = original.__call__(self, x, mask, cache)
-            return plain
-        queries, fresh = found[0], found[1:]
-        keys, values = cache.update_and_fetch(*fresh)
-        attended = attend(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
-        output: mx.array = self.o_proj(attended.transpose(0, 2, 1, 3).reshape(len(x), 1, -1))
-        return output
-
-    return type(original.__name__, (original,), {"__call__": call})

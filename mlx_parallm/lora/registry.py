@@ -16,8 +16,8 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mlx_parallm.errors import ModelNotFoundError
-from mlx_parallm.lora.layers import Layout, PackedAdapter
-from mlx_parallm.lora.mixtures import GroupedLoRA, Present, Resident, RowAdapters, StackedLoRA, width_of
+from mlx_parallm.lora.layout import Layout, PackedAdapter
+from mlx_parallm.lora.rows import AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
 from mlx_parallm.lora.weights import Adapter, AdapterError, Target, check_fit, check_name
 from mlx_parallm.types import AdapterRoute, AdapterVersion
 
@@ -27,7 +27,7 @@ V = TypeVar("V", bound=AdapterVersion)
 
 KEPT_VERSIONS = 4  # of a name, for rollbacks, beside those that are pinned or in use
 MAX_PINNED = 16  # versions of a name
-PRESENT_KEPT = 4
+STACKS_KEPT = 4
 REMEMBERED_NAMES = 4096  # that were unloaded: their numbers are not given out again
 
 
@@ -95,7 +95,7 @@ class Registry:
         self._entries: dict[str, Entry] = {}
         self._residents: OrderedDict[Version, Resident] = OrderedDict()  # the longest unused first
         self._columns = 0  # of the widest mixture yet
-        self._presents: OrderedDict[tuple[Resident, ...], Present] = OrderedDict()
+        self._stacks: OrderedDict[tuple[Resident, ...], AdapterStack] = OrderedDict()
 
     # From any thread.
 
@@ -208,8 +208,8 @@ class Registry:
             name=name,
             number=newest + 1 if number is None else number,
             source=source,
-            rank=packed.given_rank,
-            bytes=packed.given_bytes,
+            rank=packed.unpadded_rank,
+            bytes=packed.unpadded_bytes,
             config=config,
             packed=packed,
         )
@@ -304,7 +304,7 @@ class Registry:
         else:
             version.tokens += tokens
 
-    def choice(self, versions: Sequence[Version | None]) -> RowAdapters:
+    def row_adapters(self, versions: Sequence[Version | None]) -> RowAdapters:
         """The adapters of a pass's rows, of whom at least one has one."""
         distinct = sorted({version for version in versions if version is not None}, key=lambda v: (v.name, v.number))
         residents = {version: self._resident(version, distinct) for version in distinct}
@@ -312,22 +312,23 @@ class Registry:
         if not self._layout.traced:
             return GroupedLoRA(rows)
         members = tuple(residents.values())
-        steady = self._layout.selection.add is not None  # a kernel reads a row's own columns alone: width costs nothing
+        # A kernel reads a row's own columns alone: width costs nothing.
+        steady = self._layout.active.kernels.add is not None
         if steady and width_of(members) > self._columns:
             self._columns = width_of(members)
-            self._presents.clear()
-        if members not in self._presents:
+            self._stacks.clear()
+        if members not in self._stacks:
             self.joins += 1
-            self._presents[members] = Present(members, self._columns)
-            while len(self._presents) > PRESENT_KEPT:
-                self._presents.popitem(last=False)
-        self._presents.move_to_end(members)
-        return StackedLoRA.of(self._presents[members], rows, steady)
+            self._stacks[members] = AdapterStack(members, self._columns)
+            while len(self._stacks) > STACKS_KEPT:
+                self._stacks.popitem(last=False)
+        self._stacks.move_to_end(members)
+        return StackedLoRA.of(self._stacks[members], rows, steady)
 
     def reset_device(self) -> None:
         """Takes every adapter off the device; the next pass that needs one uploads it again."""
         self._residents.clear()
-        self._presents.clear()
+        self._stacks.clear()
 
     def check_integrity(self) -> None:
         assert len(self._residents) <= self.max_resident, "more adapters on the device than there is room for"
@@ -365,5 +366,5 @@ class Registry:
     def _take_off(self, versions: Iterable[Version]) -> None:
         """Frees the device of versions, and of what they are part of."""
         gone = {self._residents.pop(version) for version in versions if version in self._residents}
-        for members in [members for members in self._presents if not gone.isdisjoint(members)]:
-            del self._presents[members]
+        for members in [members for members in self._stacks if not gone.isdisjoint(members)]:
+            del self._stacks[members]

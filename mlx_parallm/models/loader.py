@@ -21,8 +21,6 @@ from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.gguf import converted
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.layers import let_caches_attend
-from mlx_parallm.models.native.layers import speed_up
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +43,6 @@ def load(
     folder = _folder(str(path), source)
     module, tokenizer, config = _load_folder(folder, trust_remote_code)
     precision = _apply_precision(module, dtype)
-    if device_kind() == "cpu":
-        speed_up(module)
-    elif device_kind() == "cuda":
-        let_caches_attend(module)
     weight_bytes = sum(array.nbytes for _, array in _arrays(module))
     logits = module(mx.zeros((1, 1), dtype=mx.int32))  # (1, 1, V); never computed, only its shape is read
     return LanguageModel(

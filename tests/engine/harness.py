@@ -17,8 +17,8 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.engine import Engine, deliver
+from mlx_parallm.engine.patch import use_native_kernels
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.native.layers import speed_up
 from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
 from tests.tiny import tiny
 
@@ -97,7 +97,7 @@ class Driver:
 def as_served(kind: str) -> LanguageModel:
     """A tiny model with the CPU's own kernels, as the loader would hand it over."""
     model = tiny(kind)
-    speed_up(model.module)
+    use_native_kernels(model.module)
     return model
 
 

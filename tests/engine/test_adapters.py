@@ -132,7 +132,7 @@ def test_other_caches(kind: str, tmp_path: Path) -> None:
     """A batch through mlx-lm's caches; the adapter is on the attention layers that this model has."""
     model = tiny(kind)
     module = model.module
-    from mlx_parallm.lora.layers import Layout
+    from mlx_parallm.lora.layout import Layout
     from mlx_parallm.lora.weights import Adapter, Part
 
     targets = {path: target for path, target in Layout(module).targets.items() if path.endswith("q_proj")}

@@ -13,7 +13,7 @@ from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.files import read_folder
-from mlx_parallm.lora.layers import Layout
+from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED
 from mlx_parallm.lora.weights import Adapter, AdapterError
 from mlx_parallm.types import AdapterRoute, SamplingParams

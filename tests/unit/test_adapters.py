@@ -19,15 +19,17 @@ from safetensors.numpy import save
 
 from mlx_parallm.engine.batching import slot_cache
 from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.engine.patch import add_hooks, fuse_blocks
 from mlx_parallm.lora import kernel
-from mlx_parallm.lora.blocks import fuse
 from mlx_parallm.lora.files import from_peft, parse, parse_config, read_folder
-from mlx_parallm.lora.layers import Fused, Layout, RopeParams
-from mlx_parallm.lora.mixtures import BASE, GroupedLoRA, Present, Resident, RowAdapters, StackedLoRA
+from mlx_parallm.lora.kernel_check import adds_right, checked_adder, checked_fused
+from mlx_parallm.lora.layers import AdapterKernels, FusedKernels, RopeParams
+from mlx_parallm.lora.layout import Layout
+from mlx_parallm.lora.rows import BASE, AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA
 from mlx_parallm.lora.weights import Adapter, AdapterError, Part, check_fit, check_name
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
-from mlx_parallm.models.native.layers import adapted_products, low_rank_adder
+from mlx_parallm.models.native.products import adapted_products, low_rank_adder
 from tests.tiny import tiny
 
 LIMIT = 1 << 24
@@ -85,7 +87,7 @@ def written(folder: Path, name: str, **changes: Any) -> Path:
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("length", [12, 1])
-@pytest.mark.parametrize("way", ["apart", "in the product", "side by side"])
+@pytest.mark.parametrize("way", ["apart", "in the product", "side by side", "by a kernel"])
 def test_rows_with_different_adapters_equal_models_with_them(
     tmp_path: Path, bits: int | None, tied: bool, length: int, way: str
 ) -> None:
@@ -99,9 +101,14 @@ def test_rows_with_different_adapters_equal_models_with_them(
         assert not mx.allclose(expected[name], expected[None], atol=0.1)
 
     module = base(**changes)
-    layout = Layout(module, low_rank_adder() if way == "apart" else None, traced=way == "side by side")
-    layout.selection.multiply = adapted_products() if way == "in the product" else None
-    layout.attach()
+    layout = with_adapters(
+        module,
+        AdapterKernels(
+            add=low_rank_adder() if way == "apart" else added_by_hand if way == "by a kernel" else None,
+            multiply=adapted_products() if way == "in the product" else None,
+        ),
+        traced=way in ("side by side", "by a kernel"),
+    )
     residents = {name: layout.place(layout.pack(read(folder, layout))) for name, folder in folders.items()}
     assert mx.allclose(module(tokens), expected[None], atol=1e-5 if way == "in the product" else 0)
     mixtures: list[list[str | None]] = [
@@ -112,18 +119,27 @@ def test_rows_with_different_adapters_equal_models_with_them(
     ]
     for rows in mixtures:
         chosen = [residents[name] if name else None for name in rows]
-        layout.selection.choice = chosen_by(chosen, way)
+        layout.active.row_adapters = chosen_by(chosen, way)
         found = module(tokens)
         for row, name in enumerate(rows):
             assert mx.allclose(found[row], expected[name][row], atol=2e-4), f"row {row}: {name} among {rows}"
-    layout.selection.choice = BASE
+    layout.active.row_adapters = BASE
     assert mx.allclose(module(tokens), expected[None], atol=1e-5 if way == "in the product" else 0)
 
 
+def with_adapters(module: nn.Module, kernels: AdapterKernels, traced: bool = False) -> Layout:
+    """As the engine does it, with these kernels."""
+    layout = Layout(module, traced)
+    layout.active.kernels = kernels
+    add_hooks(layout)
+    fuse_blocks(module, kernels)
+    return layout
+
+
 def chosen_by(rows: Sequence[Resident | None], way: str) -> RowAdapters:
-    if way != "side by side":
+    if way in ("apart", "in the product"):
         return GroupedLoRA(rows)
-    return StackedLoRA.of(Present(tuple(dict.fromkeys(row for row in rows if row))), rows)
+    return StackedLoRA.of(AdapterStack(tuple(dict.fromkeys(row for row in rows if row))), rows)
 
 
 def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
@@ -134,19 +150,18 @@ def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
     module = base()
     calls: list[list[int]] = []
 
-    def add(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> list[mx.array]:
+    def add(x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA) -> list[mx.array]:
         calls.append([y.shape[-1] for y, *_ in layers])
-        return added_by_hand(x, layers, choice)
+        return added_by_hand(x, layers, row_adapters)
 
-    layout = Layout(module, add, traced=True)
-    layout.attach()
+    layout = with_adapters(module, AdapterKernels(add=add), traced=True)
     residents = {name: layout.place(layout.pack(read(folder, layout))) for name, folder in folders.items()}
     for rows in (["all", "few", "few", "all"], ["few"] * 4):
         chosen = [residents[name] for name in rows]
-        present = Present(tuple(dict.fromkeys(chosen)))
-        columns = next(iter(present.groups.values()))[0].shape[1]
+        stack = AdapterStack(tuple(dict.fromkeys(chosen)))
+        columns = next(iter(stack.groups.values()))[0].shape[1]
         assert columns & (columns - 1) == 0, "few widths, since each is traced"
-        layout.selection.choice = StackedLoRA.of(present, chosen)
+        layout.active.row_adapters = StackedLoRA.of(stack, chosen)
         calls.clear()
         found = module(tokens)
         for row, name in enumerate(rows):
@@ -169,13 +184,13 @@ def random_adapter(layout: Layout, names: tuple[str, ...], seed: int, rank: int 
     )
 
 
-def added_by_hand(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> list[mx.array]:
+def added_by_hand(x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA) -> list[mx.array]:
     """What the kernel gives."""
-    assert choice.spans is not None
+    assert row_adapters.spans is not None
     added = [y for y, *_ in layers]
-    for row, (begin, rank) in enumerate(choice.spans.tolist()):
+    for row, (begin, rank) in enumerate(row_adapters.spans.tolist()):
         for i, (_, group, number) in enumerate(layers):
-            a, b, _ = choice.groups[group]
+            a, b, _ = row_adapters.groups[group]
             own = x[row] @ a[number, begin : begin + rank].T @ b[number, begin : begin + rank]
             added[i] = added[i] + mx.where(mx.arange(len(x))[:, None, None] == row, own.astype(x.dtype), 0)
     return added
@@ -186,24 +201,23 @@ def added_by_hand(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> li
 def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> None:
     """As a GPU does it: RoPE, swiglu and a block's sums are a part of the kernels that add adapters."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
-    model = tiny("llama", rope_scaling=scaling) if kind == "llama3" else tiny(kind)
-    module = model.module
+    plain, fused = ((tiny("llama", rope_scaling=scaling) if kind == "llama3" else tiny(kind)).module for _ in range(2))
     counts = {"close": 0, "gate": 0, "turn": 0}
 
-    def close(x: mx.array, layer: Any, choice: StackedLoRA, residual: mx.array) -> mx.array | None:
+    def close(x: mx.array, layer: Any, row_adapters: StackedLoRA, residual: mx.array) -> mx.array | None:
         counts["close"] += 1
-        return residual + by_hand(x, [layer], choice)[0]
+        return residual + by_hand(x, [layer], row_adapters)[0]
 
-    def gate(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> mx.array | None:
+    def gate(x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA) -> mx.array | None:
         counts["gate"] += 1
-        return swiglu(*by_hand(x, layers, choice))
+        return swiglu(*by_hand(x, layers, row_adapters))
 
     def turn(
-        x: mx.array, layers: Sequence[Any], choice: StackedLoRA, turn: RopeParams, offsets: mx.array
+        x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA, turn: RopeParams, offsets: mx.array
     ) -> list[mx.array] | None:
         counts["turn"] += 1
         half = turn.inv_freq.shape[0]
-        heads = [one.reshape(len(x), -1, 1, 2 * half) for one in by_hand(x, layers, choice)]
+        heads = [one.reshape(len(x), -1, 1, 2 * half) for one in by_hand(x, layers, row_adapters)]
         speeds = mx.power(2.0, turn.inv_freq) if turn.in_log2 else turn.inv_freq
         angles = (offsets[:, None] * speeds)[:, None, None]  # (B, 1, 1, half)
         for i, (one, other) in enumerate((h[..., :half], h[..., half:]) for h in heads[:2]):
@@ -211,40 +225,38 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
             heads[i] = mx.concatenate([one * cos - other * sin, one * sin + other * cos], axis=-1)
         return heads
 
-    def by_hand(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> list[mx.array]:
-        return [choice.added(g, n, x, y, None) if choice.has(g) else y for y, g, n in layers]
+    def by_hand(x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA) -> list[mx.array]:
+        return [row_adapters.add_to_linear(g, n, x, y, None) if row_adapters.has(g) else y for y, g, n in layers]
 
-    layout = Layout(module, traced=True)
-    layout.attach()
-    forward = Forward(module, layout.selection)
-    choices = []
+    kernels = AdapterKernels(add=by_hand, fused=FusedKernels(close, gate, turn))
+    layout = with_adapters(plain, AdapterKernels(), traced=True)
+    fused_layout = with_adapters(fused, kernels, traced=True)
+    mixtures = []
     for names in (ATTENTION, ALL, ["mlp.up_proj", "mlp.down_proj"]):
         one, other = (layout.place(layout.pack(random_adapter(layout, tuple(names), seed))) for seed in range(2))
-        choices += [
-            StackedLoRA.of(Present(members), rows, masked=True)
+        mixtures += [
+            StackedLoRA.of(AdapterStack(members), rows, masked=True)
             for members, rows in (((one,), [one] * 4), ((other, one), [other, None, one, one]))
         ]
 
-    def outputs() -> list[mx.array]:
-        """Two steps behind prompts, for the base and each choice."""
-        found = []
+    def outputs(module: nn.Module, layout: Layout) -> list[mx.array]:
+        """Two steps behind prompts, for the base and each mixture."""
+        forward, found = Forward(module, layout.active), []
         prompts = mx.random.randint(3, 90, (4, 20), key=mx.random.key(4))
         lengths = [20, 10, 15, 3]
-        for choice in (None, *choices):
+        for row_adapters in (None, *mixtures):
             cache = slot_cache(len(module.layers), 4, 1 << 30, DeviceProfile.of("metal" if compiled else "cpu"))
             staged = cache.stage(4, 20)
-            mx.eval(forward.at(prompts, staged, mx.array(lengths) - 1, choice))
+            mx.eval(forward.at(prompts, staged, mx.array(lengths) - 1, row_adapters))
             cache.join(staged, list(enumerate(lengths)))
             for step in range(2):
                 tokens = mx.array([5, 6, 7, 8]) + step
-                found.append(cache.decode(forward, tokens, [length + step for length in lengths], choice))
+                found.append(cache.decode(forward, tokens, [length + step for length in lengths], row_adapters))
                 mx.eval(found[-1])
         return found
 
-    expected = outputs()
-    layout.selection.add, layout.selection.fused = by_hand, Fused(close, gate, turn)
-    fuse(module)
-    for one, other in zip(outputs(), expected, strict=True):
+    expected = outputs(plain, layout)
+    for one, other in zip(outputs(fused, fused_layout), expected, strict=True):
         assert mx.allclose(one, other, atol=1e-4 if device_kind() == "cpu" else 0.1)  # CUDA's products are rounder
     known = kind != "gemma3"
     assert [bool(count) for count in counts.values()] == [known, known, known and kind != "qwen3"]
@@ -252,21 +264,21 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_a_kernels_trial_knows_right_from_wrong(dtype: mx.Dtype) -> None:
-    def wrong(x: mx.array, layers: Sequence[Any], choice: StackedLoRA) -> list[mx.array]:
-        return [y * (1 + mx.arange(2)[:, None, None]).astype(dtype) for y in added_by_hand(x, layers, choice)]
+    def wrong(x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA) -> list[mx.array]:
+        return [y * (1 + mx.arange(2)[:, None, None]).astype(dtype) for y in added_by_hand(x, layers, row_adapters)]
 
-    assert kernel._adds(dtype, [32, 64], added_by_hand)
-    assert kernel._adds(
+    assert adds_right(dtype, [32, 64], added_by_hand)
+    assert adds_right(
         dtype, [32, 32], lambda *given: [swiglu(*added_by_hand(*given))], lambda sums: [swiglu(sums[0], sums[1])]
     )
-    assert not kernel._adds(dtype, [32, 64], wrong)
-    assert not kernel._adds(dtype, [32], lambda x, layers, choice: [y for y, *_ in layers])
+    assert not adds_right(dtype, [32, 64], wrong)
+    assert not adds_right(dtype, [32], lambda x, layers, row_adapters: [y for y, *_ in layers])
 
 
 @pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
-    assert kernel.fused(dtype) is not None
+    assert checked_fused(dtype) is not None
     rows, size, lines, columns = 48, 576, 1536, 128
     x, first, second, residual = (
         mx.random.normal((rows, 1, count)).astype(dtype) for count in (size, lines, lines, lines)
@@ -274,12 +286,15 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
     thin = [(0.05 * mx.random.normal((3, columns, count))).astype(dtype) for count in (size, lines) * 2]
     groups = {0: (thin[0], thin[1], None), 1: (thin[2], thin[3], None)}
     spans = ([(0, 0), (0, 8), (8, 64), (72, 56), (120, 8)] * rows)[:rows]
-    choice = StackedLoRA(groups, spans=mx.array(spans, mx.int32), max_rank=64)
+    row_adapters = StackedLoRA(groups, spans=mx.array(spans, mx.int32), max_rank=64)
     bound = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
 
-    def sums(x: mx.array, layers: Sequence[Any], choice: StackedLoRA, residual: mx.array) -> list[mx.array]:
-        added = kernel.add_own(x, layers, choice)
-        gated, closed = kernel.add_and_gate(x, layers, choice), kernel.add_and_residual(x, layers[0], choice, residual)
+    def sums(x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA, residual: mx.array) -> list[mx.array]:
+        added = kernel.add_adapters(x, layers, row_adapters)
+        gated, closed = (
+            kernel.add_and_gate(x, layers, row_adapters),
+            kernel.add_and_residual(x, layers[0], row_adapters, residual),
+        )
         assert added is not None
         assert gated is not None
         assert closed is not None
@@ -287,14 +302,14 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
         assert mx.allclose(gated, swiglu(*added), rtol=bound, atol=bound)
         return added
 
-    added = sums(x, [(first, 0, 2), (second, 1, 1)], choice, residual)
+    added = sums(x, [(first, 0, 2), (second, 1, 1)], row_adapters, residual)
     base, offsets = 500000.0, mx.array([0, 1, 77, 4000, 90000, *range(43)], mx.int32)
     for turn, how in (
         (RopeParams(kernel.log2_inv_freq(base, 32), True), {"base": base}),
         (RopeParams(1 / (base ** (mx.arange(32) / 32)), False), {"base": None, "freqs": base ** (mx.arange(32) / 32)}),
     ):
         some = [(first, 0, 2), (second, 7, 0), (second, 1, 1)]  # nobody has anything for the second
-        found = kernel.add_and_rope(x, some, choice, turn, offsets)
+        found = kernel.add_and_rope(x, some, row_adapters, turn, offsets)
         assert found is not None
         for one, whole, turned in zip(found, (added[0], second, added[1]), (True, True, False), strict=True):
             heads = whole.reshape(rows, -1, 1, 64)
@@ -314,7 +329,7 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_kernel_adds_each_rows_own(count: int, dtype: mx.Dtype) -> None:
-    assert kernel.adder(dtype) is not None
+    assert checked_adder(dtype) is not None
     rows, tokens, size, columns = 48, 2 if count == 2 else 1, 576, 128
     x = mx.random.normal((rows, tokens, size)).astype(dtype)
     parts = [
@@ -328,8 +343,8 @@ def test_the_kernel_adds_each_rows_own(count: int, dtype: mx.Dtype) -> None:
     ]
     spans = [(0, 0), (0, 8), (8, 64), (72, 56), (120, 8)] * rows
     groups = {i: (a, b, None) for i, (_, a, b, _) in enumerate(parts)}
-    choice = StackedLoRA(groups, spans=mx.array(spans[:rows], mx.int32), max_rank=64)
-    added = kernel.add_own(x, [(y, i, number) for i, (y, _, _, number) in enumerate(parts)], choice)
+    row_adapters = StackedLoRA(groups, spans=mx.array(spans[:rows], mx.int32), max_rank=64)
+    added = kernel.add_adapters(x, [(y, i, number) for i, (y, _, _, number) in enumerate(parts)], row_adapters)
     assert added is not None
     for (y, a, b, number), found in zip(parts, added, strict=True):
         for row, (begin, rank) in enumerate(spans[:rows]):
@@ -350,9 +365,9 @@ def test_long_prompts_are_left_to_mlx() -> None:
         (1, kernel.MAX_RANK + 1, True),
         (1, 8, False),
     ):
-        choice = StackedLoRA({0: (a, b, None)}, spans=mx.zeros((2, 2), mx.int32), max_rank=max_rank)
+        row_adapters = StackedLoRA({0: (a, b, None)}, spans=mx.zeros((2, 2), mx.int32), max_rank=max_rank)
         layers = [(mx.zeros((2, tokens, 32)), 0, 1)]
-        assert (kernel._parts(mx.zeros((2, tokens, 64)), layers, choice) is None) == left
+        assert (kernel._kernel_layers(mx.zeros((2, tokens, 64)), layers, row_adapters) is None) == left
     one, other = (StackedLoRA({0: (a, b, None)}, max_rank=rank) for rank in (8, 64))
     assert one.form == other.form, "a trace is for both"
 
@@ -409,12 +424,11 @@ GOLD = json.loads((GOLDEN / "peft.json").read_text())
 def test_pefts_files_give_what_peft_gives(name: str) -> None:
     """Numbers that PEFT computed with torch, once; tests/golden/make_peft.py says how."""
     module = base()
-    layout = Layout(module, low_rank_adder())
-    layout.attach()
+    layout = with_adapters(module, AdapterKernels(add=low_rank_adder()))
     if name != "base":
         resident = layout.place(layout.pack(read(GOLDEN / f"peft_{name}", layout)))
         rows = [resident] * len(GOLD["tokens"])
-        layout.selection.choice = GroupedLoRA(rows)
+        layout.active.row_adapters = GroupedLoRA(rows)
     found = module(mx.array(GOLD["tokens"]))[:, -1]
     assert mx.allclose(found, mx.array(GOLD["logits"][name]), atol=1e-4)
 

@@ -6,12 +6,12 @@ import pytest
 
 from mlx_parallm.engine.batching import batch_cache
 from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.engine.patch import let_caches_attend
 from mlx_parallm.kv.inplace import collector, placer
 from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
-from mlx_parallm.models.layers import let_caches_attend
 from tests.tiny import tiny
 
 cuda = pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")

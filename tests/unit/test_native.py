@@ -10,17 +10,18 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
-from mlx_parallm.engine.batching import adapter_layout, slot_cache
+from mlx_parallm.engine.batching import slot_cache
 from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.engine.patch import attach_adapters, use_native_kernels
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.engine.sampling import Sampler, log_sum_exp
-from mlx_parallm.lora.layers import Layout
-from mlx_parallm.lora.mixtures import GroupedLoRA
+from mlx_parallm.lora.layout import Layout
+from mlx_parallm.lora.rows import GroupedLoRA
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native import kernels
 from mlx_parallm.models.native.draws import drawer
-from mlx_parallm.models.native.layers import Embedding, Linear, speed_up
+from mlx_parallm.models.native.layers import Embedding, Linear
 from mlx_parallm.types import SamplingParams
 from tests.tiny import tiny
 
@@ -42,7 +43,7 @@ def random_adapter(layout: Layout, rank: int) -> Adapter:
 def fast_llama() -> tuple[nn.Module, nn.Module]:
     """The same random model twice: as mlx-lm has it, and sped up."""
     plain, fast = tiny("llama").module, tiny("llama").module
-    speed_up(fast)
+    use_native_kernels(fast)
     return plain, fast
 
 
@@ -105,7 +106,7 @@ def test_attention_leaves_other_arguments_to_mlx() -> None:
 def test_rope_and_norm(offset: int, dims: int) -> None:
     holder = nn.Sequential(nn.RoPE(dims, base=100000.0), nn.RMSNorm(40, eps=1e-5))
     plain_rope, plain_norm = nn.RoPE(dims, base=100000.0), nn.RMSNorm(40, eps=1e-5)
-    speed_up(holder)
+    use_native_kernels(holder)
     rope, norm = holder.layers
     norm.weight = plain_norm.weight = mx.random.normal((40,))
     x = mx.random.normal((3, 5, 4, 64)).transpose(0, 2, 1, 3)
@@ -200,23 +201,23 @@ def test_a_block_decodes_as_mlx_does(rows: int, adapted: bool) -> None:
     tuning = DeviceProfile.of("cpu")
     found: list[tuple[list[mx.array], list[mx.array]]] = []
     for module, kind in ((plain, replace(tuning, compiled=True)), (fast, tuning)):
-        layout = adapter_layout(module, tuning)
-        forward = Forward(module, layout.selection)
+        layout = attach_adapters(module, tuning)
+        forward = Forward(module, layout.active)
         cache = slot_cache(len(module.layers), rows, 1 << 30, kind)
         residents = [layout.place(layout.pack(random_adapter(layout, rank))) for rank in (4, 16)]
-        choice = GroupedLoRA([None if not adapted else (None, *residents)[row % 3] for row in range(rows)])
+        row_adapters = GroupedLoRA([None if not adapted else (None, *residents)[row % 3] for row in range(rows)])
         lengths = [(7 * row) % 11 + 1 for row in range(rows)]
         cache.expect(rows)
         for row, length in enumerate(lengths):
             staged = cache.stage(1, length)
-            forward(mx.array([[(3 * row + i) % 90 + 3 for i in range(length)]]), staged, choice.row(row))
+            forward(mx.array([[(3 * row + i) % 90 + 3 for i in range(length)]]), staged, row_adapters.row(row))
             cache.join(staged, [(0, length)])
-        forward = Forward(module, layout.selection)
+        forward = Forward(module, layout.active)
         logits = []
         for step in range(3):
             cache._compiled = False
             tokens = mx.array([(row + 5 * step) % 90 + 3 for row in range(rows)])
-            logits.append(cache.decode(forward, tokens, [length + step for length in lengths], choice))
+            logits.append(cache.decode(forward, tokens, [length + step for length in lengths], row_adapters))
             mx.eval(logits)
         found.append((logits, [array for layer in cache.layers for array in (layer.keys, layer.values)]))
     for one, other in zip(found[0][0], found[1][0], strict=True):

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import ModelNotFoundError
-from mlx_parallm.lora.layers import Layout
-from mlx_parallm.lora.mixtures import GroupedLoRA, StackedLoRA
-from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED, PRESENT_KEPT, Registry, Version
+from mlx_parallm.lora.layers import AdapterKernels
+from mlx_parallm.lora.layout import Layout
+from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED, STACKS_KEPT, Registry, Version
+from mlx_parallm.lora.rows import GroupedLoRA, StackedLoRA
 from mlx_parallm.lora.weights import Adapter, AdapterError, Part
 from mlx_parallm.types import AdapterRoute
 
@@ -160,7 +161,7 @@ def test_an_unloaded_name_is_gone_and_its_rows_go_on() -> None:
     found = registry()
     version, other = publish(found, "p"), publish(found, "q")
     found.hold(version)
-    found.choice([version, other])
+    found.row_adapters([version, other])
     found.unload("p")
     assert "p" not in found
     assert found.newest(version) is version
@@ -188,7 +189,7 @@ def test_what_the_models_own_name_serves_is_not_unloaded() -> None:
 def test_unloading_frees_the_device() -> None:
     found = registry()
     version = publish(found, "p")
-    found.choice([version])
+    found.row_adapters([version])
     assert found.resident_bytes == version.packed.nbytes > 0
     found.unload("p")
     assert found.resident_bytes == 0
@@ -238,38 +239,38 @@ def test_requests_and_tokens_are_counted_by_version() -> None:
 def test_the_least_recently_used_makes_room_on_the_device() -> None:
     found = registry(max_resident=2)
     a, b, c = (publish(found, name) for name in "abc")
-    first = found.choice([a, None])
+    first = found.row_adapters([a, None])
     assert isinstance(first, GroupedLoRA)
     assert [any(first.row(number).has(group) for group in range(2)) for number in range(2)] == [True, False]
-    found.choice([b])
-    found.choice([a, b])
+    found.row_adapters([b])
+    found.row_adapters([a, b])
     assert found.swaps == 2
-    found.choice([a])
-    found.choice([c])  # b was used longest ago
+    found.row_adapters([a])
+    found.row_adapters([c])  # b was used longest ago
     assert (found.swaps, found.resident_bytes) == (3, 2 * a.packed.nbytes)
-    found.choice([a])
+    found.row_adapters([a])
     assert found.swaps == 3
-    found.choice([b, a])  # c goes, since a is needed
-    found.choice([a])
+    found.row_adapters([b, a])  # c goes, since a is needed
+    found.row_adapters([a])
     assert found.swaps == 4
     found.check_integrity()
     found.reset_device()
     assert found.resident_bytes == 0
-    found.choice([a])
+    found.row_adapters([a])
     assert found.swaps == 5
 
 
 def test_a_publish_takes_replaced_versions_off_the_device_unless_rows_use_them() -> None:
     found = registry(max_resident=4)
     first = publish(found, "p")
-    found.choice([first])
+    found.row_adapters([first])
     second = publish(found, "p")
     assert found.resident_bytes == 0
     found.hold(second)
-    found.choice([second])
+    found.row_adapters([second])
     third = publish(found, "p")
     assert found.resident_bytes == second.packed.nbytes
-    found.choice([second, third])
+    found.row_adapters([second, third])
     found.release(second)
     publish(found, "p")
     assert found.resident_bytes == 0
@@ -277,58 +278,58 @@ def test_a_publish_takes_replaced_versions_off_the_device_unless_rows_use_them()
 
 def test_traced_passes_have_their_adapters_side_by_side_and_keep_a_few_mixtures() -> None:
     found = registry(max_resident=8, traced=True)
-    versions = [publish(found, f"{number}") for number in range(PRESENT_KEPT + 1)]
-    assert isinstance(found.choice([versions[0], None]), StackedLoRA)
-    found.choice([None, versions[0], versions[0]])
+    versions = [publish(found, f"{number}") for number in range(STACKS_KEPT + 1)]
+    assert isinstance(found.row_adapters([versions[0], None]), StackedLoRA)
+    found.row_adapters([None, versions[0], versions[0]])
     assert found.joins == 1
-    for version in versions[1:PRESENT_KEPT]:
-        found.choice([version])
-    found.choice([versions[0]])
-    assert found.joins == PRESENT_KEPT
-    found.choice([versions[PRESENT_KEPT]])  # 1 was used longest ago
-    found.choice([versions[0]])
-    assert found.joins == PRESENT_KEPT + 1
-    found.choice([versions[1]])
-    assert found.joins == PRESENT_KEPT + 2
-    found.choice([versions[0], versions[1]])
-    found.choice([versions[1], versions[0]])
-    assert found.joins == PRESENT_KEPT + 3, "the same mixture in another order of rows"
+    for version in versions[1:STACKS_KEPT]:
+        found.row_adapters([version])
+    found.row_adapters([versions[0]])
+    assert found.joins == STACKS_KEPT
+    found.row_adapters([versions[STACKS_KEPT]])  # 1 was used longest ago
+    found.row_adapters([versions[0]])
+    assert found.joins == STACKS_KEPT + 1
+    found.row_adapters([versions[1]])
+    assert found.joins == STACKS_KEPT + 2
+    found.row_adapters([versions[0], versions[1]])
+    found.row_adapters([versions[1], versions[0]])
+    assert found.joins == STACKS_KEPT + 3, "the same mixture in another order of rows"
     found.unload("1")
-    found.choice([versions[0]])
-    assert found.joins == PRESENT_KEPT + 3
+    found.row_adapters([versions[0]])
+    assert found.joins == STACKS_KEPT + 3
     found.reset_device()
-    found.choice([versions[0]])
-    assert found.joins == PRESENT_KEPT + 4
+    found.row_adapters([versions[0]])
+    assert found.joins == STACKS_KEPT + 4
 
 
 def test_mixtures_go_with_the_adapters_that_are_in_them() -> None:
     found = registry(max_resident=4, traced=True)
     one, other = publish(found, "a"), publish(found, "b")
-    found.choice([one, other])
-    found.choice([one])
+    found.row_adapters([one, other])
+    found.row_adapters([one])
     found.unload("b")
-    found.choice([one])
+    found.row_adapters([one])
     assert found.joins == 2
     publish(found, "a")
-    assert not found._presents
+    assert not found._stacks
 
 
 def test_where_a_kernel_reads_columns_mixtures_get_wider_and_never_narrower() -> None:
     found = registry(max_resident=4, traced=True)
-    found._layout.selection.add = lambda *anything: anything  # type: ignore[assignment,return-value]
+    found._layout.active.kernels = AdapterKernels(add=lambda *anything: anything)  # type: ignore[arg-type,return-value]
     narrow, wide = publish(found, "a", rank=8), publish(found, "b", rank=60)
-    found.choice([narrow])
-    (present,) = found._presents.values()
-    small = present.columns
-    found.choice([wide])
-    (present,) = found._presents.values()  # those of the smaller width are of no use any more
-    assert present.columns > small
-    choice = found.choice([wide])
-    assert isinstance(choice, StackedLoRA)
-    assert choice.mask is not None, "a kernel is always told which columns are a row's own"
+    found.row_adapters([narrow])
+    (stack,) = found._stacks.values()
+    small = stack.columns
+    found.row_adapters([wide])
+    (stack,) = found._stacks.values()  # those of the smaller width are of no use any more
+    assert stack.columns > small
+    row_adapters = found.row_adapters([wide])
+    assert isinstance(row_adapters, StackedLoRA)
+    assert row_adapters.mask is not None, "a kernel is always told which columns are a row's own"
     assert found.joins == 2
-    found.choice([narrow])
-    assert {one.columns for one in found._presents.values()} == {present.columns}
+    found.row_adapters([narrow])
+    assert {one.columns for one in found._stacks.values()} == {stack.columns}
 
 
 def test_integrity_is_checked() -> None:
@@ -343,7 +344,7 @@ def test_integrity_is_checked() -> None:
     with pytest.raises(AssertionError, match="p means a version that is gone"):
         found.check_integrity()
     next(iter(found)).current = 1
-    found.choice([version])
+    found.row_adapters([version])
     found.max_resident = 0
     with pytest.raises(AssertionError, match="more adapters on the device"):
         found.check_integrity()

@@ -14,28 +14,19 @@ import numpy as np
 from mlx_lm.models import llama
 
 from mlx_parallm.host import numpy_view
-from mlx_parallm.models.native.layers import (
-    MANY_ROWS,
-    WIDE,
-    Array,
-    Own,
-    RMSNorm,
-    Rope,
-    Sizes,
-    _at,
-    offsets_of,
-    products_of,
-    weights_of,
-)
+from mlx_parallm.models.native.functions import WIDE
+from mlx_parallm.models.native.layers import RMSNorm, Rope, offsets_of
+from mlx_parallm.models.native.pointers import Array, Sizes, pointer
+from mlx_parallm.models.native.products import MANY_ROWS, AdaptedWeights, products_of, weight_addresses
 
 
 class NativeBlock(llama.TransformerBlock):
     kernels: Any
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        found = self._decoded(x, mask, cache) if 1 < x.shape[0] <= MANY_ROWS and x.shape[1] == 1 else None
-        if found is not None:
-            return found
+        decoded = self._decoded(x, mask, cache) if 1 < x.shape[0] <= MANY_ROWS and x.shape[1] == 1 else None
+        if decoded is not None:
+            return decoded
         result: mx.array = super().__call__(x, mask, cache)
         return result
 
@@ -43,10 +34,11 @@ class NativeBlock(llama.TransformerBlock):
         """(B, 1, D) -> (B, 1, D); None, with nothing written, where it must go the other way."""
         attention, mlp = self.self_attn, self.mlp
         places = cache.places(mask) if hasattr(cache, "places") else None
-        if places is None or x.dtype != mx.float32 or not self._is_known():
+        if places is None or x.dtype != mx.float32 or not self._is_plain_llama():
             return None
-        first = _own(attention.q_proj, attention.k_proj, attention.v_proj)
-        second, third, fourth = _own(attention.o_proj), _own(mlp.gate_proj, mlp.up_proj), _own(mlp.down_proj)
+        first = _adapted_weights(attention.q_proj, attention.k_proj, attention.v_proj)
+        second = _adapted_weights(attention.o_proj)
+        third, fourth = _adapted_weights(mlp.gate_proj, mlp.up_proj), _adapted_weights(mlp.down_proj)
         if first is None or second is None or third is None or fourth is None:
             return None
         keys, values, offset = places
@@ -62,11 +54,11 @@ class NativeBlock(llama.TransformerBlock):
         h = h + products_of(self.kernels, attended, second)[0]
         gate, up = products_of(self.kernels, self._normed(self.post_attention_layernorm, h), third)
         gated = np.empty(gate.shape, np.float32)
-        self.kernels.swiglu(_at(gate), _at(up), _at(gated), gate.size)
+        self.kernels.swiglu(pointer(gate), pointer(up), pointer(gated), gate.size)
         h += products_of(self.kernels, gated, fourth)[0]
         return mx.array(h[:, None])
 
-    def _is_known(self) -> bool:
+    def _is_plain_llama(self) -> bool:
         rope = self.self_attn.rope
         norms = (self.input_layernorm, self.post_attention_layernorm)
         plain = isinstance(rope, Rope) and not rope.traditional and rope.scale == 1.0
@@ -74,40 +66,42 @@ class NativeBlock(llama.TransformerBlock):
 
     def _normed(self, norm: nn.RMSNorm, h: Array) -> Array:
         out = np.empty(h.shape, np.float32)
-        self.kernels.rms_norm(_at(h), _at(numpy_view(norm.weight)), _at(out), *h.shape, norm.eps)
+        self.kernels.rms_norm(pointer(h), pointer(numpy_view(norm.weight)), pointer(out), *h.shape, norm.eps)
         return out
 
     def _attended(self, q: Array, k: Array, v: Array, slots: tuple[Array, Array], offsets: Array) -> Array:
         """Queries (B, H * D), the rows' new keys and values (B, K * D), which are put into the slots: (B, H * D)."""
         attention = self.self_attn
         rows, heads, shared, width = len(q), attention.n_heads, attention.n_kv_heads, slots[0].shape[3]
-        turned = [self._turned(one, count, width, offsets) for one, count in ((q, heads), (k, shared))]
+        rotated = [self._rotated(one, count, width, offsets) for one, count in ((q, heads), (k, shared))]
         out = np.empty(q.shape, np.float32)
         lengths = offsets.astype(np.int32)
         sizes = Sizes(rows, heads, *slots[0].shape[1:])
         strides = Sizes(heads * width, width, shared * width, width, shared * width, width)
-        arrays = (turned[0], *slots, turned[1], v, lengths, out)
-        if self.kernels.attend_slots(*map(_at, arrays), sizes, strides, attention.scale):
+        arrays = (rotated[0], *slots, rotated[1], v, lengths, out)
+        if self.kernels.attend_slots(*map(pointer, arrays), sizes, strides, attention.scale):
             raise MemoryError
         return out
 
-    def _turned(self, x: Array, heads: int, width: int, offsets: Array) -> Array:
+    def _rotated(self, x: Array, heads: int, width: int, offsets: Array) -> Array:
         rope = self.self_attn.rope
         out = np.empty(x.shape, np.float32)
         sizes = Sizes(len(x), heads, 1, width, rope.dims)
         table = rope.rope_table(int(offsets.max()) + 1)
-        self.kernels.rope(_at(x), _at(out), _at(offsets), _at(table), sizes, Sizes(heads * width, width, width))
+        self.kernels.rope(
+            pointer(x), pointer(out), pointer(offsets), pointer(table), sizes, Sizes(heads * width, width, width)
+        )
         return out
 
 
-def _own(*layers: nn.Module) -> list[Own] | None:
-    """Where the layers' weights lie and what rows' adapters add to them; None where that is not for this way."""
-    found: list[Own] = []
+def _adapted_weights(*layers: nn.Module) -> list[AdaptedWeights] | None:
+    """Where the layers' weights are and what rows' adapters add to them; None where the kernels can't use them."""
+    adapted: list[AdaptedWeights] = []
     for layer in layers:
-        weights = weights_of(layer)
+        weights = weight_addresses(layer)
         hook = getattr(layer, "hook", None)
-        own = (None, 0) if hook is None else hook.row_groups(1)
-        if weights is None or own is None:
+        row_groups = (None, 0) if hook is None else hook.row_groups(1)
+        if weights is None or row_groups is None:
             return None
-        found.append((weights, *own))
-    return found
+        adapted.append((weights, *row_groups))
+    return adapted

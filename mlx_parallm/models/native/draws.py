@@ -12,9 +12,7 @@ import numpy as np
 
 from mlx_parallm.host import numpy_view
 from mlx_parallm.models.native import kernels
-from mlx_parallm.models.native.layers import _at
-
-Array = np.ndarray[Any, Any]
+from mlx_parallm.models.native.pointers import Array, pointer
 
 # logits (R, V), temperatures (R,) float32, keys (R, 2) uint32, whether their log-probabilities at the temperature are
 # wanted -> tokens (R,) int32, those (R,)
@@ -33,5 +31,5 @@ def _draw(
     view = np.ascontiguousarray(numpy_view(logits))  # which evaluates them
     tokens = np.empty(len(view), np.int32)
     scores = np.empty(len(view), np.float32) if scored else None
-    library.draw(_at(view), _at(temperatures), _at(keys), _at(tokens), _at(scores), *view.shape)
+    library.draw(pointer(view), pointer(temperatures), pointer(keys), pointer(tokens), pointer(scores), *view.shape)
     return mx.array(tokens), None if scores is None else mx.array(scores)

@@ -1,4 +1,4 @@
-"""Which adapter each row of a pass has, and what that makes of a layer's output.
+"""Which adapter each row of a pass has, and what that adds to a layer's output.
 
 Two ways. `StackedLoRA` is for devices where passes are traced and kernels cost: the adapters that a batch needs stand
 side by side, as one pair of thin matrices per layer; a row's inputs go through all of them, a mask keeps what is its
@@ -40,15 +40,15 @@ class RowAdapters(Protocol):
         ...
 
     def without_dora(self, group: int) -> bool:
-        """Whether all that do are LoRA, without factors."""
+        """Whether none of them changes these layers by DoRA, which has factors."""
         ...
 
-    def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
-        """What a linear layer gives for x (B, T, size) that gives y (B, T, out_features) without an adapter."""
+    def add_to_linear(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
+        """A linear layer's output for x (B, T, size), which is y (B, T, out_features) without adapters."""
         ...
 
-    def looked_up(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
-        """The same for an embedding's vectors y (B, T, size) of tokens (B, T)."""
+    def add_to_embedding(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
+        """An embedding's vectors of tokens (B, T), which are y (B, T, size) without adapters."""
         ...
 
     def row(self, number: int) -> "RowAdapters":
@@ -57,7 +57,7 @@ class RowAdapters(Protocol):
 
 
 class Base:
-    """No row has one."""
+    """No row has an adapter: the base model alone."""
 
     def has(self, group: int) -> bool:
         return False
@@ -65,10 +65,10 @@ class Base:
     def without_dora(self, group: int) -> bool:
         return True
 
-    def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
+    def add_to_linear(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
         return y
 
-    def looked_up(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
+    def add_to_embedding(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
         return y
 
     def row(self, number: int) -> "Base":
@@ -79,10 +79,11 @@ BASE = Base()
 
 
 @dataclass(slots=True, eq=False)
-class Present:
-    """Adapters side by side: for each group a (L, C, K), b (L, C, N), factors (L, adapters + 1, N); N is out_features.
+class AdapterStack:
+    """The adapters of a batch, side by side.
 
-    C is a power of two, and no less than `columns`: a traced pass is for one width, so there must be few.
+    For each group a (L, C, K), b (L, C, N), factors (L, adapters + 1, N), where N is out_features. C is
+    a power of two, and no less than `columns`: a traced pass is for one width, so there must be few.
     """
 
     members: tuple[Resident, ...]
@@ -92,18 +93,18 @@ class Present:
     def __post_init__(self) -> None:
         self.columns = width_of(self.members, self.columns)
         for number in sorted({number for member in self.members for number in member.groups}):
-            self.groups[number] = self._joined(number)
+            self.groups[number] = self._stacked(number)
 
-    def _joined(self, number: int) -> Arrays:
-        some_a, some_b, _ = next(member.groups[number] for member in self.members if number in member.groups)
-        layers, _, out_features = some_b.shape
-        ones = mx.ones((layers, 1, out_features), some_b.dtype)
+    def _stacked(self, number: int) -> Arrays:
+        first_a, first_b, _ = next(member.groups[number] for member in self.members if number in member.groups)
+        layers, _, out_features = first_b.shape
+        ones = mx.ones((layers, 1, out_features), first_b.dtype)
         a, b, factors = [], [], [ones]
         for member in self.members:
             part = member.groups.get(number)
             if part is None:
-                a.append(mx.zeros((layers, member.rank, some_a.shape[2]), some_a.dtype))
-                b.append(mx.zeros((layers, member.rank, out_features), some_b.dtype))
+                a.append(mx.zeros((layers, member.rank, first_a.shape[2]), first_a.dtype))
+                b.append(mx.zeros((layers, member.rank, out_features), first_b.dtype))
                 factors.append(ones)
             else:
                 a.append(part[0])
@@ -111,8 +112,8 @@ class Present:
                 factors.append(ones if part[2] is None else part[2][:, None])
         scaled = any(factor is not ones for factor in factors)
         if unused := self.columns - sum(member.rank for member in self.members):
-            a.append(mx.zeros((layers, unused, some_a.shape[2]), some_a.dtype))
-            b.append(mx.zeros((layers, unused, out_features), some_b.dtype))
+            a.append(mx.zeros((layers, unused, first_a.shape[2]), first_a.dtype))
+            b.append(mx.zeros((layers, unused, out_features), first_b.dtype))
         sides = (a[0], b[0]) if len(a) == 1 else (mx.concatenate(a, axis=1), mx.concatenate(b, axis=1))
         return *sides, mx.concatenate(factors, axis=1) if scaled else None
 
@@ -120,10 +121,10 @@ class Present:
         """(B, 1, C): which columns are a row's own; None where all are every row's."""
         if not always and len(self.members) == 1 and all(row is self.members[0] for row in rows):
             return None
-        some = next(iter(self.groups.values()))[0]
-        mask = np.zeros((len(rows), 1, some.shape[1]), np.bool_)
-        for line, (begin, rank) in zip(mask, self.spans(rows), strict=True):
-            line[:, begin : begin + rank] = True
+        first_a = next(iter(self.groups.values()))[0]
+        mask = np.zeros((len(rows), 1, first_a.shape[1]), np.bool_)
+        for row_mask, (begin, rank) in zip(mask, self.spans(rows), strict=True):
+            row_mask[:, begin : begin + rank] = True
         return mx.array(mask)
 
     def spans(self, rows: Rows) -> Any:
@@ -132,7 +133,7 @@ class Present:
         return np.array([(0, 0) if row is None else (begins[row], row.rank) for row in rows], np.int32)
 
     def numbers(self, rows: Rows) -> mx.array:
-        """(B,): each row's line among the factors; 0 is the base."""
+        """(B,): each row's place among the factors; 0 is the base."""
         return mx.array([0 if row is None else 1 + self.members.index(row) for row in rows], mx.int32)
 
 
@@ -146,6 +147,8 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedLoRA:
+    """Rows over a stack of adapters, each of which has its own columns of it, for passes that are traced."""
+
     groups: Groups = field(default_factory=dict)
     mask: mx.array | None = None  # (B, 1, C)
     numbers: mx.array | None = None  # (B,)
@@ -153,42 +156,42 @@ class StackedLoRA:
     max_rank: int = 0  # of the adapters
 
     @classmethod
-    def of(cls, present: Present, rows: Rows, masked: bool = False) -> "StackedLoRA":
+    def of(cls, stack: AdapterStack, rows: Rows, masked: bool = False) -> "StackedLoRA":
         """`masked`: also where all columns are every row's, so that a traced pass is the same for both."""
-        max_rank = max(member.rank for member in present.members)
-        spans = mx.array(present.spans(rows))
-        return cls(present.groups, present.mask(rows, masked), present.numbers(rows), spans, max_rank)
+        max_rank = max(member.rank for member in stack.members)
+        spans = mx.array(stack.spans(rows))
+        return cls(stack.groups, stack.mask(rows, masked), stack.numbers(rows), spans, max_rank)
 
     def has(self, group: int) -> bool:
         return group in self.groups
 
     def without_dora(self, group: int) -> bool:
-        return self.groups[group][2] is None
+        return group not in self.groups or self.groups[group][2] is None
 
-    def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
+    def add_to_linear(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
         a, b, factors = self.groups[group]
-        z = self._own(x @ a[number].T) @ b[number]
+        z = self._masked(x @ a[number].T) @ b[number]
         if factors is None:
             return y + z
         assert self.numbers is not None
         return _scaled(y, z, bias, factors[number][self.numbers][:, None])  # (B, 1, out_features)
 
-    def looked_up(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
+    def add_to_embedding(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
         a, b, factors = self.groups[group]
-        z = self._own(_taken(b[number], tokens)) @ a[number]
+        z = self._masked(_embedding_columns(b[number], tokens)) @ a[number]
         if factors is None:
             return y + z
         assert self.numbers is not None
-        out_features = factors[number].reshape(-1)  # (adapters + 1) * out_features
+        flat = factors[number].reshape(-1)  # (adapters + 1) * out_features
         first = (self.numbers * factors.shape[2])[:, None]
-        return _scaled(y, z, None, out_features[first + tokens][..., None])
+        return _scaled(y, z, None, flat[first + tokens][..., None])
 
-    def _own(self, z: mx.array) -> mx.array:
+    def _masked(self, z: mx.array) -> mx.array:
         return z if self.mask is None else mx.where(self.mask, z, 0.0)  # what is not its own may be infinite
 
     @property
     def form(self) -> Hashable:
-        """Equal for choices that a traced pass can take in turn."""
+        """Equal for those that a traced pass can take in turn."""
         groups = tuple((number, a.shape, factors is None) for number, (a, _, factors) in self.groups.items())
         return groups, self.mask is None, self.spans is None, _power_of_two(max(64, self.max_rank))
 
@@ -199,13 +202,13 @@ class StackedLoRA:
     def maker(self) -> "Callable[[Sequence[mx.array]], StackedLoRA]":
         """Makes the same of other arrays, given in the order of `arrays`; holds on to none of this one's."""
         factored = {number: factors is not None for number, (_, _, factors) in self.groups.items()}
-        given = [array is not None for array in (self.mask, self.numbers, self.spans)]
+        optional = [array is not None for array in (self.mask, self.numbers, self.spans)]
         max_rank = self.max_rank
 
         def make(arrays: Sequence[mx.array]) -> StackedLoRA:
             rest = iter(arrays)
             groups = {number: (next(rest), next(rest), next(rest) if has else None) for number, has in factored.items()}
-            mask, numbers, spans = (next(rest) if has else None for has in given)
+            mask, numbers, spans = (next(rest) if has else None for has in optional)
             return StackedLoRA(groups, mask, numbers, spans, max_rank)
 
         return make
@@ -218,6 +221,8 @@ class StackedLoRA:
 
 
 class GroupedLoRA:
+    """Rows gathered by their adapter, for the CPU."""
+
     def __init__(self, rows: Rows) -> None:
         self._rows = list(rows)
         self._members: dict[Resident | None, list[int]] = {}
@@ -225,19 +230,19 @@ class GroupedLoRA:
             self._members.setdefault(row, []).append(number)
         self._index = {member: mx.array(numbers) for member, numbers in self._members.items()}
         order = [number for numbers in self._members.values() for number in numbers]
-        self._back = mx.array(np.argsort(order))
+        self._to_batch_order = mx.array(np.argsort(order))
         self._row_groups: dict[tuple[int, int], Any] = {}
         parts = [part for member in self._members if member is not None for part in member.groups.items()]
         self._groups = {group for group, _ in parts}
-        self._scaled = {group for group, arrays in parts if arrays[2] is not None}
+        self._dora_groups = {group for group, arrays in parts if arrays[2] is not None}
 
     def has(self, group: int) -> bool:
         return group in self._groups
 
     def without_dora(self, group: int) -> bool:
-        return group not in self._scaled
+        return group not in self._dora_groups
 
-    def added(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
+    def add_to_linear(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
         def adapted(part: Arrays, x: mx.array, y: mx.array) -> mx.array:
             a, b, factors = part
             z = (x @ a[number].T) @ b[number]
@@ -245,10 +250,10 @@ class GroupedLoRA:
 
         return self._gathered(group, x, y, adapted)
 
-    def looked_up(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
+    def add_to_embedding(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
         def adapted(part: Arrays, tokens: mx.array, y: mx.array) -> mx.array:
             a, b, factors = part
-            z = _taken(b[number], tokens) @ a[number]
+            z = _embedding_columns(b[number], tokens) @ a[number]
             return y + z if factors is None else _scaled(y, z, None, factors[number][tokens][..., None])
 
         return self._gathered(group, tokens, y, adapted)
@@ -267,7 +272,7 @@ class GroupedLoRA:
         for member, part in parts.items():
             index = self._index[member]
             pieces.append(y[index] if part is None else adapted(part, x[index], y[index]))
-        return mx.concatenate(pieces)[self._back]
+        return mx.concatenate(pieces)[self._to_batch_order]
 
     def row_groups(self, group: int, tokens: int = 1) -> Any:
         """(count, 7): where a and b of some rows' adapter lie in memory, its rank, and up to four rows, or -1.
@@ -275,14 +280,14 @@ class GroupedLoRA:
         `tokens`: of each row, which count as so many rows.
         """
         if (group, tokens) not in self._row_groups:
-            found = []
+            groups = []
             for member, part in self._parts(group).items():
                 numbers = [tokens * row + token for row in self._members[member] for token in range(tokens)]
-                lie = [0, 0, 0] if part is None or member is None else [*map(_address, part[:2]), member.rank]
+                weights = [0, 0, 0] if part is None or member is None else [*map(_address, part[:2]), member.rank]
                 for first in range(0, len(numbers), 4):
-                    some = numbers[first : first + 4]
-                    found.append([*lie, *some, *[-1] * (4 - len(some))])
-            self._row_groups[group, tokens] = np.array(found, np.int64)
+                    four = numbers[first : first + 4]
+                    groups.append([*weights, *four, *[-1] * (4 - len(four))])
+            self._row_groups[group, tokens] = np.array(groups, np.int64)
         return self._row_groups[group, tokens]
 
     def row(self, number: int) -> "GroupedLoRA":
@@ -296,7 +301,7 @@ def _address(array: mx.array) -> int:
     return address
 
 
-def _taken(b: mx.array, tokens: mx.array) -> mx.array:
+def _embedding_columns(b: mx.array, tokens: mx.array) -> mx.array:
     """(rank, out_features), (B, T) -> (B, T, rank)"""
     return mx.take(b, tokens, axis=1).transpose(1, 2, 0)
 

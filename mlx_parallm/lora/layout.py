@@ -1,0 +1,211 @@
+"""The layers of a model that adapters may change, in groups of one name and shape; adapters packed by these groups.
+
+Layers of a group share an array, so that an adapter comes and goes in a few large operations. The registry packs
+adapters on any thread and has them placed on the device on the engine's; `engine.patch` gives the layers their hooks.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.lora.layers import ActiveAdapters, LoRAHook
+from mlx_parallm.lora.rows import Groups, Resident
+from mlx_parallm.lora.weights import Adapter, AdapterError, Array, Target
+
+RANK_STEP = 8  # ranks are padded to multiples of this
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers of one name and shape."""
+
+    kind: Literal["linear", "embedding"]
+    out_features: int
+    size: int
+    paths: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class PackedGroup:
+    a: Any  # (layers, rank, size)
+    b: Any  # (layers, rank, out_features)
+    m: Array | None  # (layers, out_features); NaN where a layer keeps its norms
+
+
+@dataclass(slots=True)
+class PackedAdapter:
+    """An adapter in the shape of the model's groups, ready to be copied to the device."""
+
+    rank: int  # padded
+    groups: dict[int, PackedGroup]
+    digest: str  # of all that it holds: names the blocks that the prefix cache keeps of it
+    unpadded_rank: int = 0
+    unpadded_bytes: int = 0  # of its own weights, without what fills it up to the model's groups
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.a.nbytes + group.b.nbytes for group in self.groups.values())
+
+
+class Layout:
+    """The layers of a model that adapters may change, in groups."""
+
+    def __init__(self, module: nn.Module, traced: bool = False) -> None:
+        self.active = ActiveAdapters()
+        self.traced = traced  # passes are traced once per shape: few shapes, and few kernels
+        self._layers = {path: layer for path, layer in module.named_modules() if _kind(layer) is not None}
+        self.dtype = _compute_dtype(self._layers.values())
+        self.targets = {path: _target(layer) for path, layer in self._layers.items()}
+        members: dict[tuple[str, Target], list[str]] = {}
+        for path, target in self.targets.items():
+            members.setdefault((path.rsplit(".", 1)[-1], target), []).append(path)
+        self.groups = [
+            Group(target.kind, target.out_features, target.size, tuple(paths)) for (_, target), paths in members.items()
+        ]
+        self._places = {
+            path: (group, number) for group, one in enumerate(self.groups) for number, path in enumerate(one.paths)
+        }
+
+    def hooks(self) -> Iterator[tuple[nn.Module, LoRAHook]]:
+        """Each layer and the hook that it should have."""
+        for path, layer in self._layers.items():
+            yield layer, LoRAHook(self.active, *self._places[path])
+
+    def pack(self, adapter: Adapter) -> PackedAdapter:
+        """NumPy alone: on any thread."""
+        rank = -(-adapter.rank // RANK_STEP) * RANK_STEP
+        by_group: dict[int, dict[int, str]] = {}
+        for path in adapter.parts:
+            group, number = self._places[path]
+            by_group.setdefault(group, {})[number] = path
+        groups = {
+            group: self._pack_group(self.groups[group], paths, adapter, rank) for group, paths in by_group.items()
+        }
+        count = sum(part.a.size + part.b.size for part in adapter.parts.values())
+        norms = sum(part.m.nbytes for part in adapter.parts.values() if part.m is not None)
+        return PackedAdapter(rank, groups, _digest(rank, groups), adapter.rank, count * self.dtype.size + norms)
+
+    def _pack_group(self, group: Group, paths: Mapping[int, str], adapter: Adapter, rank: int) -> PackedGroup:
+        layers = len(group.paths)
+        a = np.zeros((layers, rank, group.size), np.float32)
+        b = np.zeros((layers, rank, group.out_features), np.float32)
+        m = np.full((layers, group.out_features), np.nan, np.float32)
+        for number, path in paths.items():
+            part = adapter.parts[path]
+            a[number, : part.rank], b[number, : part.rank] = part.a, part.b.T
+            if part.m is not None:
+                m[number] = part.m
+        sides = [_to_bits(side, self.dtype) for side in (a, b)]
+        if not all(_is_finite(side) for side in sides):
+            raise AdapterError(f"a weight of {group.paths[0]} or its like is too large for the model's {self.dtype}")
+        return PackedGroup(sides[0], sides[1], None if np.isnan(m).all() else m)
+
+    def place(self, packed: PackedAdapter) -> Resident:
+        """Copies a packed adapter to the device."""
+        groups = {}
+        for number, group in packed.groups.items():
+            a, b = (_from_bits(array, self.dtype) for array in (group.a, group.b))
+            factors = None if group.m is None else self._dora_factors(self.groups[number], a, b, group.m)
+            groups[number] = (a, b, factors)
+        mx.async_eval([array for group in groups.values() for array in group if array is not None])
+        return Resident(packed.rank, groups, packed.nbytes)
+
+    def adapter_bytes(self, rank: int) -> int:
+        """Of an adapter of that rank on all linear layers."""
+        linear = [group for group in self.groups if group.kind == "linear"]
+        return sum(len(group.paths) * rank * (group.size + group.out_features) for group in linear) * self.dtype.size
+
+    def blank(self) -> Resident:
+        """An adapter that changes nothing, on all linear layers."""
+        groups: Groups = {
+            number: (
+                mx.zeros((len(group.paths), RANK_STEP, group.size), self.dtype),
+                mx.zeros((len(group.paths), RANK_STEP, group.out_features), self.dtype),
+                None,
+            )
+            for number, group in enumerate(self.groups)
+            if group.kind == "linear"
+        }
+        return Resident(RANK_STEP, groups)
+
+    def _dora_factors(self, group: Group, a: mx.array, b: mx.array, m: Array) -> mx.array:
+        """What the adapted outputs are multiplied by: (layers, out_features)."""
+        norms = []
+        for number, path in enumerate(group.paths):
+            if np.isnan(m[number]).any():
+                norms.append(mx.ones((group.out_features,)))
+                continue
+            adapted = _weight(self._layers[path]).astype(mx.float32) + (b[number].T @ a[number]).astype(mx.float32)
+            norms.append(mx.linalg.norm(adapted, axis=1))
+        wanted = mx.array(np.where(np.isnan(m), 1.0, m).astype(np.float32))
+        return (wanted / mx.stack(norms)).astype(self.dtype)
+
+
+def _digest(rank: int, groups: Mapping[int, PackedGroup]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for number, group in sorted(groups.items()):
+        digest.update(repr((number, rank, group.a.shape, group.b.shape)).encode())
+        for array in (group.a, group.b, group.m):
+            if array is not None:
+                digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _kind(layer: object) -> Literal["linear", "embedding"] | None:
+    if isinstance(layer, (nn.Linear, nn.QuantizedLinear)):
+        return "linear"
+    return "embedding" if isinstance(layer, (nn.Embedding, nn.QuantizedEmbedding)) else None
+
+
+def _compute_dtype(layers: Iterable[nn.Module]) -> mx.Dtype:
+    """What the model computes in: what its embedding gives."""
+    embedding = next((layer for layer in layers if _kind(layer) == "embedding"), None)
+    if embedding is None:
+        return mx.float32
+    dtype: mx.Dtype = embedding(mx.zeros((1, 1), mx.int32)).dtype  # never computed
+    return dtype
+
+
+def _target(layer: nn.Module) -> Target:
+    out_features, size = layer["weight"].shape
+    kind = _kind(layer)
+    assert kind is not None
+    return Target(kind, out_features, size * 32 // layer.bits if "scales" in layer else size)
+
+
+def _weight(layer: nn.Module) -> mx.array:
+    if "scales" not in layer:
+        weight: mx.array = layer["weight"]
+        return weight
+    return mx.dequantize(
+        layer["weight"],
+        layer["scales"],
+        layer.get("biases"),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=getattr(layer, "mode", "affine"),
+    )
+
+
+def _to_bits(array: Array, dtype: mx.Dtype) -> Any:
+    """The bits of an array in the model's precision: NumPy has no bfloat16."""
+    if dtype == mx.bfloat16:
+        bits = array.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return array.astype(np.float16 if dtype == mx.float16 else np.float32)
+
+
+def _is_finite(bits: Any) -> bool:
+    if bits.dtype == np.uint16:
+        return bool(((bits & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(bits).all())
+
+
+def _from_bits(bits: Any, dtype: mx.Dtype) -> mx.array:
+    array = mx.array(bits)
+    return array.view(dtype) if dtype == mx.bfloat16 else array

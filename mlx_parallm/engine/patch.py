@@ -47,6 +47,7 @@ def use_native_kernels(module: nn.Module) -> None:
 
 def attach_adapters(module: nn.Module, profile: DeviceProfile) -> Layout:
     """Gives a model's layers room for adapters, which are added in the way that is fastest here."""
+    assert not any(hasattr(layer, "hook") for _, layer in module.named_modules()), "the layers have hooks already"
     layout = Layout(module, traced=profile.compiled)
     layout.active.kernels = _adapter_kernels(layout, profile)
     # Hooks before blocks: a block takes the layers that have hooks, and their kernels from there.

@@ -57,25 +57,24 @@ class JointProjections:
         return all(map(row_adapters.without_dora, groups)) and any(map(row_adapters.has, groups))
 
     def add(self, x: mx.array, ys: Sequence[mx.array]) -> list[mx.array]:
-        """The rows' adapters added to the layers' outputs ys: one kernel for all that LoRA changes."""
-        row_adapters, add = self.active.row_adapters, self.active.kernels.add
+        """The rows' adapters added to the layers' outputs ys."""
+        row_adapters, sums = self.active.row_adapters, list(ys)
         adapted = [place for place, hook in enumerate(self._hooks) if row_adapters.has(hook.group)]
-        sums = list(ys)
-        if not adapted:
-            return sums
-        by_kernel = [place for place in adapted if self._hooks[place].has_lora_alone()] if add is not None else []
-        if add is not None and by_kernel:
-            outputs = self.outputs(ys)
-            added = add(x, [outputs[place] for place in by_kernel], row_adapters)
-            if added is None:
-                by_kernel = []
-            else:
-                for place, total in zip(by_kernel, added, strict=True):
-                    sums[place] = total
+        by_kernel = self._added_by_kernel(x, ys) if adapted else {}
         for place in adapted:
-            if place not in by_kernel:
-                sums[place] = self._hooks[place].add_by_operations(x, ys[place], self._layers[place])
+            total = by_kernel.get(place)
+            hook, layer = self._hooks[place], self._layers[place]
+            sums[place] = hook.add_by_operations(x, ys[place], layer) if total is None else total
         return sums
+
+    def _added_by_kernel(self, x: mx.array, ys: Sequence[mx.array]) -> dict[int, mx.array]:
+        """By one kernel for all layers that LoRA alone changes: their sums, by the layers' places here."""
+        add, outputs = self.active.kernels.add, self.outputs(ys)
+        places = [place for place, hook in enumerate(self._hooks) if hook.has_lora_alone()]
+        if add is None or not places:
+            return {}
+        sums = add(x, [outputs[place] for place in places], self.active.row_adapters)
+        return {} if sums is None else dict(zip(places, sums, strict=True))
 
     def _multiplied(self, x: mx.array) -> list[mx.array] | None:
         """By one kernel that also multiplies, except what DoRA changes; None where there is none for this pass."""

@@ -84,7 +84,7 @@ class Registry:
         self.max_resident = max_resident
         self.max_names = max_names
         self.swaps = 0  # adapters copied to the device
-        self.joins = 0  # mixtures of adapters put together
+        self.joins = 0  # stacks of adapters put together
         self.base_requests = 0  # without an adapter
         self.base_tokens = 0
         self.routes: list[AdapterRoute] = []  # empty: the model's own name is the model alone

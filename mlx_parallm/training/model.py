@@ -1,6 +1,6 @@
 """A module tree for gradients, over the very arrays that serve, with LoRA parameters of its own.
 
-The served module has layers of our own (kernels without gradients, seats for adapters) and must not be frozen, put into
+The served module has layers of our own (kernels without gradients, hooks for adapters) and must not be frozen, put into
 training mode or checkpointed. So the trainer builds the model's classes anew and gives them the same arrays: nothing of
 the base is copied. Only the LoRA parameters are new, in float32. Engine thread only.
 """

@@ -66,7 +66,7 @@ class Accounts:
             metrics.serving_peak_memory = max(metrics.serving_peak_memory, peak)
 
     @contextlib.contextmanager
-    def other_work(self) -> Iterator[None]:
+    def background_work(self) -> Iterator[None]:
         """Other work: its memory is not serving's."""
         self.gauge()
         mx.reset_peak_memory()  # of the whole process: nowhere else than around such work

@@ -100,7 +100,7 @@ def _rehearse(runner: Runner) -> None:
             runner.read(runner.decode(rows))
     for row in rows:
         runner.leave(row)
-    runner.rest()
+    runner.release_memory()
 
 
 def warm_prompt_shapes(forward: Forward, cache: SlotCache, step: int) -> None:

@@ -404,7 +404,7 @@ class Engine:
             max_adapters=config.max_loras,
         )
         self._scheduler = Scheduler(
-            limits, cache.fits, look_up=self._look_up, let_go=self._let_go, shorten=self._shorten
+            limits, cache.fits, look_up=self._look_up, release=self._let_go, shorten=self._shorten
         )
         self._accounts = Accounts(self.metrics, self._scheduler, self._runner, self._prefix)
         self._policies = Policies(self.adapters, self._live, self._scheduler, self._runner, self._identify)
@@ -414,7 +414,7 @@ class Engine:
         self.metrics.kv_bytes_limit = plan.rows
         blocks = 0 if self._prefix is None else self._prefix.max_bytes
         self.metrics.memory = self.memory = replace(plan, blocks=blocks)
-        self._runner.learn(Prompts(self.model.tokenizer).beginning())
+        self._runner.precompute(Prompts(self.model.tokenizer).beginning())
         self._release_memory()
 
     def _turn(self) -> None:
@@ -462,7 +462,7 @@ class Engine:
         self._read_at = time.perf_counter()
 
     def _work(self, serving: bool) -> None:
-        with self._accounts.other_work():
+        with self._accounts.background_work():
             self._background.step(serving)
 
     def _stand_still(self) -> None:
@@ -493,7 +493,7 @@ class Engine:
     def _abort(self, request: Request) -> None:
         """Ends a request with what it has."""
         for row, reader in self._live.entries(request.id):
-            delta = row.news(reader)
+            delta = row.delta_for(reader)
             delta.finish_reason = "abort"
             self._events.append((reader.on_delta, delta))
             self._end(row, reader, "abort")
@@ -532,7 +532,7 @@ class Engine:
 
     def _release_memory(self) -> None:
         """Nothing runs: memory goes back, and whoever waits for that is told."""
-        self._runner.rest()
+        self._runner.release_memory()
         self._accounts.gauge()
         self._idle.set()
 
@@ -619,7 +619,7 @@ class Engine:
             job.chain = Chain(row.chain.root, row.chain.size, list(row.chain.hashes)).extend(job.tokens)
         else:  # it had moved to another adapter: all of it is computed anew, with that one alone
             self._identify(job)
-        self._scheduler.put_back(job, row)
+        self._scheduler.requeue(job, row)
 
     def _advance(self, step: Step) -> None:
         """Takes note of a step just started, and reads those that are far enough behind it."""
@@ -665,7 +665,7 @@ class Engine:
 
     def _fail(self, row: Row, error: ParallmError) -> None:
         for reader in list(row.readers):
-            delta = row.news(reader)
+            delta = row.delta_for(reader)
             delta.finish_reason, delta.error = "error", error
             self._events.append((reader.on_delta, delta))
             self._end(row, reader, "error")
@@ -673,7 +673,7 @@ class Engine:
     def _tell(self, row: Row) -> None:
         for reader in list(row.readers):
             if row.finish_reason is not None or reader.eager:
-                self._events.append((reader.on_delta, row.news(reader)))
+                self._events.append((reader.on_delta, row.delta_for(reader)))
             if row.finish_reason is not None:
                 self._end(row, reader, row.finish_reason)
 

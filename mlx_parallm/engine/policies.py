@@ -79,11 +79,11 @@ class Policies:
         self.registry.hold(newest)
         row.take_adapter(newest)
         self.registry.release(old)
-        self._runner.moved(row)
+        self._runner.change_adapter(row)
         job = next((job for job in self._scheduler.jobs() if row in job.rows), None)
         if job is None:
             return
         job.chain = None
         if job.staged is None and all(other.adapter is newest for other in job.rows):
-            self._scheduler.let_go(job)
+            self._scheduler.release(job)
             self._identify(job)

@@ -22,7 +22,7 @@ class Reader:
     arrival: float
     on_delta: OnDelta
     sent: int = 0
-    told: bool = False
+    started: bool = False  # it has had its first delta
     visible: int | None = None  # tokens that it saw, where a stop string has ended the choice for it
 
     @property
@@ -125,8 +125,8 @@ class Row:
         self.launched = len(self.tokens)
         self.take_adapter(self.adapter)
 
-    def news(self, reader: Reader) -> Delta:
-        """All that `reader` has not been told yet."""
+    def delta_for(self, reader: Reader) -> Delta:
+        """All that `reader` has not been sent yet."""
         delta = Delta(
             reader.request.id,
             reader.index,
@@ -136,10 +136,10 @@ class Row:
             self.stop_token,
             self.stop_logprob,
             tuple((first, 0 if adapter is None else adapter.number) for first, adapter in self.policies),
-            prompt_logprobs=None if reader.told else self.prompt_logprobs,
-            cached_tokens=0 if reader.told else self.cached or 0,
+            prompt_logprobs=None if reader.started else self.prompt_logprobs,
+            cached_tokens=0 if reader.started else self.cached or 0,
         )
-        reader.sent, reader.told = len(self.tokens), True
+        reader.sent, reader.started = len(self.tokens), True
         return delta
 
 
@@ -151,7 +151,7 @@ class Job:
     tokens: list[int]
     priority: int
     arrival: float
-    number: int = 0  # order of submission; a job put back keeps its number
+    number: int = 0  # order of submission; of a requeued row, of its admission
     computed: int = 0
     staged: list[Any] | None = None  # the caches that its prompt is computed into
     chain: Chain | None = None

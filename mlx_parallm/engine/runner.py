@@ -196,7 +196,7 @@ class Runner:
             row.position = None
             self._sampler = None
 
-    def moved(self, row: Row) -> None:
+    def change_adapter(self, row: Row) -> None:
         """A row goes on with another adapter: what it has computed is no longer one adapter's alone."""
         self._unlist(row)
         row.chain = None
@@ -207,7 +207,7 @@ class Runner:
             if self._texts.get(hash_) is row:
                 del self._texts[hash_]
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Nothing runs: gives the batch's memory back."""
         self._compact(0)
         self._history = self._choice = None
@@ -319,7 +319,7 @@ class Runner:
             job.staged = None
         self._sampler = None
 
-    def learn(self, tokens: list[int]) -> None:
+    def precompute(self, tokens: list[int]) -> None:
         """Computes the beginning of texts to come, for the prefix cache alone."""
         if not isinstance(self._prefix, BlockPrefix) or not self._prefix.worth_keeping(tokens):
             return

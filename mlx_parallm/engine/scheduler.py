@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.engine.rows import Job, Plan, Prefill, Row
 
-BEGUN = 1 << 62  # rows put back are numbered below every new job
+BEGUN = 1 << 62  # requeued rows are numbered below every new job
 FETCH_SECONDS = 0.1  # between two looks at the clock, while nothing but the SSD is at work
 MIN_PIECE = 128  # no smaller piece of a prompt is started at the end of a budget
 
@@ -38,7 +38,7 @@ class Scheduler:
     fits: Callable[[int, int], bool]  # (rows, longest) within the memory limit?
     clock: Callable[[], float] = time.monotonic
     look_up: Callable[[Job], None] = lambda job: None  # finds what is known of a prompt's beginning, and holds it
-    let_go: Callable[[Job], None] = lambda job: None
+    release: Callable[[Job], None] = lambda job: None  # holds it no longer
     shorten: Callable[[Job, int], None] = lambda job, length: None  # uses only so much of what is known
     waiting: list[Job] = field(default_factory=list)  # in order of (priority, number)
     partial: Job | None = None  # a long prompt under way
@@ -51,8 +51,8 @@ class Scheduler:
         job.number = next(self._numbers)
         bisect.insort(self.waiting, job, key=lambda other: other.key)
 
-    def put_back(self, job: Job, row: Row) -> None:
-        """A row that lost its place goes before all that have not begun, in the order in which such rows began."""
+    def requeue(self, job: Job, row: Row) -> None:
+        """A row that has lost its place goes before all that have not begun, in the order in which such rows began."""
         job.number = row.order - BEGUN
         bisect.insort(self.waiting, job, key=lambda other: other.key)
 
@@ -125,7 +125,7 @@ class Scheduler:
             shares = not too_long and not job.waited and any(self._worth_waiting(job, other) for other in started)
             if too_long or shares:
                 job.waited |= shares
-                self.let_go(job)
+                self.release(job)
                 break
             self.waiting.remove(job)
             if job.remaining <= budget:
@@ -214,6 +214,6 @@ class Scheduler:
 
 
 def wants_prompt_logprobs(job: Job) -> bool:
-    """Only the first time: a row put back has had its prompt's log-probabilities."""
+    """Only the first time: a requeued row has had its prompt's log-probabilities."""
     row = job.rows[0]
     return row.sampling.prompt_logprobs is not None and not row.tokens

@@ -187,10 +187,10 @@ def test_policies_say_which_adapter_made_which_tokens() -> None:
     assert (one.policies, one.adapter) == ([(0, first), (3, second)], second)
     one.take_adapter(None)
     assert one.policies == [(0, first), (3, None)], "nothing was made with the second"
-    assert one.news(reader()).versions == ((0, 1), (3, 0))
+    assert one.delta_for(reader()).versions == ((0, 1), (3, 0))
 
 
-def test_a_row_that_is_put_back_forgets_what_was_not_read() -> None:
+def test_a_requeued_row_forgets_what_was_not_read() -> None:
     one, (first, second) = row(), (Version(1), Version(2))
     one.take_adapter(first)
     one.tokens, one.launched = [4, 5], 3
@@ -203,22 +203,22 @@ def test_readers_are_told_everything_once() -> None:
     one, who = row(SamplingParams(logprobs=1)), reader(3)
     one.prompt_logprobs, one.cached = [None, score(2)], 2
     one.accept(4, score(4))
-    news = one.news(who)
-    assert (news.request_id, news.index, news.tokens) == ("id", 3, [4])
-    assert (news.prompt_logprobs, news.cached_tokens) == ([None, score(2)], 2)
-    assert [entry.token for entry in news.logprobs or []] == [4]
-    assert (who.sent, who.told) == (1, True)
+    delta = one.delta_for(who)
+    assert (delta.request_id, delta.index, delta.tokens) == ("id", 3, [4])
+    assert (delta.prompt_logprobs, delta.cached_tokens) == ([None, score(2)], 2)
+    assert [entry.token for entry in delta.logprobs or []] == [4]
+    assert (who.sent, who.started) == (1, True)
     one.accept(5, score(5))
     one.accept(STOP, score(STOP))
-    last = one.news(who)
+    last = one.delta_for(who)
     assert (last.tokens, last.finish_reason, last.stop_token) == ([5], "stop", STOP)
     assert (last.prompt_logprobs, last.cached_tokens) == (None, 0)
     assert [entry.token for entry in last.logprobs or []] == [5]
     assert last.stop_logprob is not None
-    late = one.news(reader())
+    late = one.delta_for(reader())
     assert (late.tokens, late.cached_tokens) == ([4, 5], 2)
-    assert row().news(reader()).logprobs is None
-    assert row().news(reader()).cached_tokens == 0
+    assert row().delta_for(reader()).logprobs is None
+    assert row().delta_for(reader()).cached_tokens == 0
 
 
 def test_jobs_prefills_and_plans_know_their_sizes() -> None:

@@ -15,7 +15,8 @@ from mlx_parallm.types import Request, SamplingParams
 def job(length: int, *, n: int = 1, priority: int = 0, stream: bool = False, arrival: float = 0.0) -> Job:
     sampling = SamplingParams(n=n)
     request = Request(f"{length}-{priority}", [1] * length, sampling, stream=stream)
-    rows = [Row(request.prompt, sampling, priority, 0, 8, frozenset(), [Reader(request, i, arrival)]) for i in range(n)]
+    readers = [Reader(request, index, arrival, lambda delta: None) for index in range(n)]
+    rows = [Row(request.prompt, sampling, priority, 0, 8, frozenset(), [reader]) for reader in readers]
     return Job(rows, request.prompt, priority, arrival)
 
 
@@ -135,13 +136,13 @@ def test_a_gather_window_delays_admission() -> None:
     assert run(_with_job(scheduler(gather=0.1, now=0.11))) == [[5]]
 
 
-def test_rows_put_back_come_before_new_ones_in_their_old_order() -> None:
+def test_requeued_rows_come_before_new_ones_in_their_old_order() -> None:
     planned = scheduler(max_rows=1)
     planned.add(job(1))
     for order in (7, 3):
         again = job(order)
         again.rows[0].order = order
-        planned.put_back(again, again.rows[0])
+        planned.requeue(again, again.rows[0])
     assert [entry.remaining for entry in planned.waiting] == [3, 7, 1]
 
 
@@ -387,7 +388,7 @@ def test_a_prompt_waits_once_for_one_much_like_it() -> None:
     planned = scheduler(step_tokens=1000, padding=None)
     first, second = known(100, 64), known(101, 64)
     looked, left = [], []
-    planned.look_up, planned.let_go = looked.append, left.append
+    planned.look_up, planned.release = looked.append, left.append
     planned.add(first)
     planned.add(second)
     assert run(planned) == [[100]]
@@ -430,7 +431,7 @@ def test_a_prompt_too_long_for_the_rest_of_the_budget_lets_go_of_what_it_found_a
     planned = scheduler(step_tokens=150, padding=None)
     second = known(101, 64)
     left: list[Job] = []
-    planned.let_go = left.append
+    planned.release = left.append
     planned.add(known(100, 64))
     planned.add(second)
     assert run(planned) == [[100]]
@@ -462,7 +463,7 @@ def test_prompts_whose_logprobs_are_wanted_are_computed_alone_the_first_time() -
 
     planned = scheduler(step_tokens=1000)
     first, second = scored(), scored()
-    second.rows[0].tokens = [1]  # it was put back
+    second.rows[0].tokens = [1]  # it was requeued
     assert (wants_prompt_logprobs(first), wants_prompt_logprobs(second)) == (True, False)
     assert not wants_prompt_logprobs(job(10))
     for one in (job(10), second, first, job(10)):

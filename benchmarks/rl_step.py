@@ -25,7 +25,8 @@ from rich.table import Table
 from weights import embedded_float32
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine, deliver
+from mlx_parallm.engine.delivery import deliver
+from mlx_parallm.engine.start import start_engine
 from mlx_parallm.models.device import device_name
 from mlx_parallm.models.loader import load
 from mlx_parallm.training.model import LoRAConfig
@@ -64,8 +65,7 @@ class Ours:
         config = ServeConfig(
             ssd=False, max_batch_size=rows, num_blocks=128
         )  # prompts are random: nothing to find again
-        self.engine = Engine(partial(load, args.model, name="model"), config, deliver)
-        self.engine.start()
+        self.engine = start_engine(partial(load, args.model, name="model"), config, deliver)
         ledger = Ledger()
         self.engine.recorder = ledger
         self._rollouts = Rollouts(self.engine, ledger, rows)

@@ -21,7 +21,8 @@ from rich.console import Console  # isort: skip
 from rich.table import Table
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine, deliver
+from mlx_parallm.engine.delivery import deliver
+from mlx_parallm.engine.start import start_engine
 from mlx_parallm.models.loader import load
 from mlx_parallm.training.environments import make_task_sampler
 from mlx_parallm.training.loop import Loop, LoopConfig
@@ -56,8 +57,7 @@ def parse_args() -> argparse.Namespace:
 class Demo:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._engine = Engine(partial(load, None, name="model"), ServeConfig(ssd=False), deliver)
-        self._engine.start()
+        self._engine = start_engine(partial(load, None, name="model"), ServeConfig(ssd=False), deliver)
         ledger = Ledger()
         self._engine.recorder = ledger
         rollouts = Rollouts(self._engine, ledger, 32)

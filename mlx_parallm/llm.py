@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import deliver
+from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.runtime.startup import start

@@ -52,15 +52,15 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
 
 def _measure(args: argparse.Namespace) -> Iterator[Finding]:
     from mlx_parallm.doctor.probes import Probe, failed
-    from mlx_parallm.engine.engine import Engine, deliver
+    from mlx_parallm.engine.delivery import deliver
+    from mlx_parallm.engine.start import start_engine
     from mlx_parallm.models.loader import load
 
     config = ServeConfig(model_path=(args.model_path,) if args.model_path else (), ssd=False)
     ((name, source),) = config.named_models().items()
     loader = partial(load, source, name=name, dtype="auto", max_model_len=None, trust_remote_code=False)
-    engine = Engine(loader, config, deliver)
     try:
-        engine.start()
+        engine = start_engine(loader, config, deliver)
     except ParallmError as error:
         yield failed(error)
         return

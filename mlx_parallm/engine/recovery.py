@@ -1,21 +1,31 @@
-"""What happens after a fault of the device: everything computed is thrown away, and rows go back to the queue.
+"""What happens after a fault: everything computed is thrown away, rows go back to the queue; too many end the engine.
 
 A fault may surface long after it happened, at any later evaluation, so no array that was computed in the meantime is
 trusted: not the running rows' caches, not cached blocks, not adapters on the device. Rows keep the tokens that were
-read before. The engine calls this on its thread; after too many faults in a short time it gives up.
+read before. The loop calls this on the engine thread. When the engine dies, open requests are told first, then
+whoever set `on_failure`; later requests are refused with the reason.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
+from mlx_parallm.engine.delivery import Delivery, Outbox
 from mlx_parallm.engine.live_requests import LiveRequests
-from mlx_parallm.engine.rows import Job, Row
+from mlx_parallm.engine.pipeline import StepPipeline
+from mlx_parallm.engine.preemption import Preemption
+from mlx_parallm.engine.rows import Job
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
+from mlx_parallm.engine.thread import SHUTTING_DOWN, EngineThread
+from mlx_parallm.errors import UnavailableError
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.registry import Registry
+from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.device import give_memory_back
+
+log = logging.getLogger(__name__)
 
 MAX_FAULTS = 3
 FAULT_WINDOW_SECONDS = 60.0
@@ -34,31 +44,91 @@ class FaultCounter:
         return len(self._times) == MAX_FAULTS and self._times[-1] - self._times[0] <= FAULT_WINDOW_SECONDS
 
 
-def discard_device_state(runner: Runner, adapters: Registry, prefix: Prefix | None) -> None:
-    """Frees every array that was computed; what is needed again is uploaded or computed again."""
-    runner.reset()
-    adapters.reset_device()
-    if prefix is not None:
-        prefix.reset()
-    give_memory_back()
+class Recovery:
+    def __init__(
+        self,
+        thread: EngineThread,
+        scheduler: Scheduler,
+        pipeline: StepPipeline,
+        preemption: Preemption,
+        live: LiveRequests,
+        delivery: Delivery,
+        outbox: Outbox,
+        runner: Runner,
+        adapters: Registry,
+        prefix: Prefix | None,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._thread = thread
+        self._scheduler = scheduler
+        self._pipeline = pipeline
+        self._preemption = preemption
+        self._live = live
+        self._delivery = delivery
+        self._outbox = outbox
+        self._runner = runner
+        self._adapters = adapters
+        self._prefix = prefix
+        self._metrics = metrics
+        self._faults = FaultCounter()
 
+    def recover(self, error: Exception) -> None:
+        """After a fault rows go back to the queue and the step is tried again, unless there were too many."""
+        self._metrics.faults += 1
+        if self._faults.add():
+            log.critical("%d faults within %g seconds: the engine gives up", MAX_FAULTS, FAULT_WINDOW_SECONDS)
+            raise error
+        log.error("a step has failed; its rows are computed again: %s", error, exc_info=error)
+        self._discard_device_state()
+        for row in self._live.rows():
+            if row.finish_reason is not None:  # its end was read, and not sent yet
+                self._delivery.send(row)
+        count = self._requeue_all()
+        log.warning("%d rows go on from the tokens that they have", count)
+        self._outbox.flush()
 
-def requeue(scheduler: Scheduler, book: LiveRequests, put_back: Callable[[Row], None]) -> int:
-    """Puts every live row that had begun back into the queue, and says how many those are.
+    def shut_down(self) -> None:
+        """Tells open requests that the engine stops."""
+        self._thread.empty_inbox()
+        self._delivery.fail_all(UnavailableError(SHUTTING_DOWN))
 
-    Rows come from the book, which knows them all, also those that were between two places when the fault surfaced.
-    """
-    scheduler.running.clear()
-    scheduler.partial = None
-    for job in scheduler.waiting:
-        _forget_progress(job)
-    waiting = {row for job in scheduler.waiting for row in job.rows}
-    begun = sorted((row for row in book.rows() if row not in waiting), key=lambda row: row.order)
-    for row in begun:
-        row.epoch += 1
-        row.position = None
-        put_back(row)
-    return len(begun)
+    def die(self, error: BaseException) -> None:
+        """Tells everyone that the engine has failed for good."""
+        log.exception("the engine has died")
+        thread = self._thread
+        thread.failure = f"{type(error).__name__}: {error}"
+        thread.closed = f"the engine has died: {thread.failure}"
+        thread.empty_inbox()
+        self._delivery.fail_all(UnavailableError(thread.closed))
+        if thread.on_failure is not None:
+            thread.on_failure(thread.failure)
+
+    def _discard_device_state(self) -> None:
+        """Frees every array that was computed; what is needed again is uploaded or computed again."""
+        self._pipeline.in_flight.clear()
+        self._runner.reset()
+        self._adapters.reset_device()
+        if self._prefix is not None:
+            self._prefix.reset()
+        give_memory_back()
+
+    def _requeue_all(self) -> int:
+        """Requeues every live row that had begun, and says how many those are.
+
+        Rows come from the live requests, which know also those that were between two places when the fault surfaced.
+        """
+        scheduler = self._scheduler
+        scheduler.running.clear()
+        scheduler.partial = None
+        for job in scheduler.waiting:
+            _forget_progress(job)
+        waiting = {row for job in scheduler.waiting for row in job.rows}
+        begun = sorted((row for row in self._live.rows() if row not in waiting), key=lambda row: row.order)
+        for row in begun:
+            row.epoch += 1
+            row.position = None
+            self._preemption.requeue(row)
+        return len(begun)
 
 
 def _forget_progress(job: Job) -> None:

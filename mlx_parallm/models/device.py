@@ -71,4 +71,4 @@ class AllocatorCache:
             mx.set_cache_limit(self._limit)
 
 
-spare = AllocatorCache()
+process_allocator_cache = AllocatorCache()

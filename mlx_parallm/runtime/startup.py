@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.engine import Engine, StepEvents, plan_engines
+from mlx_parallm.engine.delivery import StepEvents
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.start import StartingEngine, plan_engines
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.models.loader import load
 from mlx_parallm.models.memory import size_text
@@ -76,7 +78,8 @@ def _start_engines(
     config: ServeConfig, deliver: Callable[[StepEvents], None], progress: Progress
 ) -> Mapping[str, Engine]:
     """All models are in memory before any plans what is left of it."""
-    engines: dict[str, Engine] = {}
+    starting: dict[str, StartingEngine] = {}
+    loaded, engines = [], {}
     try:
         for name, source in config.named_models().items():
             loader = partial(
@@ -87,18 +90,18 @@ def _start_engines(
                 max_model_len=config.max_model_len,
                 trust_remote_code=config.trust_remote_code,
             )
-            engines[name] = Engine(loader, config, deliver)
+            starting[name] = StartingEngine(loader, config, deliver)
             with progress(f"loading {name}" + (", the embedded model" if source is None else f" from {source}")):
-                engines[name].load()
-        for engine, plan in zip(engines.values(), plan_engines(list(engines.values()), config), strict=True):
-            with progress(f"warming up {engine.model.name}, {size_text(engine.model.weight_bytes)} of weights"):
-                engine.start(plan)
+                loaded.append(starting[name].load())
+        for name, one, plan in zip(starting, loaded, plan_engines(loaded, config), strict=True):
+            with progress(f"warming up {name}, {size_text(one.model.weight_bytes)} of weights"):
+                engines[name] = starting[name].start(plan)
     except ParallmError:
-        _stop(engines)
+        _stop(starting)
         raise
     return engines
 
 
-def _stop(engines: Mapping[str, Engine]) -> None:
+def _stop(engines: Mapping[str, Engine | StartingEngine]) -> None:
     for engine in engines.values():
         engine.stop()

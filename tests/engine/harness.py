@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,9 +16,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.device_profile import DeviceProfile
-from mlx_parallm.engine.engine import Engine, deliver
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.patch import use_native_kernels
+from mlx_parallm.engine.start import start_engine
+from mlx_parallm.models.device import AllocatorCache, process_allocator_cache
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
 from tests.tiny import tiny
@@ -87,7 +91,7 @@ class Driver:
 
     def settle(self) -> None:
         """Waits until nothing runs, and checks the books."""
-        settled = self.engine._idle.wait(30)  # the public way, drain(), would close the engine
+        settled = self.engine._parts.idle.wait(30)  # the public way, drain(), would close the engine
         assert settled
         self.engine.check_integrity()
         assert self.engine.metrics.slots_free == self.engine.metrics.slots_total
@@ -101,16 +105,20 @@ def as_served(kind: str) -> LanguageModel:
     return model
 
 
-def driver(kind: str, *, tuning: DeviceProfile | None = None, **config: object) -> AbstractContextManager[Driver]:
-    return driver_of(lambda: as_served(kind) if tuning is None else tiny(kind), tuning=tuning, **config)
+def driver(kind: str, *, profile: DeviceProfile | None = None, **options: Any) -> AbstractContextManager[Driver]:
+    return driver_of(lambda: as_served(kind) if profile is None else tiny(kind), profile=profile, **options)
 
 
 @contextmanager
 def driver_of(
-    load: Callable[[], LanguageModel], *, tuning: DeviceProfile | None = None, **config: object
+    load: Callable[[], LanguageModel],
+    *,
+    profile: DeviceProfile | None = None,
+    allocator_cache: AllocatorCache = process_allocator_cache,
+    **options: Any,
 ) -> Iterator[Driver]:
-    engine = Engine(load, ServeConfig(**{"ssd": False, **config}), deliver, tuning=tuning)  # type: ignore[arg-type]
-    engine.start()
+    config = ServeConfig(**{"ssd": False, **options})
+    engine = start_engine(load, config, deliver, profile=profile, allocator_cache=allocator_cache)
     try:
         yield Driver(engine)
     finally:

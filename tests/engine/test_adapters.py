@@ -31,7 +31,7 @@ def bare(folders: dict[str, Path]) -> dict[str | None, Bare]:
 
 @pytest.fixture(params=[None, GPU], ids=["cpu", "gpu"])
 def running(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Driver]:
-    with driver("llama", tuning=request.param, max_batch_size=8, block_size=8, max_loras=4) as found:
+    with driver("llama", profile=request.param, max_batch_size=8, block_size=8, max_loras=4) as found:
         for name, folder in folders.items():
             found.engine.adapters.publish(name, read_folder(folder, LIMIT)[0], str(folder))
         yield found

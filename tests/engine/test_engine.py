@@ -8,8 +8,9 @@ from collections.abc import Generator
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.engine import engine as engine_module
+from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.recovery import MAX_FAULTS
+from mlx_parallm.engine.start import start_engine
 from mlx_parallm.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -125,7 +126,7 @@ def test_rows_that_outgrow_memory_take_turns_and_answer_the_same() -> None:
     with driver("llama", max_batch_size=6) as running:
         free = [running.submit(prompt, **options)[1] for prompt in prompts]
         expected = [pending.wait()[0].tokens for pending in free]
-        per_token = running.engine._runner.cache.bytes_per_token  # type: ignore[attr-defined]
+        per_token = running.engine._parts.compute.runner.cache.bytes_per_token  # type: ignore[attr-defined]
     with driver("llama", max_batch_size=6, kv_cache_memory=2 * 512 * per_token) as running:
         tight = [running.submit(prompt, **options)[1] for prompt in prompts]
         assert [pending.wait()[0].tokens for pending in tight] == expected
@@ -209,7 +210,7 @@ def test_a_dead_engine_tells_everyone_at_once() -> None:
             raise RuntimeError("the device is gone")
 
         for _ in range(MAX_FAULTS):
-            running.engine._inbox.put(break_down)
+            running.engine._thread.inbox.put(break_down)
         for pending in (runs, waits):
             error = pending.wait()[0].last.error
             assert isinstance(error, UnavailableError)
@@ -222,14 +223,11 @@ def test_a_dead_engine_tells_everyone_at_once() -> None:
 
 
 def test_a_model_that_fails_to_load_is_an_error_of_start() -> None:
-    from mlx_parallm.config import ServeConfig
-    from mlx_parallm.engine.engine import Engine
-
     def load() -> None:
         raise ModelLoadError("no such file")
 
     with pytest.raises(ModelLoadError, match="no such file"):
-        Engine(load, ServeConfig(), lambda news: None).start()  # type: ignore[arg-type]
+        start_engine(load, ServeConfig(), lambda events: None)  # type: ignore[arg-type]
 
 
 def test_memory_of_other_work_is_counted_apart() -> None:
@@ -251,12 +249,10 @@ def test_memory_of_other_work_is_counted_apart() -> None:
         assert before <= metrics.serving_peak_memory < before + 50_000_000
 
 
-def test_freed_memory_that_nobody_uses_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    spare = AllocatorCache()
-    monkeypatch.setattr(engine_module, "spare", spare)
+def test_freed_memory_that_nobody_uses_goes_back() -> None:
     before = mx.set_cache_limit(0)
     try:
-        with driver("llama", max_batch_size=2, kv_cache_memory=256 << 20) as running:
+        with driver("llama", allocator_cache=AllocatorCache(), max_batch_size=2, kv_cache_memory=256 << 20) as running:
             limit = mx.set_cache_limit(0)
             assert limit == (256 << 20) // 8
             mx.set_cache_limit(limit)

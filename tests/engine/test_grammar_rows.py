@@ -55,11 +55,11 @@ def test_a_grammar_that_fails_is_an_error() -> None:
 
         def break_matcher() -> None:
             """As when a grammar goes over llguidance's limits while it is followed: it is in error from then on."""
-            for row in drive.engine._scheduler.running:
+            for row in drive.engine._parts.compute.scheduler.running:
                 if row.matcher is not None:
                     row.matcher.consume_token(0)
 
-        drive.engine._ask(break_matcher)
+        drive.engine._thread.run_between_steps(break_matcher)
         (answer,) = pending.wait()
         assert answer.last.finish_reason == "error"
         assert isinstance(answer.last.error, GrammarError)

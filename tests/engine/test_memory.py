@@ -19,7 +19,7 @@ def test_no_step_leaves_a_buffer_behind(kind: str) -> None:
     with driver(kind) as drive:
         _, pending = drive.submit([5, 9, 12], max_tokens=700, ignore_eos=True, stream=True)
         pending.wait_for_tokens(10)
-        cache = drive.engine._runner.cache
+        cache = drive.engine._parts.compute.runner.cache
         pending.wait_for_tokens(300)
 
         def graph() -> int:
@@ -32,7 +32,7 @@ def test_no_step_leaves_a_buffer_behind(kind: str) -> None:
             return abs(mx.get_active_memory() - before)
 
         drive.engine.pause("keep", 30)
-        left = drive.engine._ask(graph)
+        left = drive.engine._thread.run_between_steps(graph)
         drive.engine.resume()
         assert left <= 64, f"{left} bytes of buffers were kept alive by what nobody reads"
         assert len(pending.wait()[0].tokens) == 700
@@ -52,7 +52,7 @@ def test_snapshots_are_counted_in_arrays_too(monkeypatch: pytest.MonkeyPatch) ->
     with driver("hybrid") as drive:
         for number in range(8):
             drive.ask([number + 3] * 100, max_tokens=2)
-        prefix = drive.engine._prefix
+        prefix = drive.engine._parts.compute.prefix
         assert isinstance(prefix, snapshots.SnapshotPrefix)
         held = list(prefix._snapshots.values())
         assert 0 < sum(one.arrays for one in held) <= 30

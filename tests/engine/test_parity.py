@@ -20,8 +20,8 @@ MODES = [(kind, None) for kind in KINDS] + [(kind, GPU) for kind in ("llama", "g
 
 @pytest.fixture(scope="module", params=MODES, ids=lambda mode: f"{mode[0]}{'-gpu' if mode[1] else ''}")
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Driver, Bare]]:
-    kind, tuning = request.param
-    with driver(kind, tuning=tuning, max_batch_size=6, prefill_step_size=96) as running:
+    kind, profile = request.param
+    with driver(kind, profile=profile, max_batch_size=6, prefill_step_size=96) as running:
         yield running, Bare(tiny(kind))
 
 

@@ -14,10 +14,10 @@ PROMPT = list(range(30, 60))
 LONG = 300
 
 
-@pytest.mark.parametrize("tuning", [None, GPU], ids=["cpu", "gpu"])
-def test_keep(tuning: object) -> None:
+@pytest.mark.parametrize("profile", [None, GPU], ids=["cpu", "gpu"])
+def test_keep(profile: object) -> None:
     bare = Bare(tiny())
-    with driver("llama", tuning=tuning) as running:
+    with driver("llama", profile=profile) as running:
         first = running.submit(PROMPT, max_tokens=LONG, ignore_eos=True, stream=True)[1]
         first.wait_for_tokens(4)
         assert running.engine.pause("keep", 10)

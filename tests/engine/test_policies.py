@@ -40,7 +40,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Bare]:
 
 @pytest.fixture(params=[None, GPU], ids=["cpu", "gpu"])
 def running(request: pytest.FixtureRequest) -> Iterator[Driver]:
-    with driver("llama", tuning=request.param, max_batch_size=8, block_size=8, max_loras=2) as found:
+    with driver("llama", profile=request.param, max_batch_size=8, block_size=8, max_loras=2) as found:
         yield found
         found.settle()
 
@@ -232,10 +232,10 @@ def test_followers_that_lose_their_place(adapters: dict[str, Adapter]) -> None:
     with driver("llama", max_batch_size=12, block_size=8, max_loras=2) as running:
         running.engine.adapters.publish("p", adapters["few"], "")
         running.ask(PROMPT, **options)
-        per_token = running.engine._runner.cache.bytes_per_token  # type: ignore[attr-defined]
-    for tuning in (None, GPU):
+        per_token = running.engine._parts.compute.runner.cache.bytes_per_token  # type: ignore[attr-defined]
+    for profile in (None, GPU):
         limit = 6 * 256 * per_token
-        with driver("llama", tuning=tuning, max_batch_size=12, block_size=8, kv_cache_memory=limit) as running:
+        with driver("llama", profile=profile, max_batch_size=12, block_size=8, kv_cache_memory=limit) as running:
             engine = running.engine
             engine.adapters.publish("p", adapters["few"], "")
             pending = [running.submit(prompt, **options)[1] for prompt in prompts]
@@ -303,11 +303,11 @@ def merged(adapter: Adapter) -> Bare:
     return Bare(model)
 
 
-@pytest.mark.parametrize("tuning", [None, GPU], ids=["cpu", "gpu"])
-def test_a_version_that_was_replaced_leaves_the_device(tuning: DeviceProfile | None) -> None:
+@pytest.mark.parametrize("profile", [None, GPU], ids=["cpu", "gpu"])
+def test_a_version_that_was_replaced_leaves_the_device(profile: DeviceProfile | None) -> None:
     layout = Layout(tiny().module)
     adapters = [random_adapter(layout, ("q_proj", "v_proj"), seed, rank=4, size=0.2) for seed in range(8)]
-    with driver("llama", tuning=tuning, max_loras=8) as running:
+    with driver("llama", profile=profile, max_loras=8) as running:
         registry, answers = running.engine.adapters, []
         for adapter in adapters[:6]:
             running.engine.adapters.publish("p", adapter, "")

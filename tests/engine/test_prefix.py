@@ -43,8 +43,8 @@ def short_texts_are_kept() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=MODES, ids=lambda m: f"{m[0]}{'-gpu' if m[1] else ''}-{m[2] or 'all'}")
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Driver, Bare]]:
-    kind, tuning, blocks = request.param
-    with driver(kind, tuning=tuning, num_blocks=blocks, **OPTIONS) as running:
+    kind, profile, blocks = request.param
+    with driver(kind, profile=profile, num_blocks=blocks, **OPTIONS) as running:
         yield running, Bare(tiny(kind))
 
 
@@ -154,7 +154,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch
     with driver("llama", block_size=8, num_blocks=14, ssd=True, ssd_cache_dir=str(tmp_path)) as running:
         first = running.ask(PROMPT, max_tokens=4, ignore_eos=True)
         running.ask([*PROMPT[::-1]], max_tokens=4)  # takes the place of the first
-        tier = running.engine._prefix.disk  # type: ignore[union-attr]
+        tier = running.engine._parts.compute.prefix.disk  # type: ignore[union-attr]
         assert tier is not None
         deadline = time.monotonic() + 20
         while tier.metrics.writes < 20 and time.monotonic() < deadline:
@@ -170,8 +170,8 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch
             running.ask([*PROMPT[::-1]], max_tokens=4)
         assert tier.stuck
         assert waited < 0.9  # only the first waited for it
-        assert running.engine._ssd_transfers is not None
-        assert not running.engine._ssd_transfers._to_fetch
+        assert running.engine._parts.ssd_transfers is not None
+        assert not running.engine._parts.ssd_transfers._to_fetch
     for file in tmp_path.rglob("*.safetensors"):  # lets the thread go
         with contextlib.suppress(OSError):
             os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
@@ -200,7 +200,7 @@ def test_rows_that_lose_their_place_go_on_as_if_nothing_had_happened(kind: str) 
     with driver(kind, max_batch_size=32, num_blocks=2000) as running:
         expected = answers(running)
         assert running.engine.metrics.preemptions == 0
-        cache = running.engine._runner.cache
+        cache = running.engine._parts.compute.runner.cache
         per_token = cache.bytes_per_token if isinstance(cache, SlotCache) else cache._bytes_per_token
     with driver(kind, max_batch_size=32, num_blocks=2000, kv_cache_memory=int(10 * 512 * per_token)) as running:
         assert answers(running) == expected
@@ -253,8 +253,8 @@ def test_blocks_that_can_not_be_quantised_are_refused_at_start() -> None:
 
 
 def test_beginnings_are_cut_to_few_lengths_where_shapes_are_dear() -> None:
-    tuning = replace(GPU, match_step=32, min_match=32)
-    with driver("llama", tuning=tuning) as running:
+    profile = replace(GPU, match_step=32, min_match=32)
+    with driver("llama", profile=profile) as running:
         for length in (40, 70, 97, 130):
             prompt = [length % 50 + 3 + i % 7 for i in range(length)]
             first = running.ask(prompt, max_tokens=4, ignore_eos=True)
@@ -268,7 +268,7 @@ def test_prompt_shapes_are_warmed_up() -> None:
     """The passes that a GPU makes before it serves: each shape once, and nothing is left behind."""
     seen: list[tuple[tuple[int, ...], int]] = []
     with driver("llama", max_batch_size=4) as running:
-        runner = running.engine._runner
+        runner = running.engine._parts.compute.runner
         assert isinstance(runner.cache, SlotCache)
 
         class Watched(Forward):
@@ -277,11 +277,11 @@ def test_prompt_shapes_are_warmed_up() -> None:
                 return super().at(tokens, caches, index, choice)
 
         watched = Watched(running.engine.model.module)
-        running.engine._ask(lambda: warm_prompt_shapes(watched, runner.cache, 16))  # type: ignore[arg-type]
+        running.engine._thread.run_between_steps(lambda: warm_prompt_shapes(watched, runner.cache, 16))  # type: ignore[arg-type]
         running.settle()
-        block_prefix = running.engine._prefix
+        block_prefix = running.engine._parts.compute.prefix
         assert isinstance(block_prefix, prefix.BlockPrefix)
-        running.engine._ask(lambda: warm_blocks(watched, runner.cache, block_prefix, 16))  # type: ignore[arg-type]
+        running.engine._thread.run_between_steps(lambda: warm_blocks(watched, runner.cache, block_prefix, 16))  # type: ignore[arg-type]
         assert block_prefix.metrics.blocks_cached == 0
         assert block_prefix.metrics.bytes == 0
         running.settle()
@@ -294,10 +294,10 @@ def test_prompt_shapes_are_warmed_up() -> None:
 
 def test_prompts_that_come_again_together_answer_the_same() -> None:
     """Beginnings of many lengths, shortened to share passes: waves of the same prompts, in other orders."""
-    tuning = replace(GPU, match_step=32, min_match=32, pass_tokens=128)
+    profile = replace(GPU, match_step=32, min_match=32, pass_tokens=128)
     chance = random.Random(1)
     prompts = [[chance.randrange(3, 280) for _ in range(chance.randrange(20, 400))] for _ in range(24)]
-    with driver("llama", tuning=tuning, max_batch_size=12) as running:
+    with driver("llama", profile=profile, max_batch_size=12) as running:
         alone = [running.ask(prompt, max_tokens=12, ignore_eos=True).tokens for prompt in prompts]
         for _ in range(3):
             order = chance.sample(range(len(prompts)), len(prompts))

@@ -123,7 +123,7 @@ def test_a_change_that_fails_reaches_who_asked_for_it() -> None:
             raise RuntimeError("no such luck")
 
         with pytest.raises(RuntimeError, match="no such luck"):
-            drive.engine._ask(fail)
+            drive.engine._thread.run_between_steps(fail)
         assert drive.ask(PROMPTS[0]).last.finish_reason in ("stop", "length")
 
 

@@ -414,7 +414,7 @@ def test_a_rollout_that_a_pause_aborts_is_drawn_again_or_an_error(redraw: bool) 
 
         thread = threading.Thread(target=draw)
         thread.start()
-        while not any(row.tokens for row in list(one.engine._live.rows())):
+        while not any(row.tokens for row in list(one.engine._parts.base.live.rows())):
             time.sleep(0.001)
         assert one.engine.pause("abort", 10)
         assert len(one.ledger) == kept

@@ -1,0 +1,221 @@
+"""Assembles an engine: which parts there are, and which of them know each other.
+
+`StartingEngine` calls `build` on the engine thread, once the model is loaded and has its share of the memory. Parts
+come in three groups, each built from those before it: what needs no model, what computes, and what serves requests.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.accounts import Accounts
+from mlx_parallm.engine.admission import Admission
+from mlx_parallm.engine.background import Background
+from mlx_parallm.engine.batching import batch_cache, check_room, prefix_cache, warm_blocks, warm_up
+from mlx_parallm.engine.delivery import Delivery, Outbox, Recording
+from mlx_parallm.engine.device_profile import PROMPT_STEP, DeviceProfile
+from mlx_parallm.engine.intake import Intake
+from mlx_parallm.engine.live_requests import LiveRequests
+from mlx_parallm.engine.pause import IdleState, Pause
+from mlx_parallm.engine.pipeline import StepPipeline
+from mlx_parallm.engine.policies import Policies
+from mlx_parallm.engine.preemption import Preemption
+from mlx_parallm.engine.prefix_lookup import PrefixLookup
+from mlx_parallm.engine.recovery import Recovery
+from mlx_parallm.engine.runner import Runner
+from mlx_parallm.engine.scheduler import Limits, Scheduler
+from mlx_parallm.engine.ssd_transfers import SsdTransfers
+from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.kv.prefix import BlockPrefix, Prefix
+from mlx_parallm.kv.slots import BatchCache, SlotCache
+from mlx_parallm.lora.layout import Layout
+from mlx_parallm.lora.registry import Registry
+from mlx_parallm.metrics import EngineMetrics
+from mlx_parallm.models.device import AllocatorCache, device_kind
+from mlx_parallm.models.forward import Forward
+from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.native.draws import drawer
+from mlx_parallm.text.grammar import GrammarCompiler
+from mlx_parallm.text.prompts import Prompts
+from mlx_parallm.types import MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, with room for adapters in its layers."""
+
+    model: LanguageModel
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class BaseParts:
+    """What an engine has before its model."""
+
+    config: ServeConfig
+    profile: DeviceProfile
+    thread: EngineThread
+    outbox: Outbox
+    allocator_cache: AllocatorCache
+    live: LiveRequests
+    background: Background
+    metrics: EngineMetrics
+    recording: Recording = field(default_factory=Recording)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeParts:
+    """The model and all that computes with it, and the scheduler that says what."""
+
+    model: LanguageModel
+    layout: Layout
+    memory: MemoryPlan
+    adapters: Registry
+    prefix: Prefix | None
+    runner: Runner
+    lookup: PrefixLookup
+    scheduler: Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """A whole engine."""
+
+    base: BaseParts
+    compute: ComputeParts
+    grammars: GrammarCompiler
+    accounts: Accounts
+    policies: Policies
+    ssd_transfers: SsdTransfers | None
+    delivery: Delivery
+    pipeline: StepPipeline
+    idle: IdleState
+    pause: Pause
+    preemption: Preemption
+    recovery: Recovery
+    intake: Intake
+
+
+def build(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> EngineParts:
+    """Builds and warms up an engine within the memory that `plan` gives it; raises where that can't work."""
+    compute = _build_compute(base, loaded, plan)
+    parts = _build_serving(base, compute)
+    base.metrics.slots_total = base.config.max_batch_size
+    base.metrics.kv_bytes_limit = plan.rows
+    base.metrics.memory = compute.memory
+    compute.runner.precompute(Prompts(compute.model.tokenizer).beginning())
+    parts.idle.enter()
+    return parts
+
+
+def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> ComputeParts:
+    config, profile, model, layout = base.config, base.profile, loaded.model, loaded.layout
+    adapters = _registry(base, layout)
+    forward = Forward(model.module, layout.active)
+    cache = batch_cache(model, forward, config.max_batch_size, plan.rows, profile)
+    check_room(cache, plan, model.context_length)
+    warm_up(forward, layout, cache, model.vocab_size, profile)
+    prefix = prefix_cache(model, cache, config, plan.blocks, profile)
+    if isinstance(prefix, BlockPrefix) and isinstance(cache, SlotCache) and device_kind() == "cuda":
+        warm_blocks(forward, cache, prefix, PROMPT_STEP)
+    runner = Runner(
+        forward,
+        cache,
+        model.vocab_size,
+        before_wait=base.outbox.flush,
+        round_prompts=profile.round_prompts,
+        prefix=prefix,
+        adapters=adapters,
+        on_adapters=base.metrics.adapter_seconds.observe,
+        draw=None if profile.compiled else drawer(),
+    )
+    lookup = PrefixLookup(prefix, runner)
+    memory = replace(plan, blocks=0 if prefix is None else prefix.max_bytes)
+    scheduler = Scheduler(
+        _limits(base, cache, prefix),
+        cache.fits,
+        look_up=lookup.look_up,
+        release=lookup.release,
+        shorten=lookup.shorten,
+    )
+    return ComputeParts(model, layout, memory, adapters, prefix, runner, lookup, scheduler)
+
+
+def _registry(base: BaseParts, layout: Layout) -> Registry:
+    return Registry(
+        layout,
+        base.config.max_loras,
+        base.config.max_cpu_loras,
+        base.config.max_lora_rank,
+        run_between_steps=base.thread.run_between_steps,
+        observe=base.metrics.adapter_seconds.observe,
+    )
+
+
+def _limits(base: BaseParts, cache: BatchCache, prefix: Prefix | None) -> Limits:
+    config, profile = base.config, base.profile
+    return Limits(
+        max_rows=config.max_batch_size,
+        max_streams=config.max_concurrent_streams,
+        step_tokens=config.prefill_step_size,
+        gather_seconds=config.batch_timeout if config.scheduler == "default" else 0.0,
+        max_padding=profile.max_padding if cache.stages_many else None,
+        worth_waiting=max(64, profile.min_match),
+        round_to=PROMPT_STEP if profile.round_prompts and cache.stages_many else 1,
+        pass_tokens=profile.pass_tokens if isinstance(prefix, BlockPrefix) else 0,
+        max_adapters=config.max_loras,
+    )
+
+
+def _build_serving(base: BaseParts, compute: ComputeParts) -> EngineParts:
+    thread, live, outbox, metrics, recording = base.thread, base.live, base.outbox, base.metrics, base.recording
+    runner, scheduler, lookup = compute.runner, compute.scheduler, compute.lookup
+    adapters, prefix = compute.adapters, compute.prefix
+    grammars = _grammars(compute.model)
+    admission = Admission(compute.model, grammars, runner.cache.max_length, base.config.max_batch_size)
+    accounts = Accounts(metrics, scheduler, runner, prefix)
+    policies = Policies(adapters, live, scheduler, runner, lookup.hash_blocks)
+    ssd_transfers = _ssd_transfers(prefix, scheduler, thread)
+    delivery = Delivery(outbox, live, scheduler, runner, policies, recording, metrics)
+    pipeline = StepPipeline(runner, scheduler, accounts, delivery, outbox, metrics, base.profile.steps_in_flight)
+    idle = IdleState(runner, accounts)
+    preemption = Preemption(scheduler, runner, lookup, metrics)
+    return EngineParts(
+        base=base,
+        compute=compute,
+        grammars=grammars,
+        accounts=accounts,
+        policies=policies,
+        ssd_transfers=ssd_transfers,
+        delivery=delivery,
+        pipeline=pipeline,
+        idle=idle,
+        pause=Pause(thread, scheduler, pipeline, delivery, idle),
+        preemption=preemption,
+        recovery=Recovery(
+            thread, scheduler, pipeline, preemption, live, delivery, outbox, runner, adapters, prefix, metrics
+        ),
+        intake=Intake(
+            thread,
+            admission,
+            adapters,
+            recording,
+            live,
+            policies,
+            lookup,
+            scheduler,
+            ssd_transfers,
+            idle,
+            metrics,
+            base.config.max_queue_size,
+        ),
+    )
+
+
+def _grammars(model: LanguageModel) -> GrammarCompiler:
+    return GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+
+
+def _ssd_transfers(prefix: Prefix | None, scheduler: Scheduler, thread: EngineThread) -> SsdTransfers | None:
+    if prefix is None or prefix.disk is None:
+        return None
+    return SsdTransfers(prefix, prefix.disk, scheduler, thread.inbox.put)

@@ -1,0 +1,100 @@
+"""The way of a request into the engine: checked and counted on the caller's thread, queued on the engine's."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from mlx_parallm.engine.admission import Admission
+from mlx_parallm.engine.delivery import Recording
+from mlx_parallm.engine.live_requests import LiveRequests
+from mlx_parallm.engine.pause import IdleState
+from mlx_parallm.engine.policies import Policies
+from mlx_parallm.engine.prefix_lookup import PrefixLookup
+from mlx_parallm.engine.rows import Job, Row
+from mlx_parallm.engine.scheduler import Scheduler
+from mlx_parallm.engine.ssd_transfers import SsdTransfers
+from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.errors import QueueFullError, UnavailableError
+from mlx_parallm.lora.registry import Registry
+from mlx_parallm.metrics import EngineMetrics
+from mlx_parallm.types import OnDelta, Request
+
+
+class Intake:
+    def __init__(
+        self,
+        thread: EngineThread,
+        admission: Admission,
+        adapters: Registry,
+        recording: Recording,
+        live: LiveRequests,
+        policies: Policies,
+        lookup: PrefixLookup,
+        scheduler: Scheduler,
+        ssd_transfers: SsdTransfers | None,
+        idle: IdleState,
+        metrics: EngineMetrics,
+        max_queue_size: int,
+    ) -> None:
+        self._thread = thread
+        self._admission = admission
+        self._adapters = adapters
+        self._recording = recording
+        self._live = live
+        self._policies = policies
+        self._lookup = lookup
+        self._scheduler = scheduler
+        self._ssd_transfers = ssd_transfers
+        self._idle = idle
+        self._metrics = metrics
+        self._max_queue_size = max_queue_size
+        self._pending = 0  # requests in the inbox
+        self._pending_lock = threading.Lock()
+
+    def submit_all(self, requests: Sequence[Request], on_delta: OnDelta) -> None:
+        """From any thread: takes all requests or raises."""
+        if self._thread.closed is not None:
+            raise UnavailableError(self._thread.closed)
+        accepted = [(request, self._rows(request)) for request in requests]
+        self._reserve(len(accepted))
+        arrival = time.monotonic()
+
+        def add_all() -> None:
+            for request, rows in accepted:
+                self._add(request, rows, arrival, on_delta)
+
+        self._thread.inbox.put(add_all)
+
+    def _rows(self, request: Request) -> list[Row]:
+        rows = self._admission.rows(request)
+        if request.adapter is not None:
+            version = self._adapters.find(request.adapter, request.adapter_version)
+            for row in rows:
+                row.adapter = version
+        for row in rows:
+            row.recorded = self._recording.wants(request)
+        return rows
+
+    def _reserve(self, count: int) -> None:
+        with self._pending_lock:
+            waiting = self._pending + self._scheduler.queued
+            if waiting + count > self._max_queue_size:
+                self._metrics.requests_rejected += count
+                raise QueueFullError(f"{waiting} requests are waiting already: try again later")
+            self._pending += count
+
+    def _add(self, request: Request, rows: list[Row], arrival: float, on_delta: OnDelta) -> None:
+        """On the engine thread."""
+        self._idle.leave()
+        needed = self._live.add(request, rows, arrival, on_delta)
+        if needed:
+            self._policies.take(rows)
+            job = Job(list(rows), request.prompt, request.priority, arrival)
+            self._lookup.hash_blocks(job)
+            self._scheduler.add(job)
+            if self._ssd_transfers is not None:
+                self._ssd_transfers.fetch(job)
+        else:
+            self._metrics.deduplicated += 1
+        with self._pending_lock:
+            self._pending -= 1

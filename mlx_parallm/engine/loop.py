@@ -1,0 +1,137 @@
+"""The engine thread's loop: owns the order of things within a turn. `StartingEngine` runs it once all parts are built.
+
+A turn is: run what is in the inbox, plan, start what was planned, read what is done, hand all events over at once.
+"""
+
+import queue
+import time
+
+import mlx.core as mx
+
+from mlx_parallm.engine.build import EngineParts
+from mlx_parallm.engine.delivery import DEADLINE_CHECK_SECONDS
+
+IDLE_CACHE_SECONDS = 2.0  # for which an idle engine keeps freed memory: fresh memory costs more than it seems
+
+
+class EngineLoop:
+    def __init__(self, parts: EngineParts) -> None:
+        self._thread = parts.base.thread
+        self._inbox = parts.base.thread.inbox
+        self._allocator_cache = parts.base.allocator_cache
+        self._live = parts.base.live
+        self._policies = parts.policies
+        self._scheduler = parts.compute.scheduler
+        self._preemption = parts.preemption
+        self._runner = parts.compute.runner
+        self._pipeline = parts.pipeline
+        self._delivery = parts.delivery
+        self._outbox = parts.base.outbox
+        self._background = parts.base.background
+        self._accounts = parts.accounts
+        self._idle = parts.idle
+        self._pause = parts.pause
+        self._ssd_transfers = parts.ssd_transfers
+        self._recovery = parts.recovery
+
+    def run(self) -> None:
+        """Serves until the engine is stopped or dies."""
+        try:
+            while not self._thread.stopping:
+                try:
+                    self._turn()
+                except Exception as error:
+                    self._recovery.recover(error)
+            self._recovery.shut_down()
+            if self._ssd_transfers is not None:
+                self._ssd_transfers.save()
+        except BaseException as error:
+            self._recovery.die(error)
+        finally:
+            self._background.close()
+            self._idle.end()
+            self._pause.release_waiting()
+
+    def _turn(self) -> None:
+        self._read_inbox()
+        if self._thread.stopping:
+            return
+        self._allocator_cache.trim()
+        self._delivery.expire()
+        if self._pause.active:
+            self._pipeline.finish_all()
+            if self._background.due(serving=False):  # nobody is served, so nobody waits for it
+                self._run_background_step(serving=False)
+            return
+        scheduler, in_flight = self._scheduler, self._pipeline.in_flight
+        begun, serving = time.perf_counter(), not scheduler.idle or bool(in_flight)
+        self._policies.follow()
+        self._preemption.make_room()
+        if not self._start_steps() and in_flight:
+            self._pipeline.finish_next()
+        # While a step is in flight, events wait until the next is being started: the interpreter is free then.
+        if not in_flight:
+            self._outbox.flush()
+        if serving:
+            self._background.served(time.perf_counter() - begun)
+        self._run_background()
+        if not scheduler.admitting and not scheduler.running and not scheduler.partial:
+            self._pause.enter()
+
+    def _start_steps(self) -> bool:
+        """Starts what is planned now; False when that is nothing."""
+        plan = self._scheduler.plan()
+        if plan.decode:
+            self._pipeline.add(self._runner.decode(plan.decode))
+        for work in plan.prefills:
+            self._runner.cache.expect(len(self._live.rows()))
+            self._pipeline.add(self._runner.prefill(work))
+        return bool(plan)
+
+    def _run_background(self) -> None:
+        serving = not self._scheduler.idle
+        if not self._background.due(serving):
+            return
+        self._pipeline.finish_all()  # rows get what is theirs before they wait
+        if not serving and not self._idle.reached:
+            self._idle.enter()
+        self._run_background_step(serving)
+        while serving and self._background.due(serving):  # steps that are shorter than what serving has earned them
+            self._run_background_step(serving)
+        self._pipeline.read_at = time.perf_counter()
+
+    def _run_background_step(self, serving: bool) -> None:
+        with self._accounts.background_work():
+            self._background.step(serving)
+
+    def _read_inbox(self) -> None:
+        """Does what was handed in; sleeps while there is nothing else to do."""
+        scheduler, busy = self._scheduler, self._pipeline.in_flight or self._background.waiting
+        if self._pause.active and not busy:
+            try:
+                self._inbox.get(timeout=DEADLINE_CHECK_SECONDS if len(self._live) else None)()
+            except queue.Empty:
+                return
+        elif not busy and scheduler.idle and scheduler.admitting:
+            if self._inbox.empty():
+                self._idle.enter()
+            self._await_work()
+        elif not busy and scheduler.only_waiting:
+            try:
+                self._inbox.get(timeout=scheduler.seconds_until_admission() + 0.001)()
+            except queue.Empty:
+                return
+        elif self._ssd_transfers is not None:
+            self._ssd_transfers.write_some()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _await_work(self) -> None:
+        """Sleeps until something is handed in, and meanwhile brings what is worth keeping to the SSD."""
+        if self._ssd_transfers is not None:
+            self._ssd_transfers.write_while(self._inbox.empty)
+        try:
+            self._inbox.get(timeout=IDLE_CACHE_SECONDS)()
+        except queue.Empty:
+            mx.clear_cache()
+            self._inbox.get()()

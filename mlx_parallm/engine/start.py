@@ -1,0 +1,155 @@
+"""An engine on its way up: its thread loads the model, waits for a share of the memory, builds the parts and serves.
+
+`runtime.startup` starts one engine per model, and gives all of them a plan once all are loaded; `start_engine` is for
+callers with a single one. MLX's streams belong to the thread that made them, so all of it happens on the engine thread.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TypeVar
+
+import mlx.core as mx
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.background import Background
+from mlx_parallm.engine.build import BaseParts, LoadedModel, build
+from mlx_parallm.engine.delivery import Outbox, StepEvents
+from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.live_requests import LiveRequests
+from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.patch import patch_layers
+from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.errors import ModelLoadError, ParallmError
+from mlx_parallm.metrics import EngineMetrics
+from mlx_parallm.models.device import AllocatorCache, device_kind, process_allocator_cache
+from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.memory import LORA_RANK, plan_memory, wire_memory
+from mlx_parallm.types import MemoryPlan
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def start_engine(
+    load: Callable[[], LanguageModel],
+    config: ServeConfig,
+    dispatch: Callable[[StepEvents], None],
+    *,
+    profile: DeviceProfile | None = None,
+    allocator_cache: AllocatorCache = process_allocator_cache,
+) -> Engine:
+    """Starts the only engine of a process: all memory is its own."""
+    starting = StartingEngine(load, config, dispatch, profile=profile, allocator_cache=allocator_cache)
+    try:
+        (plan,) = plan_engines([starting.load()], config)
+        return starting.start(plan)
+    except ParallmError:
+        starting.stop()  # the thread may hold the weights and wait for a plan
+        raise
+
+
+def plan_engines(loaded: Sequence[LoadedModel], config: ServeConfig) -> list[MemoryPlan]:
+    """How loaded models share the memory; the first is the one that trains."""
+    weights = [one.model.weight_bytes for one in loaded]
+    return plan_memory(weights, [one.layout.adapter_bytes(LORA_RANK) for one in loaded], config)
+
+
+class StartingEngine:
+    """Call `load`, then `start`; `stop` at any time ends the thread, and the engine if it runs already."""
+
+    def __init__(
+        self,
+        load: Callable[[], LanguageModel],
+        config: ServeConfig,
+        dispatch: Callable[[StepEvents], None],
+        *,
+        profile: DeviceProfile | None = None,  # None: what suits the device
+        allocator_cache: AllocatorCache = process_allocator_cache,
+    ) -> None:
+        self._load = load
+        self._config = config
+        self._dispatch = dispatch
+        self._profile = profile
+        self._allocator_cache = allocator_cache
+        self._thread = EngineThread(self._main)
+        self._plans: SimpleQueue[MemoryPlan | None] = SimpleQueue()
+        self._loaded: Future[LoadedModel] = Future()
+        self._started: Future[Engine] = Future()
+
+    def load(self) -> LoadedModel:
+        """Starts the thread and waits until the weights are in memory."""
+        self._thread.start()
+        return self._wait_for(self._loaded)
+
+    def start(self, plan: MemoryPlan) -> Engine:
+        """Waits until the engine is built and warm. `plan`: its share of the memory."""
+        self._plans.put(plan)
+        return self._wait_for(self._started)
+
+    def stop(self) -> None:
+        self._thread.close()
+        self._plans.put(None)  # it may wait for one
+        self._thread.stop()
+
+    def _wait_for(self, future: "Future[T]") -> T:
+        error = future.exception()
+        if error is not None:
+            self._thread.join()  # it still puts MLX in order
+            raise error
+        return future.result()
+
+    # The engine thread from here on.
+
+    def _main(self) -> None:
+        loop = self._bring_up()
+        if loop is not None:
+            loop.run()
+        # MLX aborts the process at exit when a thread leaves streams behind.
+        mx.synchronize()
+        mx.clear_streams()
+        self._allocator_cache.release(self)
+
+    def _bring_up(self) -> EngineLoop | None:
+        """Loads and builds, and tells whoever waits for that; None where it has failed or was stopped."""
+        try:
+            profile = self._profile or DeviceProfile.of(device_kind())
+            model = self._load()
+            loaded = LoadedModel(model, patch_layers(model.module, profile))
+            self._loaded.set_result(loaded)
+            plan = self._plans.get()
+            if plan is None:
+                self._fail(self._thread.unavailable())
+                return None
+            wire_memory()
+            self._allocator_cache.allow(self, plan.kept)
+            parts = build(self._base(profile), loaded, plan)
+            self._started.set_result(Engine(parts))
+            return EngineLoop(parts)
+        except ParallmError as error:
+            self._fail(error)
+        except Exception as error:
+            log.exception("loading failed")
+            self._fail(ModelLoadError(f"the model can't be loaded: {error}"))
+        return None
+
+    def _base(self, profile: DeviceProfile) -> BaseParts:
+        config, metrics = self._config, EngineMetrics()
+        return BaseParts(
+            config=config,
+            profile=profile,
+            thread=self._thread,
+            outbox=Outbox(self._dispatch),
+            allocator_cache=self._allocator_cache,
+            live=LiveRequests(share=config.dedupe),
+            background=Background(config.serving_share, metrics.background),
+            metrics=metrics,
+        )
+
+    def _fail(self, error: ParallmError) -> None:
+        for future in (self._loaded, self._started):
+            if not future.done():
+                future.set_exception(error)

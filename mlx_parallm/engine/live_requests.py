@@ -1,6 +1,6 @@
-"""The book of live requests: who reads which row, who has run out of time, what can be shared. No MLX.
+"""The live requests: who reads which row, who has run out of time, what can be shared. No MLX.
 
-The engine thread alone uses it. A request is entered once, leaves when its last choice has ended, and every row in
+The engine thread alone uses it. A request is added once, and removed when its last choice has ended, and every row in
 the scheduler has at least one reader here.
 """
 

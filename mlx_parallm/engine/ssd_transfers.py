@@ -15,7 +15,7 @@ from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.payload import Payload
 from mlx_parallm.kv.prefix import Prefix
 
-WRITE_SECONDS = 0.1  # between two hand-overs, while rows run
+WRITE_SECONDS = 0.1  # between two writes, while rows run
 FETCH_SECONDS = 5.0  # for which a prompt waits for a piece, before it is computed
 MAX_FETCHES = 2  # at a time: what was read and not taken over is in memory twice
 SAVE_SECONDS = 10.0  # for what still waits, before the end

@@ -104,6 +104,14 @@ class ModelClient(Protocol):
     def describe(self) -> list[tuple[str, str]]: ...
 
 
+class PredictorClient(Protocol):
+    """One model that predicts: a batch of plain values in, a batch out."""
+
+    @property
+    def kind(self) -> str: ...
+    def predict(self, batch: Sequence[Any]) -> "Future[list[Any]]": ...
+
+
 class AdapterClient(Protocol):
     """Changes to adapters that files or training have a say in. `model` is the served model's name."""
 
@@ -156,10 +164,12 @@ class TrainingClient(Protocol):
 
 
 class RuntimeClient(Protocol):
-    """The models that are served, by name, the default first; their adapters; and training."""
+    """The models that generate, by name, the default first; those that predict; adapters; and training."""
 
     @property
     def models(self) -> Mapping[str, ModelClient]: ...
+    @property
+    def predictors(self) -> Mapping[str, PredictorClient]: ...
     @property
     def adapters(self) -> AdapterClient: ...
     @property

@@ -4,19 +4,22 @@ The server, `LLM`, `RLIntegratedServer` and `mlx_parallm_train` call `start`, an
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.start import StartingEngine, plan_engines
-from mlx_parallm.errors import ParallmError
+from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.models.kinds import Kind, kind_of
 from mlx_parallm.models.loader import load
 from mlx_parallm.models.memory import size_text
 from mlx_parallm.runtime.adapters import LocalAdapters, load_adapter
+from mlx_parallm.runtime.pool import LocalPredictor, Pool, load_predictor
 from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.service import TrainingService
@@ -27,22 +30,30 @@ Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow st
 
 @dataclass(slots=True)
 class Runtime:
-    """Models that serve, by name; the first is the default and the one that trains."""
+    """Models that serve, their adapters, and training, which is of the default model."""
 
-    models: Mapping[str, Engine]
+    pool: Pool
     manager: TrainingManager
     training: TrainingService  # what clients ask of the manager
     adapters: LocalAdapters
 
     @property
+    def models(self) -> Mapping[str, Engine]:
+        return self.pool.generators
+
+    @property
+    def predictors(self) -> Mapping[str, LocalPredictor]:
+        return self.pool.predictors
+
+    @property
     def engine(self) -> Engine:
         """The default model's."""
-        return next(iter(self.models.values()))
+        return self.pool.default
 
     def close(self) -> None:
         """Writes training's state and ends the engines; what still runs is cut off."""
         self.training.close()
-        _stop(self.models)
+        self.pool.stop()
 
 
 def start(
@@ -60,28 +71,47 @@ def start(
     other means, so that no adapter begins to.
     """
     adapters = config.named_adapters()  # what is wrong with them is said before a model is loaded
-    engines = _start_engines(config, deliver, progress)
+    kinds = {name: kind_of(source) for name, source in config.named_models().items()}
+    if all(kinds.values()):
+        raise ConfigError(f"{', '.join(kinds)} can't generate text: serve a language model beside them")
+    engines = _start_engines(config, [name for name, kind in kinds.items() if kind is None], deliver, progress)
     try:
         first = next(iter(engines.values()))
         for name, path in adapters.items():
             load_adapter(first, name, path, config.max_lora_bytes)
+        predictors = _load_predictors(config, kinds, first, progress)
         manager = TrainingManager(first, config)
         if learn:
             manager.start(lora, rl)
     except BaseException:
         _stop(engines)
         raise
-    return Runtime(engines, manager, TrainingService(manager), LocalAdapters(engines, manager, config.max_lora_bytes))
+    local = LocalAdapters(engines, manager, config.max_lora_bytes)
+    return Runtime(Pool(engines, predictors), manager, TrainingService(manager), local)
+
+
+def _load_predictors(
+    config: ServeConfig, kinds: Mapping[str, Kind | None], engine: Engine, progress: Progress
+) -> dict[str, LocalPredictor]:
+    """On the engine's thread, where they will run."""
+    predictors: dict[str, LocalPredictor] = {}
+    for name, kind in kinds.items():
+        source = config.named_models()[name]
+        if kind is not None and source is not None:
+            with progress(f"loading {name} from {source}"):
+                predictors[name] = load_predictor(engine, kind, Path(source).expanduser())
+    return predictors
 
 
 def _start_engines(
-    config: ServeConfig, deliver: Callable[[StepEvents], None], progress: Progress
+    config: ServeConfig, names: Sequence[str], deliver: Callable[[StepEvents], None], progress: Progress
 ) -> Mapping[str, Engine]:
     """All models are in memory before any plans what is left of it."""
     starting: dict[str, StartingEngine] = {}
     loaded, engines = [], {}
     try:
-        for name, source in config.named_models().items():
+        for name in names:
+            source = config.named_models()[name]
             loader = partial(
                 load,
                 source,

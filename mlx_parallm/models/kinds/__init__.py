@@ -1,0 +1,55 @@
+"""Kinds of models beside language models, a file each. A model of such a kind predicts: a batch in, a batch out.
+
+A module here with `recognises(config)` and `load(folder)` is a kind; nothing else needs to know of it. Its models are
+served under the names that `--model-path NAME=FOLDER` gives them, on the engine's thread, between two steps.
+"""
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Predictor(Protocol):
+    """A loaded model. All of its MLX happens in `predict` and `load`, on the engine's thread."""
+
+    def predict(self, batch: Sequence[Any]) -> list[Any]:
+        """An output for each input; both are plain values."""
+        ...
+
+
+class Kind(Protocol):
+    """A module of this package."""
+
+    __name__: str
+
+    def recognises(self, config: dict[str, Any]) -> bool:
+        """Whether a folder with this config.json is one of its models."""
+        ...
+
+    def load(self, folder: Path) -> Predictor: ...
+
+
+def kind_of(source: str | None) -> Kind | None:
+    """The kind of model in a folder; None: a language model, or none at all."""
+    config = _config(source)
+    if config is None:
+        return None
+    for module in pkgutil.iter_modules(__path__):
+        kind: Any = importlib.import_module(f"{__name__}.{module.name}")
+        if kind.recognises(config):
+            found: Kind = kind
+            return found
+    return None
+
+
+def _config(source: str | None) -> dict[str, Any] | None:
+    if source is None:
+        return None
+    try:
+        config = json.loads((Path(source).expanduser() / "config.json").read_text())
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return config if isinstance(config, dict) else None

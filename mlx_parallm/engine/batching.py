@@ -24,10 +24,11 @@ from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv.attention import MIN_BLOCKS, attend
+from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import MergedCache, SerialCache, state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
-from mlx_parallm.kv.slots import BatchCache, SlotCache
+from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix, can_be_restored
 from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.lora.kernel import MOST_READ

@@ -25,8 +25,9 @@ from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Limits, Scheduler
 from mlx_parallm.engine.ssd_transfers import SsdTransfers
 from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
-from mlx_parallm.kv.slots import BatchCache, SlotCache
+from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics

@@ -19,10 +19,11 @@ from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
 from mlx_parallm.host import to_numpy
+from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.merged import state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
-from mlx_parallm.kv.slots import BatchCache, SlotCache
+from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.lora.rows import RowAdapters

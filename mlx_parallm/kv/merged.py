@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_parallm.kv.slots import ForwardPass, RowContext
+from mlx_parallm.kv.batch import ForwardPass, RowContext
 
 
 class _RowCaches:

@@ -7,119 +7,18 @@ capacity grow in steps. Both are made by the runner and handed to mlx-lm's model
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from mlx_parallm.kv.batch import Attend, ForwardPass, RowContext, Traceable
 from mlx_parallm.kv.inplace import Placer, placer
 from mlx_parallm.kv.store import Side, groups_of
 
 SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CAPACITY_STEP = 256
 MAX_TRACES = 64
-
-
-class RowContext(Protocol):
-    """What a pass depends on beside its tokens and caches: which adapter each row has."""
-
-    def row(self, number: int) -> "RowContext":
-        """For a pass over one of the rows."""
-        ...
-
-
-# A kernel for a step's attention: queries (S, H, 1, D), slots' keys and values (S, K, C, D), the rows' new ones, how
-# many tokens each row has, the scale -> (S, H, 1, D), with the new ones put in place; None where it can't.
-Attend = Callable[[mx.array, mx.array, mx.array, tuple[mx.array, mx.array], mx.array, float], mx.array | None]
-
-
-class Traceable(RowContext, Protocol):
-    """The same, where passes are traced."""
-
-    @property
-    def form(self) -> Hashable:
-        """Equal for those that a traced pass can take in turn."""
-        ...
-
-    def arrays(self) -> list[mx.array]: ...
-
-    def maker(self) -> "Callable[[Sequence[mx.array]], RowContext]":
-        """Makes the same of other arrays, given in the order of `arrays`."""
-        ...
-
-
-class ForwardPass(Protocol):
-    """A pass through the model: tokens (B, T), caches -> logits (B, T, V)."""
-
-    def __call__(self, tokens: mx.array, caches: list[Any], context: Any = None, /) -> mx.array: ...
-
-
-class BatchCache(Protocol):
-    """What the runner needs of the running rows' caches, whatever the model keeps in them."""
-
-    stages_many: bool  # whether several prompts can be prefilled in one pass
-
-    @property
-    def positions(self) -> int: ...  # rows in the batch, free ones among them
-
-    @property
-    def free(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def stage(self, rows: int, capacity: int) -> list[Any]:
-        """Caches for prefilling `rows` prompts together, one per layer."""
-        ...
-
-    def fits(self, rows: int, longest: int) -> bool:
-        """Whether that many rows, the longest of that many tokens, stay within the memory limit."""
-        ...
-
-    def max_length(self, rows: int) -> int:
-        """The longest that `rows` rows may get when nothing else runs."""
-        ...
-
-    @property
-    def smallest_bytes(self) -> int:
-        """Of the shortest row that can run; known once a row has joined."""
-        ...
-
-    def expect(self, rows: int) -> None:
-        """How many rows will soon run, so that growth happens once."""
-        ...
-
-    def join(self, staged: list[Any], prompts: Sequence[tuple[int, int]]) -> list[int]:
-        """Copies prefilled prompts, (place in `staged`, length) each, into the batch and returns their positions."""
-        ...
-
-    def leave(self, position: int) -> None: ...
-
-    def compact(self, longest: int) -> list[int] | None:
-        """Drops free positions when that pays; returns the kept old positions in their new order."""
-        ...
-
-    def decode(
-        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], context: RowContext | None = None
-    ) -> mx.array:
-        """One token per row: tokens (S,), cached lengths (S,) -> logits (S, V).
-
-        They must be on their way to be computed before anything else is asked: the step may write in place.
-        """
-        ...
-
-    def pending(self) -> list[mx.array]:
-        """Arrays that a step has changed and that its logits may not depend on: to be evaluated with it.
-
-        A model may never read some of them, such as an offset; left alone, each step would keep a buffer alive.
-        """
-        ...
-
-    def reset(self) -> None:
-        """Forgets all rows and frees their memory."""
-        ...
-
-    def check_integrity(self) -> None: ...
 
 
 class PromptLayer:

@@ -9,8 +9,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine import build
+from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.recovery import MAX_FAULTS
-from mlx_parallm.engine.start import start_engine
+from mlx_parallm.engine.start import StartingEngine, plan_engines, start_engine
 from mlx_parallm.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -228,6 +230,40 @@ def test_a_model_that_fails_to_load_is_an_error_of_start() -> None:
 
     with pytest.raises(ModelLoadError, match="no such file"):
         start_engine(load, ServeConfig(), lambda events: None)  # type: ignore[arg-type]
+
+
+def test_an_engine_can_be_stopped_before_it_starts() -> None:
+    config, before = ServeConfig(ssd=False), threading.active_count()
+    never = StartingEngine(tiny, config, deliver)
+    never.stop()
+    waiting = StartingEngine(tiny, config, deliver)
+    loaded = waiting.load()
+    waiting.stop()
+    assert threading.active_count() == before
+    with pytest.raises(UnavailableError, match="shutting down"):
+        waiting.start(plan_engines([loaded], config)[0])
+
+
+def test_a_started_engine_can_be_stopped_by_who_started_it() -> None:
+    config = ServeConfig(ssd=False)
+    starting = StartingEngine(tiny, config, deliver)
+    engine = starting.start(plan_engines([starting.load()], config)[0])
+    starting.stop()
+    assert engine.drain(1)
+    with pytest.raises(UnavailableError):
+        engine.flush_cache()
+
+
+def test_whatever_goes_wrong_on_the_way_up_is_an_error_of_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("out of luck")
+
+    before = mx.set_cache_limit(1 << 20)
+    monkeypatch.setattr(build, "warm_up", fail)
+    with pytest.raises(ModelLoadError, match="the model can't be loaded: out of luck"):
+        start_engine(tiny, ServeConfig(ssd=False), deliver)
+    assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
+    assert mx.set_cache_limit(before) == 1 << 20, "what it was allowed to keep is still allowed"
 
 
 def test_memory_of_other_work_is_counted_apart() -> None:

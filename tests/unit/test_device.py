@@ -45,7 +45,7 @@ def current_limit() -> int:
 
 
 def test_at_its_limit_mlx_asks_for_every_steps_memory_anew() -> None:
-    """Why there is a `Spare`. Where this fails, MLX has changed, and it may go."""
+    """Why there is an `AllocatorCache`. Where this fails, MLX has changed, and it may go."""
     mx.set_cache_limit(40 * MB)
     use(10, 11, 12)
     for _ in range(3):

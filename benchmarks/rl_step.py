@@ -29,11 +29,12 @@ from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.start import start_engine
 from mlx_parallm.models.device import device_name
 from mlx_parallm.models.loader import load
+from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.trainer import RLConfig
-from mlx_parallm.training.trajectories import Ledger, Trajectory
+from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.types import SamplingParams
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

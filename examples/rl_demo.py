@@ -24,16 +24,17 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.start import start_engine
 from mlx_parallm.models.loader import load
+from mlx_parallm.training.alarms import Alarms
 from mlx_parallm.training.environments import make_task_sampler
+from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.loop import Loop, LoopConfig
 from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.report import LOG, PLOT, Progress, plot
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
-from mlx_parallm.training.session import Alarms, Session
+from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import find_task
 from mlx_parallm.training.trainer import RLConfig
-from mlx_parallm.training.trajectories import Ledger
 
 GAIN = 0.15  # of the held-out score: what counts as learnt
 

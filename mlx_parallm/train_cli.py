@@ -415,7 +415,7 @@ def _trainer(engine: "Engine", settings: TrainConfig, steps: int) -> "Supervised
 
 
 def _on_engine(engine: "Engine", work: Callable[[], Any]) -> Any:
-    from mlx_parallm.training.session import once
+    from mlx_parallm.training.engine_work import once
 
     return engine.work(once(work)).result()
 
@@ -452,9 +452,11 @@ def _reward_model(training: "TrainingManager", settings: TrainConfig) -> None:
     from rich.console import Console
 
     from mlx_parallm.text.prompts import Prompts
+    from mlx_parallm.training.engine_work import once
     from mlx_parallm.training.manager import lora_config
-    from mlx_parallm.training.reward_model import NAME, RewardModel, RewardTrainer, read_pairs
-    from mlx_parallm.training.session import once
+    from mlx_parallm.training.pairs import read_pairs
+    from mlx_parallm.training.reward_model import NAME, RewardModel
+    from mlx_parallm.training.reward_trainer import RewardTrainer
 
     console, engine = Console(), training.engine
     assert settings.pairs is not None

@@ -66,8 +66,8 @@ class LocalAdapters:
         registry = self._engines[model].adapters
         session = self._training.sessions.get(name)
         if session is not None:
-            message, restored = session.rollback(number) if checkpoint is None else session.restore(checkpoint, number)
-            return registry.find(name, restored), message
+            restored = session.rollback(number) if checkpoint is None else session.restore(checkpoint, number)
+            return registry.find(name, restored.version), restored.message
         if checkpoint is not None:
             raise InvalidRequestError(f"{name!r} is not trained here, so it has no checkpoints", param="checkpoint")
         version = registry.rollback(name, number)

@@ -14,7 +14,7 @@ from pathlib import Path
 import orjson
 
 from mlx_parallm.training.checkpoints import to_disk
-from mlx_parallm.training.trajectories import Record
+from mlx_parallm.training.records import Record
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from mlx_parallm.training.objectives import Algorithm, Floats, Integers, advanta
 from mlx_parallm.training.trajectories import Trajectory
 
 MAX_PADDING = 0.25  # answers to several prompts go together while that adds at most this share of tokens
-PIECE = 2048  # tokens that a micro-batch costs beside its own, where kernels are quick and starting them takes the time
+LAUNCH_TOKENS = 2048  # what starting a micro-batch costs, in tokens, where kernels are quick
 ROUND_TOKENS, ROUND_ANSWERS = 32, 8  # of which lengths and numbers are multiples at least, where they are rounded; …
 ROUND_UP_TO = 512  # … of fewer answers where so many would have more tokens than this
 
@@ -38,10 +38,10 @@ class Shape:
         answer = round_up(self.answer, ROUND_TOKENS)
         rows = min(ROUND_ANSWERS, max(1, ROUND_UP_TO // answer))
         return Shape(
-            round_up(self.prompts, 1),
-            round_up(self.prompt + 1, ROUND_TOKENS),
-            round_up(self.answers, 1 << (rows.bit_length() - 1)),
-            answer,
+            prompts=round_up(self.prompts, 1),
+            prompt=round_up(self.prompt + 1, ROUND_TOKENS),
+            answers=round_up(self.answers, 1 << (rows.bit_length() - 1)),
+            answer=answer,
         )
 
 
@@ -63,12 +63,12 @@ class PaddedPrompts:
     def of(cls, prompts: Sequence[Sequence[int]], counts: Sequence[int], shape: Shape | None = None) -> "PaddedPrompts":
         """`counts`: of the answers to each, which follow one another. `shape`: filled up with what nobody reads."""
         longest = max(map(len, prompts))
-        shape = shape or Shape(len(prompts), longest, sum(counts), 0)
+        shape = shape or Shape(prompts=len(prompts), prompt=longest, answers=sum(counts), answer=0)
         lengths = np.ones(shape.prompts, np.int64)
         tokens = np.zeros((shape.prompts, shape.prompt), np.int64)
-        for line, prompt in enumerate(prompts):
-            lengths[line] = len(prompt)
-            tokens[line, : len(prompt)] = prompt
+        for row, prompt in enumerate(prompts):
+            lengths[row] = len(prompt)
+            tokens[row, : len(prompt)] = prompt
         behind = np.zeros(shape.answers, np.int64)
         behind[: sum(counts)] = np.repeat(np.arange(len(prompts)), counts)
         return cls(tokens, lengths, behind)
@@ -104,8 +104,16 @@ class Micro:
 
     def first(self, count: int) -> "Micro":
         """Some of its answers."""
-        rows = (getattr(self, name)[:count] for name in self.__slots__[1:])
-        return Micro(self.prompts.first(count), *rows)
+        return Micro(
+            prompts=self.prompts.first(count),
+            answers=self.answers[:count],
+            mask=self.mask[:count],
+            old=self.old[:count],
+            known=self.known[:count],
+            advantage=self.advantage[:count],
+            weight=self.weight[:count],
+            temperature=self.temperature[:count],
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -133,10 +141,10 @@ class Batch:
         names = {name: number for number, name in enumerate(dict.fromkeys(one.group_id for one in trajectories))}
         groups = np.array([names[one.group_id] for one in trajectories], np.int64)
         rewards = np.array([one.reward for one in trajectories], np.float32)
-        found = advantages(rewards, groups, algorithm)
+        advantage = advantages(rewards, groups, algorithm)
         for place, one in enumerate(trajectories):
             if one.advantage is not None:
-                found[place] = one.advantage
+                advantage[place] = one.advantage
         teaching = [
             place
             for place, one in enumerate(trajectories)
@@ -146,7 +154,12 @@ class Batch:
         lengths = np.array([_learnt(one) for one in trajectories], np.int64)
         longest = max_length or max(map(_allowed, trajectories), default=1)
         weight = token_weights(lengths, algorithm, longest)
-        return cls([trajectories[place] for place in kept], found[kept], weight[kept], len(rewards) - len(teaching))
+        return cls(
+            trajectories=[trajectories[place] for place in kept],
+            advantage=advantage[kept],
+            weight=weight[kept],
+            flat=len(rewards) - len(teaching),
+        )
 
     def micros(self, budget: Callable[[], int], several: bool = True, rounded: bool = False) -> Iterator[Micro]:
         """`budget`: tokens that the next may have; one answer may have more. `several`: prompts in one.
@@ -183,13 +196,14 @@ class Batch:
         """Of answers to several prompts, together."""
         lengths = [self._lengths(places) for places in parts]
         prompt, answer = (max(sizes) for sizes in zip(*lengths, strict=True))
-        shape = Shape(len(parts), prompt, sum(map(len, parts)), answer)
+        shape = Shape(prompts=len(parts), prompt=prompt, answers=sum(map(len, parts)), answer=answer)
         return shape.rounded() if rounded else shape
 
     def _most(self, places: Sequence[int], limit: int, rounded: bool) -> int:
         """How many answers to one prompt are within the limit; one at least."""
+        prompt, answer = self._lengths(places)
         for count in range(len(places), 1, -1):
-            shape = Shape(1, self._lengths(places)[0], count, self._lengths(places)[1])
+            shape = Shape(prompts=1, prompt=prompt, answers=count, answer=answer)
             if (shape.rounded() if rounded else shape).tokens <= limit:
                 return count
         return 1
@@ -198,7 +212,7 @@ class Batch:
         """Whether answers to several prompts may be one micro-batch: within the limit and with little padding."""
         together = self._shape(parts, rounded).tokens
         if rounded:
-            apart = self._shape(parts[:-1], rounded).tokens + self._shape(parts[-1:], rounded).tokens + PIECE
+            apart = self._shape(parts[:-1], rounded).tokens + self._shape(parts[-1:], rounded).tokens + LAUNCH_TOKENS
             return together <= min(limit, (1 + MAX_PADDING) * apart)
         each = [self._shape([places], rounded) for places in parts]
         if max(shape.prompt for shape in each) > 2 * min(shape.prompt for shape in each):
@@ -216,19 +230,28 @@ class Batch:
         known, advantage, weight = (np.zeros(shape.answers, np.float32) for _ in range(3))
         advantage[: len(some)], weight[: len(some)] = self.advantage[places], self.weight[places]
         temperature = np.full(shape.answers, some[0].temperature, np.float32)
-        for line, one in enumerate(some):
+        for row, one in enumerate(some):
             length = len(one.completion_ids)
-            answers[line, :length] = one.completion_ids
-            mask[line, :length] = 1.0 if one.mask is None else np.array(one.mask, np.float32)
+            answers[row, :length] = one.completion_ids
+            mask[row, :length] = 1.0 if one.mask is None else np.array(one.mask, np.float32)
             if one.logprobs is not None:
-                old[line, :length] = one.logprobs
-            known[line], temperature[line] = one.logprobs is not None, one.temperature
-        return Micro(prompts, answers, mask, old, known[:, None], advantage, weight, temperature[:, None, None])
+                old[row, :length] = one.logprobs
+            known[row], temperature[row] = one.logprobs is not None, one.temperature
+        return Micro(
+            prompts=prompts,
+            answers=answers,
+            mask=mask,
+            old=old,
+            known=known[:, None],
+            advantage=advantage,
+            weight=weight,
+            temperature=temperature[:, None, None],
+        )
 
 
 def _allowed(one: Trajectory) -> int:
     """How many tokens the answer could have had, where that is known."""
-    return getattr(one, "max_tokens", None) or len(one.completion_ids)
+    return one.max_tokens or len(one.completion_ids)
 
 
 def _learnt(one: Trajectory) -> int:

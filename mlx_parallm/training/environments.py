@@ -28,10 +28,10 @@ from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.text.prompts import Conversation, Message, Prompts
 from mlx_parallm.training.components import Component
 from mlx_parallm.training.loop import ScoredAnswer, TaskSampler
+from mlx_parallm.training.records import PolicySpan, Record
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.tasks import Problem, Task
-from mlx_parallm.training.trajectories import Record
 from mlx_parallm.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Episode:
     tokens: list[int] = field(default_factory=list)  # behind the prompt, whoever wrote them
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
-    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    spans: list[PolicySpan] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
@@ -105,7 +105,7 @@ class Episode:
     def take(self, record: Record) -> None:
         """The model's answer."""
         begin = len(self.tokens)
-        self.spans += [(first + begin, end + begin, version) for first, end, version in record.spans]
+        self.spans += [span.shifted(begin) for span in record.spans]
         self.tokens += record.completion_ids
         self.logprobs += record.logprobs
         self.mask += [True] * len(record.completion_ids)
@@ -113,8 +113,8 @@ class Episode:
 
     def add(self, tokens: Sequence[int]) -> None:
         """What others wrote."""
-        version = self.spans[-1][2] if self.spans else 0
-        self.spans.append((len(self.tokens), len(self.tokens) + len(tokens), version))
+        begin, version = len(self.tokens), self.spans[-1].version if self.spans else 0
+        self.spans.append(PolicySpan(first=begin, end=begin + len(tokens), version=version))
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.mask += [False] * len(tokens)
@@ -127,7 +127,7 @@ class Episode:
             self.records[0],
             completion_ids=tuple(self.tokens[:end]),
             logprobs=tuple(self.logprobs[:end]),
-            spans=tuple(span for span in self.spans if span[1] <= end),
+            spans=tuple(span for span in self.spans if span.end <= end),
             mask=tuple(self.mask[:end]),
             finish_reason=last.finish_reason,
             max_tokens=None,

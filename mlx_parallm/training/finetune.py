@@ -16,8 +16,8 @@ from typing import Any, Generic
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.training.checkpoints import STATE, Checkpoints, adapter_files
+from mlx_parallm.training.engine_work import once
 from mlx_parallm.training.learner import LearnerState
-from mlx_parallm.training.session import once
 from mlx_parallm.training.supervised import Item, Supervised
 
 

@@ -1,15 +1,17 @@
-"""Parameters that learn, and their optimiser: a step from gradients, a way back, and what a checkpoint keeps.
+"""Parameters that learn, and their optimiser: gradients, clipped steps, undo, and the arrays of a checkpoint.
 
-The trainer of a policy, that of a reward model, SFT and DPO have one each. Arrays of one shape are kept as one stack,
-so that a step takes a few operations and not a few for each array. AdamW has its bias corrected: a step is that of
-torch's. Engine thread only, but for the configs.
+The trainers of a policy, of SFT and DPO, and of a reward model have one each. An update is two calls, which may also be
+made apart: `forward_backward` adds a batch's gradient to what is accumulated, a micro-batch at a time, and `optim_step`
+makes a step of it. Arrays of one shape are kept as one stack, so that a step takes a few operations and not a few for
+each array. AdamW has its bias corrected: a step is that of torch's. Engine thread only, but for the config.
 """
 
+import contextlib
 import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -17,20 +19,17 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.host import to_numpy
-from mlx_parallm.models.memory import available_memory
 from mlx_parallm.training.model import Stacks
 
 Parameters = dict[str, mx.array]
+Values = dict[str, mx.array]  # what a loss tells beside itself, by name
 Schedule = Literal["constant", "linear", "cosine"]
-MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
-TOO_LONG = 0.67  # of the time that a piece should take, over the time it took
-
-
-ALONE = 4  # times longer may a piece take while nobody is served
+Micro = TypeVar("Micro")  # a micro-batch
+Loss = Callable[[Parameters, Micro], tuple[mx.array, Values]]
 
 
 class Refused(Exception):
-    """This step must not stand."""
+    """This update must not stand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class OptimizerConfig:
     learning_rate: float
     schedule: Schedule = "constant"
     warmup_steps: int = 0
-    total_steps: int = 1000  # after which linear and cosine have come to nothing
+    total_steps: int = 1000  # after which linear and cosine have come down to 0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
 
@@ -65,57 +64,11 @@ class LearnerState:
 
 
 @dataclass(slots=True)
-class Pace:
-    """How many tokens make a piece of the wanted length."""
+class Accumulated:
+    """The gradient and the loss of the micro-batches since the last step."""
 
-    seconds: float
-    fixed: int
-    least: int = MIN_MICRO
-    tokens: int = 2 * MIN_MICRO
-
-    def budget(self, room: int = MAX_MICRO) -> int:
-        """`room`: for so many there is memory."""
-        return self.fixed or min(self.tokens, room)
-
-    def note(self, tokens: int, seconds: float) -> None:
-        """A piece that took far too long makes the next smaller; one that was full and quick, larger: twice at most."""
-        factor = self.seconds / max(seconds, 1e-6)
-        if factor < TOO_LONG or (factor > 1 and 2 * tokens >= self.tokens):
-            self.tokens = int(min(MAX_MICRO, max(self.least, self.tokens * min(2.0, max(0.5, factor)))))
-
-
-class Budget:
-    """How many tokens the next piece of a step may have: by how long the last ones took, and by the memory at hand."""
-
-    def __init__(
-        self, seconds: float, fixed: int = 0, *, least: int = MIN_MICRO, at_hand: Callable[[], int] | None = None
-    ) -> None:
-        """`seconds` that a piece should take while somebody waits; `fixed`: it has always so many tokens; `at_hand`:
-        bytes that it may take."""
-        self._at_hand = at_hand or (lambda: available_memory() // 2)
-        self._paces = {
-            busy: Pace(times * seconds, fixed, least, 2 * times * least) for busy, times in ((True, 1), (False, ALONE))
-        }
-        self._pace = self._paces[True]
-        self.largest = 0, 0  # the most memory that a piece has taken, and its tokens
-
-    def tokens(self, busy: bool) -> int:
-        """`busy`: somebody waits meanwhile."""
-        self._pace = self._paces[busy]
-        taken, tokens = self.largest
-        return self._pace.budget(MAX_MICRO if taken <= 0 else max(1, int(self._at_hand() * tokens / taken)))
-
-    def run(self, tokens: int, work: Callable[[], None], timed: bool = True) -> int:
-        """Does a piece of so many tokens, and learns from it; the memory that it took. `timed`: its time tells how many
-        tokens to take next."""
-        begun, held = time.perf_counter(), mx.get_active_memory()
-        mx.reset_peak_memory()
-        work()
-        taken = int(mx.get_peak_memory()) - held
-        self.largest = max(self.largest, (taken, tokens))
-        if timed:
-            self._pace.note(tokens, time.perf_counter() - begun)
-        return taken
+    gradient: Parameters = field(default_factory=dict)  # by stack; empty: there was none
+    loss: float = 0.0
 
 
 class Learner:
@@ -130,6 +83,7 @@ class Learner:
         self.optimizer = optim.AdamW(
             schedule(config), betas=[0.9, 0.999], eps=1e-8, weight_decay=config.weight_decay, bias_correction=True
         )
+        self.accumulated = Accumulated()
         self.stacks: Parameters = {}
         self.parameters: Parameters = {}
         self._set(self.by_shape.join(learning))
@@ -147,14 +101,50 @@ class Learner:
         """Of the last step."""
         return number(self.optimizer.learning_rate)
 
-    def add(self, total: Parameters, gradients: Parameters) -> Parameters:
-        """Gradients by name, put upon a total by stack; an empty one is the first. Nothing is computed yet."""
-        stacks = self.by_shape.join(gradients)
-        return {name: stacks[name] + total[name] for name in total} if total else stacks
+    # An update: gradients, then a step.
 
-    def step(self, total: Parameters) -> float:
-        """One step of the optimiser; the norm of its gradient, before that is clipped."""
-        clipped, norm = optim.clip_grad_norm(total, self.config.max_grad_norm)
+    def forward_backward(
+        self,
+        micros: Iterable[Micro],
+        loss: Loss[Micro],
+        read: Callable[[Micro, Values], None] = lambda micro, values: None,
+        run: Callable[[Micro, Callable[[], None]], object] = lambda micro, work: work(),
+    ) -> Generator[None, None, None]:
+        """Adds the gradient of these micro-batches' losses to what is accumulated; yields after each.
+
+        `loss`: of a micro-batch, its part of the batch's; `read` is handed what else it tells, computed. `run` does the
+        work of a micro-batch: for those who measure it.
+        """
+        gradient = mx.value_and_grad(loss)
+
+        def work(micro: Micro) -> None:
+            (part, values), gradients = gradient(self.parameters, micro)
+            self.accumulate(gradients)
+            mx.eval(self.accumulated.gradient, part, values)
+            self.accumulated.loss += number(part)
+            read(micro, values)
+            self.restore()
+
+        for micro in micros:
+            run(micro, partial(work, micro))
+            yield
+
+    def accumulate(self, gradients: Parameters) -> None:
+        """Gradients by name. Nothing is computed yet."""
+        stacks, total = self.by_shape.join(gradients), self.accumulated.gradient
+        self.accumulated.gradient = {name: stacks[name] + total[name] for name in total} if total else stacks
+
+    def clear_gradient(self) -> None:
+        self.accumulated = Accumulated()
+
+    def optim_step(self) -> float:
+        """One step of the optimiser by what is accumulated, which is gone then; the gradient's norm before clipping."""
+        accumulated, self.accumulated = self.accumulated, Accumulated()
+        if not accumulated.gradient:
+            raise Refused("there is no gradient to make a step of")
+        if not math.isfinite(accumulated.loss):
+            raise Refused(f"the loss is {accumulated.loss}")
+        clipped, norm = optim.clip_grad_norm(accumulated.gradient, self.config.max_grad_norm)
         length = number(norm)
         if not math.isfinite(length):
             raise Refused(f"the gradient's norm is {length}")
@@ -176,19 +166,32 @@ class Learner:
         mx.eval(stacks, self.parameters)
         self._put(self.parameters)
 
-    # To go back to.
+    # Undo.
+
+    @contextlib.contextmanager
+    def undo_on_failure(self) -> Iterator[LearnerState]:
+        """Whatever fails within leaves nothing behind: out of memory, a refused step, or an engine that stops. Gives
+        the state from before."""
+        before = self.snapshot()
+        try:
+            yield before
+        except BaseException:
+            self.go_back(before)
+            raise
 
     def snapshot(self) -> LearnerState:
-        """Copies nothing: arrays stay as they are."""
+        """Copies nothing: arrays are never changed in place."""
         optimizer = tree_map(lambda leaf: leaf, self.optimizer.state)
         return LearnerState(self.parameters, self.stacks, optimizer, self.updates)
 
     def go_back(self, snapshot: LearnerState) -> None:
+        """Parameters, optimiser and count as they were; an accumulated gradient is gone."""
+        self.clear_gradient()
         self.parameters, self.stacks, self.updates = snapshot.parameters, snapshot.stacks, snapshot.updates
         self.optimizer.state = tree_map(lambda leaf: leaf, snapshot.optimizer)
         self._put(self.parameters)
 
-    # What a checkpoint keeps.
+    # Checkpoints.
 
     def state(self, snapshot: LearnerState | None = None) -> dict[str, Any]:
         """Arrays by name, on the host: waits for them. As it is now, or was."""
@@ -200,7 +203,7 @@ class Learner:
         return arrays
 
     def snapshot_of(self, arrays: dict[str, Any], updates: int) -> LearnerState:
-        """What `state` has written, to go back to."""
+        """A state to go back to, from the arrays that `state` returned."""
         parameters = {name: mx.array(array) for name, array in _below("parameters.", arrays).items()}
         if {name: array.shape for name, array in parameters.items()} != {
             name: array.shape for name, array in self.parameters.items()

@@ -18,11 +18,13 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.prompts import Conversation, Prompts
 from mlx_parallm.training.components import Component
+from mlx_parallm.training.records import Record
 from mlx_parallm.training.rewards import Item, Rewards
 from mlx_parallm.training.rollouts import Rollouts
-from mlx_parallm.training.session import Report, Session
+from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import Problem, Task
-from mlx_parallm.training.trajectories import Record, Trajectory
+from mlx_parallm.training.totals import Report
+from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.types import SamplingParams
 
 log = logging.getLogger(__name__)

@@ -27,13 +27,17 @@ from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.training.answers import AnswerFile
 from mlx_parallm.training.atropos import Atropos, AtroposConfig, AtroposProcess, EnvironmentConfig
 from mlx_parallm.training.checkpoints import Checkpoints
+from mlx_parallm.training.engine_work import once
+from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger
 from mlx_parallm.training.model import LoRAConfig
+from mlx_parallm.training.records import Record, RewardedRecord
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
-from mlx_parallm.training.session import Report, Session, once
+from mlx_parallm.training.session import Session
+from mlx_parallm.training.totals import Report
 from mlx_parallm.training.trainer import RLConfig
-from mlx_parallm.training.trajectories import MAX_KEPT_TOKENS, Ledger, Record, Trajectory
+from mlx_parallm.training.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -210,15 +214,15 @@ class TrainingManager:
         count = len([name for entry in self.config.train_adapter for name in entry.split(",") if name])
         return self.engine.memory.training // max(1, count) or None
 
-    def add_reward_model(self, name: str, steps: "Generator[None, None, RewardModel]") -> RewardModel:
+    def add_reward_model(self, name: str, steps: Generator[None, None, RewardModel]) -> RewardModel:
         """One that scores from now on; `steps` make it, on the engine."""
-        found = self.engine.work(steps).result()
-        self.reward_models[name] = found
-        self.rewards.add_model(name, lambda texts: self.engine.work(found.score_steps(texts)).result())
-        return found
+        reward_model = self.engine.work(steps).result()
+        self.reward_models[name] = reward_model
+        self.rewards.add_model(name, lambda texts: self.engine.work(reward_model.score_steps(texts)).result())
+        return reward_model
 
-    def reward_model(self, name: str | None = None) -> tuple[str, RewardModel]:
-        """The one of this name; the first without."""
+    def reward_model_name(self, name: str | None = None) -> str:
+        """Of the reward model of this name; of the first without one."""
         if not self.reward_models:
             raise InvalidRequestError("this server has no reward model: start it with --reward-model FOLDER")
         name = next(iter(self.reward_models)) if name in (None, "default") else name
@@ -226,7 +230,7 @@ class TrainingManager:
             raise ModelNotFoundError(
                 f"there is no reward model {name!r}; there is {', '.join(self.reward_models)}", param="model"
             )
-        return name, self.reward_models[name]
+        return name
 
     def close(self) -> None:
         self.on_close()
@@ -261,7 +265,7 @@ class TrainingManager:
         self.session()
         record = self.ledger.find(request_id, index)
         session = self.session(adapter) if adapter is not None else self.session_of(record)
-        self._keep(session, [(record, reward, group_id or "")])
+        self._keep(session, [RewardedRecord(record, reward, group_id or "")])
         return session
 
     def session_of(self, record: Record) -> Session:
@@ -281,18 +285,18 @@ class TrainingManager:
             )
         return self.sessions[policy]
 
-    def _keep(self, session: Session, scored: Sequence[tuple[Record, float, str]]) -> None:
+    def _keep(self, session: Session, rewarded: Sequence[RewardedRecord]) -> None:
         trajectories = []
-        for record, reward, group_id in scored:
-            trajectory = Trajectory.recorded(record, reward, group_id)
-            trajectory.off_policy = record.policy != session.name
+        for one in rewarded:
+            trajectory = Trajectory.recorded(one.record, one.reward, one.group_id)
+            trajectory.off_policy = one.record.policy != session.name
             trajectories.append(trajectory)
         session.buffer.add(trajectories)
 
-    def submit(self, scored: Sequence[tuple[Record, float, str]]) -> None:
+    def submit(self, rewarded: Sequence[RewardedRecord]) -> None:
         """Answers with their rewards, for the adapter that gave them."""
-        if scored:
-            self._keep(self.session_of(scored[0][0]), scored)
+        if rewarded:
+            self._keep(self.session_of(rewarded[0].record), rewarded)
 
     def status(self, name: str | None = None) -> dict[str, Any]:
         if not self.sessions:

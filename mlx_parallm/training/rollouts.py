@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError, ParallmError, QueueFullError, UnavailableError
-from mlx_parallm.training.trajectories import Ledger, Record
+from mlx_parallm.training.ledger import Ledger
+from mlx_parallm.training.records import Record
 from mlx_parallm.types import Delta, Request, SamplingParams
 
 CHECK_SECONDS = 1.0  # between looks at whether the engine still runs

@@ -10,14 +10,15 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, NotFoundError, ParallmError
 from mlx_parallm.training.manager import NOT_ENABLED, TrainingManager
+from mlx_parallm.training.records import ChoiceKey, PolicySpan, Record, RewardedRecord
 from mlx_parallm.training.rewards import Item
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.trajectories import Record, Trajectory, prompt_group
+from mlx_parallm.training.trajectories import Trajectory, prompt_group
 from mlx_parallm.types import (
     Collection,
     FeedbackReport,
@@ -33,7 +34,13 @@ log = logging.getLogger(__name__)
 
 RECORD_SECONDS = 10.0  # for the ledger to hear of an answer that its text has ended
 
-ScoredRecord = tuple[Record, float | None]
+
+@dataclass(frozen=True, slots=True)
+class ScoredRecord:
+    """An answer of a rollout; `reward`: None where it has none."""
+
+    record: Record
+    reward: float | None
 
 
 class TrainingService:
@@ -69,11 +76,11 @@ class TrainingService:
     ) -> UpdateReport:
         """One update, from these trajectories or from those in the buffer; what is refused is a ConflictError."""
         session = self._manager.session(adapter)
-        given = None
+        taken = None
         if trajectories is not None:
-            given = [self._numbered(one, session, number) for number, one in enumerate(trajectories)]
-            _check_distinct(given)
-        report = session.update(given, publish=publish, checkpoint_name=checkpoint_name, durable=True)
+            taken = [self._numbered(one, session, number) for number, one in enumerate(trajectories)]
+            _check_distinct(taken)
+        report = session.update(taken, publish=publish, checkpoint_name=checkpoint_name, durable=True)
         outcome = report.outcome
         if outcome.adapter is None and not report.rolled_back:
             raise ConflictError(
@@ -82,60 +89,60 @@ class TrainingService:
                 code="update_refused",
             )
         return UpdateReport(
-            report.version,
-            report.published,
-            outcome.used,
-            outcome.skipped,
-            report.rolled_back or None,
-            report.checkpoint,
-            report.saved,
-            outcome.metrics,
+            policy_version=report.version,
+            published=report.published,
+            used=outcome.used,
+            skipped=outcome.skipped,
+            rolled_back=report.rolled_back or None,
+            checkpoint=report.checkpoint,
+            saved=report.saved,
+            metrics=outcome.metrics,
         )
 
-    def _numbered(self, given: TrajectoryInput, session: Session, number: int) -> Trajectory:
+    def _numbered(self, sent: TrajectoryInput, session: Session, number: int) -> Trajectory:
         """Errors say which trajectory and which of its fields is wrong."""
         try:
-            return self._trajectory(given, session)
+            return self._trajectory(sent, session)
         except ParallmError as error:
             error.message = f"trajectory {number}: {error.message}"
             error.param = f"trajectories.{number}" + (f".{error.param}" if error.param else "")
             raise
 
-    def _trajectory(self, given: TrajectoryInput, session: Session) -> Trajectory:
-        if given.policy_version is not None and given.policy_version > session.last_version:
+    def _trajectory(self, sent: TrajectoryInput, session: Session) -> Trajectory:
+        if sent.policy_version is not None and sent.policy_version > session.last_version:
             raise InvalidRequestError(
-                f"version {given.policy_version} of {session.name!r} does not exist yet: the newest is "
+                f"version {sent.policy_version} of {session.name!r} does not exist yet: the newest is "
                 f"{session.last_version}",
                 param="policy_version",
             )
-        if given.prompt_ids is None or given.completion_ids is None:
-            return self._recorded_trajectory(given, session)
-        self._check_tokens(given.prompt_ids, given.completion_ids)
-        length, version = len(given.completion_ids), given.policy_version
-        found = Trajectory(
-            given.prompt_ids,
-            given.completion_ids,
-            given.reward,
-            given.group_id,
-            given.logprobs,
-            given.temperature,
-            () if version is None else ((0, length, version),),
-            given.mask,
-            given.advantage,
-            given.request_id,
-            metadata=dict(given.metadata),
+        if sent.prompt_ids is None or sent.completion_ids is None:
+            return self._recorded_trajectory(sent, session)
+        self._check_tokens(sent.prompt_ids, sent.completion_ids)
+        length, version = len(sent.completion_ids), sent.policy_version
+        trajectory = Trajectory(
+            prompt_ids=sent.prompt_ids,
+            completion_ids=sent.completion_ids,
+            reward=sent.reward,
+            group_id=sent.group_id,
+            logprobs=sent.logprobs,
+            temperature=sent.temperature,
+            spans=() if version is None else (PolicySpan(first=0, end=length, version=version),),
+            mask=sent.mask,
+            advantage=sent.advantage,
+            request_id=sent.request_id,
+            metadata=dict(sent.metadata),
         )
-        self._manager.ledger.check(found)
-        return found
+        self._manager.ledger.check(trajectory)
+        return trajectory
 
-    def _recorded_trajectory(self, given: TrajectoryInput, session: Session) -> Trajectory:
-        assert given.request_id is not None
-        record = self._manager.ledger.find(given.request_id, given.index)
-        found = Trajectory.recorded(record, given.reward, given.group_id)
-        found.off_policy = record.policy != session.name
-        found.mask, found.advantage = given.mask, given.advantage
-        found.__post_init__()
-        return found
+    def _recorded_trajectory(self, sent: TrajectoryInput, session: Session) -> Trajectory:
+        assert sent.request_id is not None
+        record = self._manager.ledger.find(sent.request_id, sent.index)
+        trajectory = Trajectory.recorded(record, sent.reward, sent.group_id)
+        trajectory.off_policy = record.policy != session.name
+        trajectory.mask, trajectory.advantage = sent.mask, sent.advantage
+        trajectory.__post_init__()
+        return trajectory
 
     def _check_tokens(self, prompt_ids: list[int], completion_ids: list[int]) -> None:
         model = self._manager.engine.model
@@ -175,16 +182,16 @@ class TrainingService:
 
     def _score(self, collection: Collection) -> dict[int, float]:
         try:
-            records = [self._recorded(*choice) for choice in collection.choices]
+            records = [self._recorded(request, index, tokens) for request, index, tokens in collection.choices]
             items = [self._item(record, collection.metadata) for record in records]
             scores = self._manager.rewards.score(collection.scoring_function, items)
-            scored = [
-                (record, score, _group(records, record, collection.metadata))
+            rewarded = [
+                RewardedRecord(record, score, _group(records, record, collection.metadata))
                 for record, score in zip(records, scores, strict=True)
                 if score is not None
             ]
-            self._manager.submit(scored)
-            return {record.index: score for record, score, _ in scored}
+            self._manager.submit(rewarded)
+            return {one.record.index: one.reward for one in rewarded}
         except ParallmError as error:
             log.warning("an answer can't be learnt from: %s", error.message)
             raise
@@ -205,10 +212,10 @@ class TrainingService:
     def _item(self, record: Record, metadata: Mapping[str, Any]) -> Item:
         decode = self._manager.vocabulary.decode
         return Item(
-            decode(record.prompt_ids),
-            decode(record.completion_ids, skip_special=True),
-            {**metadata, "finish_reason": record.finish_reason},
-            record.prompt_ids + record.completion_ids,
+            prompt=decode(record.prompt_ids),
+            completion=decode(record.completion_ids, skip_special=True),
+            metadata={**metadata, "finish_reason": record.finish_reason},
+            tokens=record.prompt_ids + record.completion_ids,
         )
 
     def feedback(
@@ -233,42 +240,49 @@ class TrainingService:
         )
         groups = self._scored(drawn, call)
         if call.submit:
-            scored = [
-                (record, reward, record.label) for group in groups for record, reward in group if reward is not None
-            ]
-            manager.submit(scored)
-        return [[self._sample(record, reward) for record, reward in group] for group in groups]
+            manager.submit(
+                [
+                    RewardedRecord(one.record, one.reward, one.record.label)
+                    for group in groups
+                    for one in group
+                    if one.reward is not None
+                ]
+            )
+        return [[self._sample(one) for one in group] for group in groups]
 
     def _scored(self, drawn: Sequence[Sequence[Record]], call: RolloutCall) -> list[list[ScoredRecord]]:
         if call.scoring_function is None:
-            return [[(record, None) for record in records] for records in drawn]
+            return [[ScoredRecord(record, None) for record in records] for records in drawn]
         facts = call.metadata or [{} for _ in drawn]
         items = [
             self._item(record, metadata) for records, metadata in zip(drawn, facts, strict=True) for record in records
         ]
         scores = iter(self._manager.rewards.score(call.scoring_function, items))
-        return [[(record, next(scores)) for record in records] for records in drawn]
+        return [[ScoredRecord(record, next(scores)) for record in records] for records in drawn]
 
-    def _sample(self, record: Record, reward: float | None) -> RolloutSample:
+    def _sample(self, scored: ScoredRecord) -> RolloutSample:
+        record = scored.record
         return RolloutSample(
-            record.id,
-            record.index,
-            record.prompt_ids,
-            record.completion_ids,
-            self._manager.vocabulary.decode(record.completion_ids, skip_special=True),
-            record.logprobs,
-            reward,
-            record.finish_reason,
-            record.spans,
+            request_id=record.id,
+            index=record.index,
+            prompt_ids=record.prompt_ids,
+            completion_ids=record.completion_ids,
+            text=self._manager.vocabulary.decode(record.completion_ids, skip_special=True),
+            logprobs=record.logprobs,
+            reward=scored.reward,
+            finish_reason=record.finish_reason,
+            policy_spans=[(span.first, span.end, span.version) for span in record.spans],
         )
 
     def reward_model_name(self, name: str | None) -> str:
         """The reward model of this name; the first without one."""
-        return self._manager.reward_model(name)[0]
+        return self._manager.reward_model_name(name)
 
     def score(self, name: str, texts: Sequence[list[int]]) -> list[float]:
         """What a reward model gives each text."""
-        return self._manager.engine.work(self._manager.reward_model(name)[1].score_steps(texts)).result()
+        manager = self._manager
+        reward_model = manager.reward_models[manager.reward_model_name(name)]
+        return manager.engine.work(reward_model.score_steps(texts)).result()
 
     # How it goes.
 
@@ -322,7 +336,7 @@ def _metrics(session: Session) -> TrainingMetrics:
 
 def _check_distinct(trajectories: Sequence[Trajectory]) -> None:
     """An answer has one reward in an update."""
-    seen: dict[tuple[str, int], int] = {}
+    seen: dict[ChoiceKey, int] = {}
     for number, one in enumerate(trajectories):
         if one.source is not None and (first := seen.setdefault(one.source, number)) != number:
             raise InvalidRequestError(
@@ -337,4 +351,4 @@ def _group(records: Sequence[Record], record: Record, metadata: Mapping[str, Any
     if named is not None:
         return str(named)
     several = sum(other.prompt_ids == record.prompt_ids for other in records) > 1
-    return f"{record.request}" if several else prompt_group(record.prompt_ids)
+    return record.request if several else prompt_group(record.prompt_ids)

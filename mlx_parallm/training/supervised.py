@@ -1,7 +1,8 @@
-"""SFT and DPO of one adapter, in pieces that the engine runs between its steps. Engine thread only, but for the config.
+"""SFT and DPO of one adapter, in micro-batches that the engine runs between its steps. Engine thread only, but for the
+config. `finetune` calls it.
 
-`step` and `evaluate` are generators that yield after every piece of a bounded number of tokens; however a batch is cut,
-what comes out is the same. How they depart from the papers:
+`step` and `evaluate` are generators that yield after every micro-batch of a bounded number of tokens; however a batch
+is cut, the result is the same. How they depart from the papers:
 
 - SFT: the mean over all learnt tokens of a batch, as TRL's. Packed, several examples stand in one row and none sees
   another's: the update is that of the same examples unpacked, in less padding.
@@ -9,13 +10,11 @@ what comes out is the same. How they depart from the papers:
   of a pair is computed with the pair's first step and kept.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,13 +27,15 @@ from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import available_memory
 from mlx_parallm.training.batches import ROUND_TOKENS, round_up
+from mlx_parallm.training.budget import Budget
 from mlx_parallm.training.datasets import Example, Preference
-from mlx_parallm.training.learner import Budget, Learner, OptimizerConfig, Parameters, Refused
+from mlx_parallm.training.learner import Learner, OptimizerConfig, Parameters, Refused, Values, number
 from mlx_parallm.training.model import LoRAConfig, PackedCache, TrainableModel, can_pack
 from mlx_parallm.training.objectives import Floats, Integers, chosen_logprobs
 
 Item = TypeVar("Item", Example, Preference)
 Metrics = dict[str, float]
+REFERENCE = "reference"  # among the values of DPO's loss: not summed
 PACKED_WIDTH = 512  # tokens of a packed row, or as many as the longest example has
 
 
@@ -43,7 +44,7 @@ class SupervisedConfig:
     optimizer: OptimizerConfig
     packing: bool = False  # SFT
     beta: float = 0.1  # DPO
-    microstep_seconds: float = 0.5  # about how long a piece takes …
+    microstep_seconds: float = 0.5  # about how long a micro-batch takes …
     microbatch_tokens: int = 0  # … unless it has always this many tokens
     gradient_checkpointing: bool = False
     seed: int = 0
@@ -67,8 +68,19 @@ class TokenRows:
         return self.tokens.size
 
 
+@dataclass(slots=True)
+class BatchSums:
+    """Values of micro-batches, summed up by name."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def add(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+
 class Supervised(ABC, Generic[Item]):
-    """`memory`: bytes that parameters, optimiser and a piece may take together; None: what is there."""
+    """`memory`: bytes that parameters, optimiser and a micro-batch may take together; None: what is there."""
 
     def __init__(
         self, model: LanguageModel, lora: LoRAConfig, config: SupervisedConfig, memory: int | None = None
@@ -83,7 +95,6 @@ class Supervised(ABC, Generic[Item]):
         self.packs = config.packing and can_pack(self.tree.module, model.vocab_size)
         self.rounded = device_kind() == "cuda"  # where each new shape costs as much as thousands of tokens
         self.budget = Budget(config.microstep_seconds, config.microbatch_tokens, at_hand=self._at_hand)
-        self._gradient: Callable[..., Any] = mx.value_and_grad(self._loss)
 
     def start_from(self, adapter: Adapter) -> None:
         """Goes on from an adapter; before the first step."""
@@ -95,50 +106,42 @@ class Supervised(ABC, Generic[Item]):
 
     def step(self, items: Sequence[Item], busy: Callable[[], bool] = lambda: False) -> Generator[None, None, Metrics]:
         """One step of the optimiser; metrics of the batch from before it. What fails leaves nothing behind."""
-        total: Parameters = {}
-        sums: list[Any] = []
-
-        def work(piece: TokenRows) -> None:
-            nonlocal total
-            (_, values), found = self._gradient(self.learner.parameters, piece, items)
-            total = self.learner.add(total, found)
-            mx.eval(total, values)
-            sums.append(self._read(to_numpy(values), piece, items))
-            self.learner.restore()
-
-        before = self.learner.snapshot()
         try:
-            for piece in self._pieces(items, lambda: self.budget.tokens(busy())):
-                self.budget.run(piece.size, partial(work, piece))
-                yield
-            metrics = self._metrics(np.sum(sums, axis=0), items)
-            if not math.isfinite(metrics["loss"]):
-                raise Refused(f"the loss is {metrics['loss']}")
-            norm = self.learner.step(total)
-        except BaseException as error:
-            self.learner.go_back(before)
-            if isinstance(error, Refused):
-                raise ParallmError(f"training can't go on from this batch: {error}") from None
-            raise
+            with self.learner.undo_on_failure():
+                self.learner.clear_gradient()
+                metrics = yield from self.forward_backward(items, busy)
+                norm = self.learner.optim_step()
+        except Refused as error:
+            raise ParallmError(f"training can't go on from this batch: {error}") from None
         self.learner.updates += 1
         yield
         return metrics | {"grad_norm": norm, "learning_rate": self.learner.learning_rate}
 
+    def forward_backward(
+        self, items: Sequence[Item], busy: Callable[[], bool] = lambda: False
+    ) -> Generator[None, None, Metrics]:
+        """Adds a batch's gradient to what the learner has accumulated."""
+        totals = BatchSums()
+        yield from self.learner.forward_backward(
+            self._micros(items, lambda: self.budget.tokens(busy())),
+            lambda parameters, micro: self._loss(parameters, micro, items),
+            lambda micro, values: totals.add(self._read(values, micro, items)),
+            lambda micro, work: self.budget.run(micro.size, work),
+        )
+        return self._metrics(totals.sums, items)
+
     def evaluate(
         self, items: Sequence[Item], busy: Callable[[], bool] = lambda: False
     ) -> Generator[None, None, Metrics]:
-        sums: list[Any] = []
-
-        def work(piece: TokenRows) -> None:
-            _, values = self._loss(self.learner.parameters, piece, items)
+        """The metrics of a step, without one."""
+        totals = BatchSums()
+        for micro in self._micros(items, lambda: self.budget.tokens(busy())):
+            _, values = self._loss(self.learner.parameters, micro, items)
             mx.eval(values)
-            sums.append(self._read(to_numpy(values), piece, items))
+            totals.add(self._read(values, micro, items))
             self.learner.restore()
-
-        for piece in self._pieces(items, lambda: self.budget.tokens(busy())):
-            work(piece)
             yield
-        return self._metrics(np.sum(sums, axis=0), items)
+        return self._metrics(totals.sums, items)
 
     # What differs.
 
@@ -146,19 +149,19 @@ class Supervised(ABC, Generic[Item]):
     def _rows(self, item: Item) -> list[Example]: ...
 
     @abstractmethod
-    def _loss(self, parameters: Parameters, piece: TokenRows, items: Sequence[Item]) -> tuple[mx.array, mx.array]:
-        """Its part of the batch's loss, and what is told of it."""
+    def _loss(self, parameters: Parameters, micro: TokenRows, items: Sequence[Item]) -> tuple[mx.array, Values]:
+        """The micro-batch's part of the batch's loss, and what `_read` needs."""
 
     @abstractmethod
-    def _metrics(self, sums: Any, items: Sequence[Item]) -> Metrics: ...
+    def _metrics(self, sums: Mapping[str, float], items: Sequence[Item]) -> Metrics: ...
 
-    def _read(self, values: Any, piece: TokenRows, items: Sequence[Item]) -> Any:
-        """Of what is told of a piece, that which adds up."""
-        return values
+    def _read(self, values: Values, micro: TokenRows, items: Sequence[Item]) -> dict[str, float]:
+        """Of a micro-batch's values, those that are summed over the batch."""
+        return {name: number(value) for name, value in values.items()}
 
-    # Pieces.
+    # Micro-batches.
 
-    def _pieces(self, items: Sequence[Item], budget: Callable[[], int]) -> Iterator[TokenRows]:
+    def _micros(self, items: Sequence[Item], budget: Callable[[], int]) -> Iterator[TokenRows]:
         width = {place: max(len(row.tokens) for row in self._rows(item)) for place, item in enumerate(items)}
         rows = deque(sorted(self._packed(width), key=lambda row: sum(width[place] for place in row)))
         while rows:
@@ -166,7 +169,7 @@ class Supervised(ABC, Generic[Item]):
             each = len(self._rows(items[taken[0][0]]))
             while rows and each * (len(taken) + 1) * sum(width[place] for place in rows[0]) <= limit:
                 taken.append(rows.popleft())
-            yield self._piece(items, taken)
+            yield self._micro(items, taken)
 
     def _packed(self, width: dict[int, int]) -> list[list[int]]:
         """Rows of items: each by itself, or the longest first into the first row with room."""
@@ -176,7 +179,7 @@ class Supervised(ABC, Generic[Item]):
         rows: list[list[int]] = []
         left: list[int] = []
         for place in sorted(width, key=lambda place: -width[place]):
-            row = next((number for number, room in enumerate(left) if room >= width[place]), len(rows))
+            row = next((row for row, room in enumerate(left) if room >= width[place]), len(rows))
             if row == len(rows):
                 rows.append([])
                 left.append(size)
@@ -184,37 +187,35 @@ class Supervised(ABC, Generic[Item]):
             left[row] -= width[place]
         return rows
 
-    def _piece(self, items: Sequence[Item], rows: Sequence[Sequence[int]]) -> TokenRows:
+    def _micro(self, items: Sequence[Item], rows: Sequence[Sequence[int]]) -> TokenRows:
         each = [[self._rows(items[place]) for place in row] for row in rows]
         lines = [[parts[side] for parts in row] for side in range(len(each[0][0])) for row in each]
         length = max(sum(len(one.tokens) for one in line) for line in lines)
         length = round_up(length, ROUND_TOKENS) if self.rounded else length
         tokens, mask = np.zeros((len(lines), length), np.int64), np.zeros((len(lines), length), np.float32)
         texts = np.full((len(lines), length), -1, np.int64)
-        for number, line in enumerate(lines):
+        for row, line in enumerate(lines):
             begin = 0
             for text, one in enumerate(line):
                 end = begin + len(one.tokens)
-                tokens[number, begin:end], mask[number, begin:end], texts[number, begin:end] = (
-                    one.tokens,
-                    one.mask,
-                    text,
-                )
-                mask[number, begin] = 0.0  # nothing before it says what it is
+                tokens[row, begin:end] = one.tokens
+                mask[row, begin:end] = one.mask
+                texts[row, begin:end] = text
+                mask[row, begin] = 0.0  # nothing before it says what it is
                 begin = end
-        places = [place for row in rows for place in row]
+        places = [place for taken in rows for place in taken]
         return TokenRows(places, tokens, mask, texts if self.packs else None)
 
-    def _logprobs(self, parameters: Parameters, piece: TokenRows) -> mx.array:
+    def _logprobs(self, parameters: Parameters, micro: TokenRows) -> mx.array:
         """(n, T - 1): of each token after the first, where it is learnt; else 0."""
         self.tree.set_parameters({name: array.astype(self.tree.dtype) for name, array in parameters.items()})
-        module, tokens = self.tree.module, mx.array(piece.tokens)
+        module, tokens = self.tree.module, mx.array(micro.tokens)
         caches = None
-        if piece.texts is not None:
-            texts = mx.array(piece.texts[:, :-1])
+        if micro.texts is not None:
+            texts = mx.array(micro.texts[:, :-1])
             caches = [PackedCache(texts) for _ in module.layers]
         logits = module(tokens[:, :-1], cache=caches)
-        return chosen_logprobs(logits, tokens[:, 1:]) * mx.array(piece.mask[:, 1:])
+        return chosen_logprobs(logits, tokens[:, 1:]) * mx.array(micro.mask[:, 1:])
 
     def _at_hand(self) -> int:
         if self._memory is None:
@@ -227,12 +228,22 @@ class SFT(Supervised[Example]):
     def _rows(self, item: Example) -> list[Example]:
         return [item]
 
-    def _loss(self, parameters: Parameters, piece: TokenRows, items: Sequence[Example]) -> tuple[mx.array, mx.array]:
-        loss = -mx.sum(self._logprobs(parameters, piece)) / sum(item.learnt for item in items)
-        return loss, mx.stop_gradient(loss)[None]
+    def _loss(self, parameters: Parameters, micro: TokenRows, items: Sequence[Example]) -> tuple[mx.array, Values]:
+        loss = -mx.sum(self._logprobs(parameters, micro)) / sum(item.learnt for item in items)
+        return loss, {"loss": mx.stop_gradient(loss)}
 
-    def _metrics(self, sums: Any, items: Sequence[Example]) -> Metrics:
-        return {"loss": float(sums[0]), "tokens": float(sum(item.learnt for item in items))}
+    def _metrics(self, sums: Mapping[str, float], items: Sequence[Example]) -> Metrics:
+        return {"loss": sums["loss"], "tokens": float(sum(item.learnt for item in items))}
+
+
+@dataclass(frozen=True, slots=True)
+class PairReference:
+    """What the reference says of a pair: the log-probability of each answer. Holds the pair itself: as long as it is
+    here, no other has its identity."""
+
+    pair: Preference
+    chosen: float
+    rejected: float
 
 
 class DPO(Supervised[Preference]):
@@ -241,8 +252,7 @@ class DPO(Supervised[Preference]):
     ) -> None:
         super().__init__(model, lora, config, memory)
         self._start = self.learner.parameters
-        # By the identity of a pair, with the pair itself: as long as it is here, no other has its identity.
-        self._references: dict[int, tuple[Preference, float, float]] = {}
+        self._references: dict[int, PairReference] = {}  # by the identity of a pair
 
     def start_from(self, adapter: Adapter) -> None:
         super().start_from(adapter)
@@ -252,34 +262,39 @@ class DPO(Supervised[Preference]):
     def _rows(self, item: Preference) -> list[Example]:
         return [item.chosen, item.rejected]
 
-    def _loss(self, parameters: Parameters, piece: TokenRows, items: Sequence[Preference]) -> tuple[mx.array, mx.array]:
-        reference = self._reference(piece, items)  # (2, k)
-        logprobs = mx.sum(self._logprobs(parameters, piece), axis=1).reshape(2, -1)
+    def _loss(self, parameters: Parameters, micro: TokenRows, items: Sequence[Preference]) -> tuple[mx.array, Values]:
+        reference = self._reference(micro, items)  # (2, k)
+        logprobs = mx.sum(self._logprobs(parameters, micro), axis=1).reshape(2, -1)
         chosen, rejected = self.config.beta * (logprobs - reference)
         loss = mx.sum(nn.softplus(rejected - chosen)) / len(items)
-        told = [loss, mx.sum(chosen > rejected), mx.sum(chosen), mx.sum(rejected)]
-        values = mx.concatenate([mx.stack([one.astype(mx.float32) for one in told]), reference.reshape(-1)])
-        return loss, mx.stop_gradient(values)
+        values = {
+            "loss": loss,
+            "right": mx.sum(chosen > rejected),
+            "chosen": mx.sum(chosen),
+            "rejected": mx.sum(rejected),
+            REFERENCE: reference,
+        }
+        return loss, {name: mx.stop_gradient(value.astype(mx.float32)) for name, value in values.items()}
 
-    def _reference(self, piece: TokenRows, items: Sequence[Preference]) -> mx.array:
-        known = [self._references.get(id(items[place])) for place in piece.places]
+    def _reference(self, micro: TokenRows, items: Sequence[Preference]) -> mx.array:
+        known = [self._references.get(id(items[place])) for place in micro.places]
         if all(known):
-            return mx.array(np.array([one[1:] for one in known if one is not None], np.float32).T)
-        return mx.stop_gradient(mx.sum(self._logprobs(self._start, piece), axis=1).reshape(2, -1))
+            pairs = [(one.chosen, one.rejected) for one in known if one is not None]
+            return mx.array(np.array(pairs, np.float32).T)
+        return mx.stop_gradient(mx.sum(self._logprobs(self._start, micro), axis=1).reshape(2, -1))
 
-    def _read(self, values: Any, piece: TokenRows, items: Sequence[Preference]) -> Any:
-        references = values[4:].reshape(2, -1).T.tolist()
-        for place, (chosen, rejected) in zip(piece.places, references, strict=True):
-            self._references[id(items[place])] = items[place], chosen, rejected
-        return values[:4]
+    def _read(self, values: Values, micro: TokenRows, items: Sequence[Preference]) -> dict[str, float]:
+        reference = to_numpy(values[REFERENCE]).T.tolist()
+        for place, (chosen, rejected) in zip(micro.places, reference, strict=True):
+            self._references[id(items[place])] = PairReference(items[place], chosen, rejected)
+        return {name: number(value) for name, value in values.items() if name != REFERENCE}
 
-    def _metrics(self, sums: Any, items: Sequence[Preference]) -> Metrics:
-        loss, right, chosen, rejected = (float(value) for value in sums)
+    def _metrics(self, sums: Mapping[str, float], items: Sequence[Preference]) -> Metrics:
         count = len(items)
         return {
-            "loss": loss,
-            "accuracy": right / count,
-            "margin": (chosen - rejected) / count,
-            "chosen_reward": chosen / count,
-            "rejected_reward": rejected / count,
+            "loss": sums["loss"],
+            "accuracy": sums["right"] / count,
+            "margin": (sums["chosen"] - sums["rejected"]) / count,
+            "chosen_reward": sums["chosen"] / count,
+            "rejected_reward": sums["rejected"] / count,
         }

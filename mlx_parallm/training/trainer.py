@@ -1,51 +1,41 @@
-"""Updates of one adapter, in pieces that the engine runs between its steps. Engine thread only.
+"""Updates of a policy's adapter, in micro-batches that the engine runs between its steps. Engine thread only.
 
-`update` is a generator: it yields after every micro-batch, after the optimiser's step and after the check of what came
-out, and returns the outcome. A result that is not finite, changes nothing, or moves the policy too far is undone: the
-parameters and the optimiser are then what they were.
+`update` is a generator: it yields after every micro-batch, after the optimiser's step and after the check of the
+result, and returns the outcome. A result that is not finite, changes nothing, or moves the policy too far is undone:
+the parameters and the optimiser are then what they were. Its two halves, `forward_backward` and `optim_step`, may be
+run apart. Sessions call it.
 """
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.memory import available_memory
+from mlx_parallm.models.memory import available_memory, size_flag, size_text
 from mlx_parallm.training.batches import Batch, Micro
+from mlx_parallm.training.budget import MAX_MICRO, MIN_MICRO, Budget
 from mlx_parallm.training.learner import (
-    MAX_MICRO,
-    MIN_MICRO,
-    Budget,
     Learner,
     LearnerState,
     OptimizerConfig,
     Parameters,
     Refused,
     Schedule,
+    Values,
     number,
 )
-from mlx_parallm.training.model import LoRAConfig, TrainableModel, answer_logits, shared_tree
-from mlx_parallm.training.objectives import (
-    AGGREGATION,
-    Algorithm,
-    Objective,
-    chosen_logprobs,
-    divergence,
-    losses,
-)
+from mlx_parallm.training.model import LoRAConfig, TrainableModel, shared_tree
+from mlx_parallm.training.objectives import AGGREGATION, Algorithm, Objective, divergence
+from mlx_parallm.training.policy_loss import LOGPROBS, LossTotals, PolicyLoss
 from mlx_parallm.training.trajectories import Trajectory
-
-__all__ = ["LearnerState", "Outcome", "RLConfig", "Trainer"]
 
 MIN_ROUNDED = 1024  # where shapes are rounded: smaller pieces would take no less time
 REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
@@ -67,13 +57,13 @@ class RLConfig:
     answer_limit: float | None = None
     schedule: Schedule = "constant"
     warmup_steps: int = 0
-    total_steps: int = 1000  # after which linear and cosine have come to nothing
+    total_steps: int = 1000  # after which linear and cosine have come down to 0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     max_length: int | None = None  # for Dr. GRPO's weights; None: the most tokens that answers of the update could have
     max_kl: float = 1.0  # nats a token by which one update may move the policy
     max_parameter_norm: float = 1e4
-    microstep_seconds: float = 0.5  # about how long a piece of an update takes …
+    microstep_seconds: float = 0.5  # about how long a micro-batch takes …
     microbatch_tokens: int = 0  # … unless it has always this many tokens
     gradient_checkpointing: bool = False
     seed: int = 0
@@ -105,42 +95,14 @@ class RLConfig:
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.algorithm, self.clip_low, self.clip_high, self.beta, self.token_limit, self.answer_limit)
-
-
-@dataclass(slots=True)
-class LossTotals:
-    """Over the tokens of an update."""
-
-    loss: float = 0.0
-    tokens: float = 0.0
-    kept: float = 0.0
-    clipped: float = 0.0
-    entropy: float = 0.0  # by the drawn tokens' own log-probabilities
-    mismatch: float = 0.0  # KL of the policy that learns to the one that drew
-    reference: float = 0.0  # KL to the model without the adapter
-    ratio: float = 0.0
-    ratio_squared: float = 0.0
-    largest_gap: float = 0.0
-
-    def add(self, values: Sequence[float]) -> None:
-        *sums, gap = values
-        for name, value in zip(self.__slots__[:-1], sums, strict=True):
-            setattr(self, name, getattr(self, name) + value)
-        self.largest_gap = max(self.largest_gap, gap)
-
-    def metrics(self) -> dict[str, float]:
-        count = max(self.tokens, 1.0)
-        return {
-            "loss": self.loss,
-            "tokens": self.tokens,
-            "mismatch_kl": self.mismatch / count,
-            "max_logprob_gap": self.largest_gap,
-            "clip_fraction": self.clipped / count,
-            "kept_fraction": self.kept / count,
-            "entropy": self.entropy / count,
-            "effective_sample_size": self.ratio**2 / max(self.ratio_squared, 1e-12) / count,
-        }
+        return Objective(
+            algorithm=self.algorithm,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            beta=self.beta,
+            token_limit=self.token_limit,
+            answer_limit=self.answer_limit,
+        )
 
 
 @dataclass(slots=True)
@@ -156,11 +118,19 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Sample:
-    """A few answers, and their log-probabilities before the update."""
+class CheckSample:
+    """A few answers by which an update is checked, and their log-probabilities before it."""
 
     micro: Micro
-    scores: mx.array
+    logprobs: mx.array
+
+
+@dataclass(slots=True)
+class BatchLoss:
+    """What the forward and backward pass over a batch told."""
+
+    totals: LossTotals
+    sample: CheckSample
 
 
 class Trainer:
@@ -172,11 +142,10 @@ class Trainer:
         mx.random.seed(config.seed)
         self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
         self.learner = Learner(self.tree.parameters(), config.optimizer, self.tree.set_parameters)
-        self._reference = shared_tree(model)
+        self.loss = PolicyLoss(self.tree, shared_tree(model), config.objective)
         self.kept_snapshots = 0  # that somebody holds beside it
         self.activation_bytes = 0  # most that a micro-batch has taken
         self._shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # that have occurred, where they are rounded
-        self._gradient = mx.value_and_grad(self._loss)
         self._busy: Callable[[], bool] = lambda: True
         # CUDA plans attention anew for every shape, forwards and back: that takes longer than to compute some padding.
         self.rounded = device_kind() == "cuda" and self.tree.mixes_prompts
@@ -202,103 +171,97 @@ class Trainer:
         """Of what an update holds beside activations: those, their gradients, and all of it as it was before."""
         return (2 + self.kept_snapshots) * self.nbytes + sum(array.nbytes for array in self.learner.stacks.values())
 
+    def check_memory(self, name: str, limit: int) -> None:
+        """Whether learning fits into its memory, which is a part of this limit; `name`: of the adapter."""
+        needed = self.working_bytes * 5 // 4
+        if self._memory is not None and self._memory < needed:
+            enough = limit + 4 * (needed - self._memory)
+            raise ConfigError(
+                f"training {name!r} takes at least {size_text(needed)} and there is {size_text(self._memory)} for it: "
+                f"give --memory-limit {size_flag(enough)}, a smaller --lora-rank or fewer --lora-layers"
+            )
+
     def adapter(self) -> Adapter:
         return self.tree.adapter()
+
+    # An update.
 
     def update(
         self, trajectories: Sequence[Trajectory], busy: Callable[[], bool] = lambda: True
     ) -> Generator[None, None, Outcome]:
-        """`busy`: whether anybody waits meanwhile; while nobody does, pieces are larger."""
+        """`busy`: whether anybody waits meanwhile; while nobody does, micro-batches are larger."""
         self._busy = busy
         begun = time.perf_counter()
-        batch = self._batch(trajectories)
-        rewards = np.array([one.reward for one in trajectories], np.float32)
-        metrics = {
-            "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
-            "reward_std": float(rewards.std()) if len(rewards) else 0.0,
-            "off_policy": float(sum(one.off_policy for one in trajectories)),
-            "flat_trajectories": float(batch.flat),
-        }
-        if not batch.trajectories:
-            return Outcome(metrics, 0, len(trajectories), None, "no group has answers with different rewards")
-        before, used = self.snapshot(), len(batch.trajectories)
+        batch = self.batch(trajectories)
+        used = len(batch.trajectories)
+        outcome = Outcome(_facts(trajectories, batch), used=used, skipped=len(trajectories) - used)
+        if not used:
+            outcome.reason = "no group has answers with different rewards"
+            return outcome
         try:
-            sample: _Sample | None = None
-            for _ in range(self.config.epochs):
-                sums, norm, first = yield from self._step(batch)
-                if sample is None:
-                    metrics |= sums.metrics() | {"grad_norm": norm}
-                    if self.config.beta:
-                        metrics["kl"] = sums.reference / max(sums.tokens, 1.0)
-                    sample = first
-            assert sample is not None
-            metrics |= yield from self._checked(sample, before.stacks)
-        except BaseException as error:  # out of memory, or the engine stops: whatever it is, nothing of it stays
-            self.go_back(before)
-            if not isinstance(error, Refused):
-                raise
-            seconds = time.perf_counter() - begun
-            return Outcome(metrics, used, len(trajectories) - used, None, str(error), seconds)
+            with self.learner.undo_on_failure() as before:
+                yield from self._learn(batch, before, outcome.metrics)
+        except Refused as error:
+            outcome.reason = str(error)
+            outcome.seconds = time.perf_counter() - begun
+            return outcome
         self.learner.updates += 1
-        metrics["learning_rate"] = self.learner.learning_rate
-        seconds = time.perf_counter() - begun
-        metrics["tokens_per_second"] = metrics["tokens"] * self.config.epochs / max(seconds, 1e-6)
-        return Outcome(metrics, used, len(trajectories) - used, self.adapter(), "", seconds)
+        outcome.seconds = time.perf_counter() - begun
+        outcome.metrics["learning_rate"] = self.learner.learning_rate
+        tokens = outcome.metrics["tokens"] * self.config.epochs
+        outcome.metrics["tokens_per_second"] = tokens / max(outcome.seconds, 1e-6)
+        outcome.adapter = self.adapter()
+        return outcome
 
-    def warm_up(self) -> None:
-        """Updates that are forgotten: where kernels are built at their first use, nobody should wait for that later."""
-        tokens = range(3, 27)
-        for lengths in ((24, 24), (20, 24)):
-            made = [
-                Trajectory([*tokens[:length]], [*tokens[place : place + 16]], float(place), str(group))
-                for group, length in enumerate(lengths)
-                for place in range(4)
-            ]
-            before = self.snapshot()
-            for _ in self.update(made):
-                continue
-            for micro in self._batch(made).micros(lambda: MAX_MICRO, self.tree.mixes_prompts, self.rounded):
-                mx.eval(self._gradient(self.parameters, micro))
-            self.go_back(before)
-        self.activation_bytes = 0
+    def _learn(self, batch: Batch, before: LearnerState, metrics: dict[str, float]) -> Generator[None, None, None]:
+        """All epochs and the check of the result; metrics are those of the first epoch."""
+        sample: CheckSample | None = None
+        for _ in range(self.config.epochs):
+            self.learner.clear_gradient()
+            computed = yield from self.forward_backward(batch)
+            norm = yield from self.optim_step()
+            if sample is None:
+                metrics |= computed.totals.metrics() | {"grad_norm": norm}
+                if self.config.beta:
+                    metrics["kl"] = computed.totals.reference / max(computed.totals.tokens, 1.0)
+                sample = computed.sample
+        assert sample is not None
+        metrics |= yield from self._check(sample, before.stacks)
 
-    def _batch(self, trajectories: Sequence[Trajectory]) -> Batch:
+    def batch(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Answers without an advantage are computed only for their divergence to the reference."""
         config = self.config
         return Batch.of(trajectories, config.algorithm, config.max_length, keep_flat=config.beta > 0)
 
-    def _step(self, batch: Batch) -> Generator[None, None, tuple[LossTotals, float, _Sample]]:
-        sums = LossTotals()
-        first: _Sample | None = None
-        total: Parameters = {}
+    def forward_backward(self, batch: Batch) -> Generator[None, None, BatchLoss]:
+        """Adds the gradient of a batch, which must not be empty, to what the learner has accumulated."""
+        totals, samples = LossTotals(), list[CheckSample]()
 
-        def work(micro: Micro) -> None:
-            nonlocal total, first
-            (_, values, scores), found = self._gradient(self.parameters, micro)
-            total = self.learner.add(total, found)
-            if first is None:
+        def read(micro: Micro, values: Values) -> None:
+            totals.add(LossTotals.read(values))
+            if not samples:
                 some = micro if self.rounded else micro.first(CHECKED)  # a shape that is known, or few
-                first = _Sample(some, scores[: len(some.answers)])
-            mx.eval(total, values, first.scores)
-            sums.add(to_numpy(values).tolist())
-            self.learner.restore()
+                samples.append(CheckSample(some, values[LOGPROBS][: len(some.answers)]))
+                mx.eval(samples[0].logprobs)
 
-        for micro in batch.micros(lambda: self.budget.tokens(self._busy()), self.tree.mixes_prompts, self.rounded):
-            taken = self.budget.run(micro.tokens, partial(work, micro), self._is_known(micro))
-            self.activation_bytes = max(self.activation_bytes, taken)
-            yield
-        if not math.isfinite(sums.loss):
-            raise Refused(f"the loss is {sums.loss}")
-        norm = self.learner.step(total)
+        yield from self.learner.forward_backward(self._micros(batch), self.loss, read, self._measured)
+        return BatchLoss(totals, samples[0])
+
+    def optim_step(self) -> Generator[None, None, float]:
+        """One step by the gradient that was accumulated; its norm."""
+        norm = self.learner.optim_step()
         if norm == 0.0:
             raise Refused("the gradient is zero")
         yield
-        assert first is not None
-        return sums, norm, first
+        return norm
 
-    def _at_hand(self) -> int:
-        """Bytes for a micro-batch."""
-        return available_memory() // 2 if self._memory is None else self._memory - self.working_bytes
+    def _micros(self, batch: Batch, budget: Callable[[], int] | None = None) -> Iterator[Micro]:
+        budget = budget or (lambda: self.budget.tokens(self._busy()))
+        return batch.micros(budget, self.tree.mixes_prompts, self.rounded)
+
+    def _measured(self, micro: Micro, work: Callable[[], None]) -> None:
+        nbytes = self.budget.run(micro.tokens, work, self._is_known(micro))
+        self.activation_bytes = max(self.activation_bytes, nbytes)
 
     def _is_known(self, micro: Micro) -> bool:
         """Whether the time that it took tells how many tokens to take: a new shape's was for its plans, too."""
@@ -307,79 +270,65 @@ class Trainer:
         self._shapes.add(shape)
         return known
 
-    def _loss(self, parameters: Parameters, micro: Micro) -> tuple[mx.array, mx.array, mx.array]:
-        self._compute_with(parameters)
-        objective = self.config.objective
-        answers, mask, known = mx.array(micro.answers), mx.array(micro.mask), mx.array(micro.known)
-        temperature = _temperature(micro)
-        logits = answer_logits(self.tree.module, micro.prompts, answers, self.tree.shares_prompts)
-        new = chosen_logprobs(logits, answers, temperature)
-        old = mx.where(known > 0, mx.array(micro.old), mx.stop_gradient(new))
-        reference = None
-        if objective.beta:
-            plain = answer_logits(self._reference, micro.prompts, answers, self.tree.shares_prompts)
-            reference = mx.stop_gradient(chosen_logprobs(plain, answers, temperature))
-        found = losses(objective, new, old, mx.array(micro.advantage), mask, reference)
-        weight = mx.array(micro.weight)[:, None]
-        loss = mx.sum((found.policy + objective.beta * found.divergence) * weight)
-        still = mx.stop_gradient(new)
-        gap = (still - old) * mask
-        ratio = mx.exp(gap) * mask
-        values = [
-            loss,
-            mx.sum(mask),
-            mx.sum(found.kept),
-            mx.sum(found.clipped),
-            -mx.sum(still * mask),
-            mx.sum(divergence(old, still) * mask),
-            mx.sum(found.divergence),
-            mx.sum(ratio),
-            mx.sum(ratio * ratio),
-            mx.max(mx.abs(gap)),
-        ]
-        return loss, mx.stop_gradient(mx.stack([value.astype(mx.float32) for value in values])), still
+    def _at_hand(self) -> int:
+        """Bytes for a micro-batch."""
+        return available_memory() // 2 if self._memory is None else self._memory - self.working_bytes
 
-    def _checked(self, sample: _Sample, before: Parameters) -> Generator[None, None, dict[str, float]]:
-        """Whether the new parameters may be served: looks at them, and at what they make of some of the batch."""
+    def warm_up(self) -> None:
+        """Updates that are forgotten: where kernels are built at their first use, nobody should wait for that later."""
+        tokens = range(3, 27)
+        for lengths in ((24, 24), (20, 24)):
+            trajectories = [
+                Trajectory([*tokens[:length]], [*tokens[place : place + 16]], float(place), str(group))
+                for group, length in enumerate(lengths)
+                for place in range(4)
+            ]
+            before = self.snapshot()
+            for _ in self.update(trajectories):
+                continue
+            for micro in self._micros(self.batch(trajectories), lambda: MAX_MICRO):
+                mx.eval(mx.value_and_grad(self.loss)(self.parameters, micro))
+            self.go_back(before)
+        self.activation_bytes = 0
+
+    # Whether what came out may be served.
+
+    def _check(self, sample: CheckSample, before: Parameters) -> Generator[None, None, dict[str, float]]:
+        """Looks at the new parameters, and at what they make of some of the batch."""
+        metrics = {"parameter_norm": self._check_parameters(before)}
+        stacks = {name: array.astype(self.tree.dtype) for name, array in self.learner.stacks.items()}
+        self.tree.set_parameters(self.learner.by_shape.split(stacks))
+        after, mask = self.loss.logprobs(sample.micro), mx.array(sample.micro.mask)
+        count = mx.maximum(mx.sum(mask), 1)
+        if not self.config.beta and self.updates % REFERENCE_EVERY == 0:  # else it is known of all answers
+            reference = self.loss.reference_logprobs(sample.micro)
+            metrics["kl"] = number(mx.sum(divergence(sample.logprobs, reference) * mask) / count)
+        # Of the old policy to the new: the old one drew the answers.
+        kl = number(mx.sum(divergence(sample.logprobs, after) * mask) / count)
+        self.learner.restore()
+        yield
+        if not kl <= self.config.max_kl:
+            raise Refused(f"it would move the policy by {kl:.3g} nats a token, over {self.config.max_kl:g}")
+        return metrics | {"update_kl": kl}
+
+    def _check_parameters(self, before: Parameters) -> float:
+        """Their norm."""
         stacks = self.learner.stacks
         norms = [mx.linalg.norm(array) for array in stacks.values()]
         moved = [mx.max(mx.abs(array - before[name])) for name, array in stacks.items()]
-        norm, step = (number(one) for one in (mx.linalg.norm(mx.stack(norms)), mx.max(mx.stack(moved))))
+        norm, step = number(mx.linalg.norm(mx.stack(norms))), number(mx.max(mx.stack(moved)))
         if not math.isfinite(norm):
             raise Refused("the parameters are not finite")
         if step == 0.0 and self.config.learning_rate > 0:
             raise Refused("nothing has changed")
         if norm > self.config.max_parameter_norm:
             raise Refused(f"the parameters' norm is {norm:.3g}, over {self.config.max_parameter_norm:g}")
-        prompts, temperature = sample.micro.prompts, _temperature(sample.micro)
-        answers, mask = mx.array(sample.micro.answers), mx.array(sample.micro.mask)
-        self.tree.set_parameters(
-            self.learner.by_shape.split({name: a.astype(self.tree.dtype) for name, a in stacks.items()})
-        )
-        logits = answer_logits(self.tree.module, prompts, answers, self.tree.shares_prompts)
-        after = chosen_logprobs(logits, answers, temperature)
-        count = mx.maximum(mx.sum(mask), 1)
-        found = {"parameter_norm": norm}
-        if not self.config.beta and self.updates % REFERENCE_EVERY == 0:  # else it is known of all answers
-            plain = answer_logits(self._reference, prompts, answers, self.tree.shares_prompts)
-            reference = chosen_logprobs(plain, answers, temperature)
-            found["kl"] = number(mx.sum(divergence(sample.scores, reference) * mask) / count)
-        moved_by = mx.sum(divergence(sample.scores, after) * mask) / count  # of the old policy to the new: it drew them
-        kl = number(moved_by)
-        self.learner.restore()
-        yield
-        if not kl <= self.config.max_kl:
-            raise Refused(f"it would move the policy by {kl:.3g} nats a token, over {self.config.max_kl:g}")
-        return found | {"update_kl": kl}
+        return norm
 
-    def _compute_with(self, parameters: Parameters) -> None:
-        """In the model's own precision, as they are served; products of mixed precision are slow, too."""
-        self.tree.set_parameters({name: array.astype(self.tree.dtype) for name, array in parameters.items()})
-
-    # To go back to, and what a checkpoint keeps.
+    # Undo and checkpoints.
 
     def snapshot(self) -> LearnerState:
-        """Copies nothing: arrays stay as they are."""
+        """Copies nothing: arrays are never changed in place."""
         return self.learner.snapshot()
 
     def go_back(self, snapshot: LearnerState) -> None:
@@ -390,14 +339,19 @@ class Trainer:
         return self.learner.state(snapshot)
 
     def snapshot_of(self, arrays: dict[str, Any], updates: int) -> LearnerState:
-        """What `state` has written, to go back to."""
+        """A state to go back to, from the arrays that `state` returned."""
         return self.learner.snapshot_of(arrays, updates)
 
     def load_state(self, arrays: dict[str, Any], updates: int) -> None:
         self.go_back(self.snapshot_of(arrays, updates))
 
 
-def _temperature(micro: Micro) -> mx.array | float:
-    """A number where it is one for all: dividing all logits by 1 costs."""
-    temperature = micro.temperature
-    return float(temperature[0, 0, 0]) if (temperature == temperature[0]).all() else mx.array(temperature)
+def _facts(trajectories: Sequence[Trajectory], batch: Batch) -> dict[str, float]:
+    """Metrics that are known before anything is computed."""
+    rewards = np.array([one.reward for one in trajectories], np.float32)
+    return {
+        "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "off_policy": float(sum(one.off_policy for one in trajectories)),
+        "flat_trajectories": float(batch.flat),
+    }

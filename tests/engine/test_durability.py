@@ -28,7 +28,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 
 def waiting(session: Session) -> list[float]:
-    return [one.reward for one in session.buffer.freeze(lambda: None)[0]]
+    return [one.reward for one in session.buffer.freeze(lambda: None).waiting]
 
 
 def test_a_shutdown_writes_all_of_it(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_trajectories_that_can_not_be_written_down_are_not_taken(tmp_path: Path)
         def full(*entries: object, durable: bool = False) -> None:
             raise OSError(28, "No space left on device")
 
-        assert session._journal is not None
-        session._journal.append = full  # type: ignore[method-assign]
+        assert session.store is not None
+        session.store.journal.append = full  # type: ignore[method-assign]
         with pytest.raises(UnavailableError, match="No space left"):
             session.buffer.add(random_trajectories(0))
         assert len(session.buffer) == 0

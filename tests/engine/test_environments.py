@@ -60,7 +60,7 @@ def test_an_episode_is_one_trajectory_with_the_samplers_own_numbers() -> None:
             assert record.mask[0]
             assert record.mask[-1]
             assert not all(record.mask), "others wrote in between"
-            assert record.spans[-1][1] == len(record.completion_ids)
+            assert record.spans[-1].end == len(record.completion_ids)
             tokens = mx.array([record.completion_ids])
             prompts = PaddedPrompts.of([record.prompt_ids], [1])
             logits = answer_logits(session.trainer.tree.module, prompts, tokens, False)

@@ -9,10 +9,10 @@ import pytest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.training.datasets import Example
+from mlx_parallm.training.engine_work import once
 from mlx_parallm.training.finetune import FineTuning, RunConfig, RunReport, check_free, save_adapter
 from mlx_parallm.training.learner import OptimizerConfig
 from mlx_parallm.training.model import LoRAConfig
-from mlx_parallm.training.session import once
 from mlx_parallm.training.supervised import SFT, SupervisedConfig
 from tests.engine.harness import Driver, driver
 from tests.engine.test_supervised import examples

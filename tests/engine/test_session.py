@@ -14,17 +14,20 @@ from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableErro
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
 from mlx_parallm.text.prompts import Conversation, Prompts
+from mlx_parallm.training.alarms import Alarms
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.checkpoints import Checkpoints
+from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.loop import Loop, LoopConfig, StepReport, TaskSampler
 from mlx_parallm.training.model import LoRAConfig, answer_logits
 from mlx_parallm.training.objectives import chosen_logprobs
+from mlx_parallm.training.records import Record
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
-from mlx_parallm.training.session import Alarms, Session
+from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import Problem, Task
 from mlx_parallm.training.trainer import RLConfig
-from mlx_parallm.training.trajectories import Ledger, Record, Trajectory
+from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.types import SamplingParams
 from tests.engine.harness import Answer, Driver, as_served, driver_of
 
@@ -170,27 +173,27 @@ def test_an_alarm_brings_the_last_good_version_back(alarms: Alarms, word: str) -
         session = one.session(alarms=calm, learning_rate=3e-3)
         for seed in range(6):
             assert session.update(one.trajectories(seed=seed)).published
-        good = session._good
+        good = session.good
         assert good is not None
-        kept = {name: np.array(array) for name, array in good[1].parameters.items()}
-        session._alarms = alarms
+        kept = {name: np.array(array) for name, array in good.state.parameters.items()}
+        session.monitor.alarms = alarms
         report = None
         for seed in range(8):
             trajectories = one.trajectories(seed=seed)
             if alarms.reward_drop is not None:
                 for place, each in enumerate(trajectories):
                     each.reward = -50.0 + 0.1 * (place % 4)
-            good = session._good
-            kept = {name: np.array(array) for name, array in good[1].parameters.items()} if good else kept
+            good = session.good
+            kept = {name: np.array(array) for name, array in good.state.parameters.items()} if good else kept
             report = session.update(trajectories)
             if report.rolled_back:
                 break
         assert report is not None
         assert word in report.rolled_back
         assert good is not None
-        assert session.version == good[0]
+        assert session.version == good.number
         assert session.totals.rollbacks == 1
-        session._alarms = Alarms(kl=None, entropy=None, reward_drop=None)
+        session.monitor.alarms = Alarms(kl=None, entropy=None, reward_drop=None)
         assert all(np.array_equal(kept[name], np.array(array)) for name, array in session.trainer.parameters.items())
 
 
@@ -241,7 +244,7 @@ def test_an_alarm_after_a_restart_goes_back_as_far_as_without(tmp_path: Path) ->
         with school() as one:
             session = one.session(folder=folder, alarms=calm)
             for number in numbers:
-                session._alarms = alarmed if number in (3, 4) else calm
+                session.monitor.alarms = alarmed if number in (3, 4) else calm
                 report = session.update(random_trajectories(number))
                 assert bool(report.rolled_back) == (number in (3, 4))
                 assert session.trainer.updates == (1, 2, 3, 2, 2, 3, 4)[number]
@@ -331,7 +334,7 @@ def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None
     with school() as one:
         session = one.session(folder=tmp_path / "whole", **options)
         alarms = [each.report.rolled_back for each in run_loop(one, session, steps=12)[1:] if each.report is not None]
-        whole, best = session.trainer.state(), session._best_reward
+        whole, best = session.trainer.state(), session.monitor.best_reward
     assert any("KL" in alarm for alarm in alarms)
     for steps in range(1, 13):
         with school() as one:
@@ -340,7 +343,7 @@ def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None
             assert report is not None
             assert report.rolled_back == alarms[steps - 1]
             cut = session.trainer.state()
-    assert session._best_reward == best > -np.inf
+    assert session.monitor.best_reward == best > -np.inf
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
 
 

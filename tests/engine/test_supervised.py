@@ -155,9 +155,9 @@ def test_a_step_is_the_same_however_it_is_cut_and_packed(kind: Any, made: Any, o
 def test_packed_rows_hold_several_examples_with_less_padding() -> None:
     packed, plain = (SFT(tiny(), LORA, config(packing=packing, tokens=10_000)) for packing in (True, False))
     some = examples(40, most=60)
-    sizes = [sum(piece.size for piece in one._pieces(some, lambda: 10_000)) for one in (packed, plain)]
+    sizes = [sum(micro.size for micro in one._micros(some, lambda: 10_000)) for one in (packed, plain)]
     assert sizes[0] < 0.8 * sizes[1]
-    pieces = list(packed._pieces(some, lambda: 10_000))
+    pieces = list(packed._micros(some, lambda: 10_000))
     assert sorted(place for piece in pieces for place in piece.places) == list(range(40))
     assert sum(piece.mask.sum() for piece in pieces) == sum(one.learnt for one in some)
 

@@ -1,7 +1,9 @@
 """The trainer on a tiny model: the same update however it is cut, what it refuses, what it learns, what it keeps."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import fields
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -10,9 +12,11 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
-from mlx_parallm.training.learner import Pace
+from mlx_parallm.training.budget import Pace
+from mlx_parallm.training.learner import Refused
 from mlx_parallm.training.model import LoRAConfig, PromptCache, TrainableModel, answer_logits, can_share_prompts
 from mlx_parallm.training.objectives import AGGREGATION, chosen_logprobs
+from mlx_parallm.training.policy_loss import LossTotals
 from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer
 from mlx_parallm.training.trajectories import Trajectory
 from tests.engine.harness import as_served
@@ -20,6 +24,7 @@ from tests.tiny import tiny
 
 PROMPTS = (list(range(20, 41)), list(range(60, 75)))
 LORA = LoRAConfig(rank=4, alpha=8)
+T = TypeVar("T")
 
 
 def made(reward_of: "object" = None, seed: int = 0, groups: int = 2, size: int = 4) -> list[Trajectory]:
@@ -34,14 +39,17 @@ def made(reward_of: "object" = None, seed: int = 0, groups: int = 2, size: int =
     return found
 
 
-def run(trainer: Trainer, trajectories: Sequence[Trajectory]) -> Outcome:
-    steps = trainer.update(trajectories)
+def drain(steps: Generator[None, None, T]) -> T:
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            outcome: Outcome = end.value
-            return outcome
+            result: T = end.value
+            return result
+
+
+def run(trainer: Trainer, trajectories: Sequence[Trajectory]) -> Outcome:
+    return drain(trainer.update(trajectories))
 
 
 def with_logprobs(trainer: Trainer, trajectories: Sequence[Trajectory], shift: float = 0.0) -> None:
@@ -150,9 +158,10 @@ def test_answers_to_several_prompts_together_have_the_same_gradient(checkpointin
     assert len(pieces) > 8
 
     def gradient(micros: Sequence[Micro]) -> tuple[dict[str, mx.array], mx.array]:
-        found = [trainer._gradient(trainer.parameters, micro) for micro in micros]
+        found = [mx.value_and_grad(trainer.loss)(trainer.parameters, micro) for micro in micros]
         total = {name: sum(gradients[name] for _, gradients in found) for name in trainer.parameters}
-        return total, sum(values[:-1] for (_, values, _), _ in found)
+        names = [item.name for item in fields(LossTotals) if item.name != "largest_gap"]
+        return total, mx.stack([sum(values[name] for (_, values), _ in found) for name in names])
 
     expected, sums = gradient(alone)
     for micros in (together, pieces, rounded):
@@ -166,14 +175,14 @@ def test_answers_to_several_prompts_together_have_the_same_gradient(checkpointin
 def test_a_micro_batch_has_no_more_tokens_than_memory_holds() -> None:
     trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3))
     seen: list[int] = []
-    gradient = trainer._gradient
-    trainer._gradient = lambda parameters, micro: seen.append(micro.tokens) or gradient(parameters, micro)
+    run_micro = trainer.budget.run
+    trainer.budget.run = lambda tokens, *rest: seen.append(tokens) or run_micro(tokens, *rest)  # type: ignore[method-assign]
     for _ in range(3):  # until pieces are as large as the whole
         run(trainer, made())
     whole = max(seen)
     assert seen[-1] == whole
-    taken, tokens = trainer.budget.largest
-    trainer._memory = trainer.working_bytes + int(taken / tokens * whole / 3)
+    largest = trainer.budget.largest
+    trainer._memory = trainer.working_bytes + int(largest.nbytes / largest.tokens * whole / 3)
     seen.clear()
     assert run(trainer, made()).adapter is not None
     assert len(seen) > 2
@@ -387,10 +396,30 @@ def test_pieces_find_their_size() -> None:
     assert Pace(0.5, 77).budget() == 77
 
 
+def test_gradient_and_step_may_be_run_apart() -> None:
+    """Two batches' gradients, then one step: the step of both together."""
+    one, other = (Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3, algorithm="dr_grpo", max_length=8)) for _ in "ab")
+    trajectories = made(groups=4)
+    whole = one.batch(trajectories)
+    halves = [one.batch(trajectories[:8]), one.batch(trajectories[8:])]
+    for half in halves:
+        half.weight /= 2  # of one token in both
+    drain(one.forward_backward(whole))
+    for half in halves:
+        before = other.state()
+        drain(other.forward_backward(half))
+        assert all(np.array_equal(array, before[name]) for name, array in other.state().items())
+    assert drain(one.optim_step()) == pytest.approx(drain(other.optim_step()), rel=1e-4)
+    assert apart(one, other) < 1e-5
+    assert apart(one, Trainer(tiny(), LORA, RLConfig())) > 2e-4
+    with pytest.raises(Refused, match="no gradient"):  # it is used up
+        drain(one.optim_step())
+
+
 def test_whatever_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3, epochs=2, max_kl=10.0))
     before = trainer.state()
-    step, calls = trainer._step, []
+    step, calls = trainer.forward_backward, []
 
     def failing(batch: Batch) -> object:
         calls.append(batch)
@@ -398,7 +427,7 @@ def test_whatever_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None
             raise RuntimeError("out of memory")
         return step(batch)
 
-    monkeypatch.setattr(trainer, "_step", failing)
+    monkeypatch.setattr(trainer, "forward_backward", failing)
     with pytest.raises(RuntimeError, match="memory"):
         run(trainer, made())
     after = trainer.state()

@@ -2,11 +2,15 @@
 
 import threading
 
+import orjson
 import pytest
 
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
-from mlx_parallm.training.trajectories import Buffer, Ledger, Record, Trajectory, prompt_group
+from mlx_parallm.training.buffer import Buffer
+from mlx_parallm.training.ledger import Ledger
+from mlx_parallm.training.records import ChoiceKey, PolicySpan, Record
+from mlx_parallm.training.trajectories import Trajectory, prompt_group
 from mlx_parallm.types import Request, SamplingParams
 
 
@@ -29,10 +33,22 @@ def test_a_record_says_what_was_drawn() -> None:
     record = Record.of(ended([5, 6, 7], stop=9)[0], 0, ended([5, 6, 7], stop=9)[1])
     assert record.completion_ids == (5, 6, 7, 9)
     assert record.logprobs == pytest.approx((-0.1, -0.2, -0.3, -0.4))
-    assert record.spans == ((0, 2, 3), (2, 4, 4))
+    assert record.spans == (PolicySpan(0, 2, 3), PolicySpan(2, 4, 4))
     assert (record.temperature, record.policy, record.finish_reason) == (0.5, "policy", "stop")
     assert record.cut(2).completion_ids == (5, 6)
     assert Trajectory.recorded(record, 1.0).version == 3  # the oldest
+
+
+def test_what_was_written_is_read_again_also_as_earlier_releases_wrote_it() -> None:
+    record = Record.of(ended([5, 6, 7], stop=9)[0], 0, ended([5, 6, 7], stop=9)[1])
+    trajectory = Trajectory.recorded(record, 1.0)
+    written = [orjson.loads(orjson.dumps(one)) for one in (record, trajectory)]
+    earlier = [{**fields, "spans": [[0, 2, 3], [2, 4, 4]]} for fields in written]
+    earlier[1]["source"] = ["engine-r", 0]
+    for fields, others in (written, earlier):
+        assert Record.of_json(fields) == record
+        again = Trajectory.of_json(others)
+        assert (again.spans, again.source, again.reward) == (trajectory.spans, ChoiceKey("engine-r", 0), 1.0)
 
 
 def test_the_ledger_finds_by_every_name() -> None:
@@ -95,7 +111,7 @@ def test_what_was_not_drawn_here_is_off_policy() -> None:
 
 
 def one(group: str, reward: float = 0.0, version: int = 1) -> Trajectory:
-    return Trajectory([1], [2], reward, group, spans=((0, 1, version),))
+    return Trajectory([1], [2], reward, group, spans=(PolicySpan(0, 1, version),))
 
 
 def test_groups_are_taken_whole_and_lone_answers_wait() -> None:
@@ -135,7 +151,7 @@ def test_what_a_stop_string_ended_is_what_its_reader_saw() -> None:
     row.finish_reason = None
     ledger(request, 0, row, 1)
     record = ledger.find("r")
-    assert (record.completion_ids, record.finish_reason, record.spans) == ((5,), "stop", ((0, 1, 3),))
+    assert (record.completion_ids, record.finish_reason, record.spans) == ((5,), "stop", (PolicySpan(0, 1, 3),))
 
 
 def test_ids_alone_are_enough_for_what_was_drawn_here() -> None:

@@ -1,0 +1,171 @@
+"""The ledger of what this server drew: the last choices that the engine has ended, as records.
+
+It makes a reward that comes later for a request id into a trajectory, and tells whether one from outside is what was
+drawn here; what is not is marked off-policy. The engine calls it as its recorder. Any thread; no MLX.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from mlx_parallm.engine.rows import Row
+from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.training.records import ChoiceKey, Record
+from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.types import Request
+
+SAME_LOGPROB = 1e-3  # how far what a client sends back may be from the ledger
+MAX_CHOICES = 64
+MAX_KEPT_TOKENS = 1_000_000  # of answers that may still be rewarded, prompts included
+KINDS = ("chatcmpl-", "cmpl-", "gen-")  # before a request's id, in answers
+
+
+class Ledger:
+    """The last choices, by the names of their requests; bounded by their tokens."""
+
+    def __init__(self, max_tokens: int = MAX_KEPT_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self.on_record: Callable[[Record], None] = lambda record: None  # is told of each answer that is kept
+        self._tokens = 0
+        self._lock = threading.Lock()
+        self._records: OrderedDict[ChoiceKey, Record] = OrderedDict()  # by the client's name of the request
+        self._by_engine: dict[ChoiceKey, Record] = {}  # by the engine's
+        self._by_text: dict[bytes, Record] = {}
+        self._listeners: dict[str, Callable[[Record], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __call__(self, request: Request, index: int, row: Row, visible: int | None = None) -> None:
+        """The engine's recorder. An answer that was aborted is not whole, and nobody learns from it.
+
+        `visible`: a stop string has ended it for this reader, who saw so many tokens; the engine does not see that.
+        """
+        if not row.sampled_logprobs or not (row.tokens or row.stop_token is not None):
+            return
+        if visible is None and row.finish_reason is None:
+            return
+        record = Record.of(request, index, row)
+        if visible is not None:
+            record = replace(record.cut(visible), finish_reason="stop")
+        with self._lock:
+            self._put(record)
+            listener = self._listeners.get(request.id)
+        self.on_record(record)
+        if listener is not None:
+            listener(record)
+
+    def restore(self, records: Iterable[Record]) -> None:
+        """Takes answers that an earlier process has kept, the oldest first."""
+        with self._lock:
+            for record in records:
+                self._put(record)
+
+    def records(self) -> list[Record]:
+        """All that are kept, the oldest first."""
+        with self._lock:
+            return list(self._records.values())
+
+    def listen(self, request_ids: Iterable[str], on_record: Callable[[Record], None]) -> None:
+        """Calls `on_record` with each choice of these requests as it ends; on the engine thread, so be short."""
+        with self._lock:
+            self._listeners |= dict.fromkeys(request_ids, on_record)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        with self._lock:
+            for name in request_ids:
+                self._listeners.pop(name, None)
+
+    def find(self, request_id: str, index: int | None = None) -> Record:
+        """An answer by the id of its request and its number, or by its own id; the number may be left out where
+        the request has one answer."""
+        with self._lock:
+            records = self._named(request_id, index)
+        if not records:
+            number = "" if index is None else f" {index}"
+            raise NotFoundError(
+                f"there is no answer{number} of request {request_id!r} among the last {len(self._records)} kept",
+                param="request_id",
+            )
+        if len(records) > 1:
+            raise InvalidRequestError(
+                f"request {request_id!r} has {records[0].choices} answers: say which by index, or by its own id, as "
+                f"{records[0].id!r}",
+                param="index",
+            )
+        return records[0]
+
+    def _named(self, request_id: str, index: int | None) -> list[Record]:
+        for name in _names(request_id):
+            for table in (self._records, self._by_engine):
+                keys = [ChoiceKey(name, number) for number in (range(MAX_CHOICES) if index is None else (index,))]
+                if records := [table[key] for key in keys if key in table]:
+                    return records
+            label, _, number = name.rpartition(".")
+            if label and number.isdecimal() and index in (None, int(number)):
+                record = self._records.get(ChoiceKey(label, int(number)))
+                if record is not None and record.id == name:
+                    return [record]
+        return []
+
+    def _put(self, record: Record) -> None:
+        key = ChoiceKey(record.label or record.request, record.index)
+        if (old := self._records.pop(key, None)) is not None:
+            self._drop(old)
+        self._records[key] = self._by_engine[record.key] = record
+        self._by_text[_text(record.prompt_ids, record.completion_ids)] = record
+        self._tokens += record.size
+        while self._tokens > self._max_tokens and len(self._records) > 1:
+            _, oldest = self._records.popitem(last=False)
+            self._drop(oldest)
+
+    def _drop(self, record: Record) -> None:
+        self._by_engine.pop(record.key, None)
+        text = _text(record.prompt_ids, record.completion_ids)
+        if self._by_text.get(text) is record:
+            del self._by_text[text]
+        self._tokens -= record.size
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Marks one off-policy that this server did not draw, or not with these log-probabilities."""
+        record = self._drawn(trajectory)
+        trajectory.off_policy = record is None
+        if record is not None:
+            trajectory.temperature, trajectory.spans = record.temperature, record.spans
+            trajectory.logprobs = trajectory.logprobs or record.logprobs[: len(trajectory.completion_ids)]
+
+    def _drawn(self, trajectory: Trajectory) -> Record | None:
+        with self._lock:
+            candidates = [self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))]
+            for name in _names(trajectory.request_id) if trajectory.request_id is not None else ():
+                # Perhaps the trajectory is only the beginning of one of these.
+                candidates += [self._records.get(ChoiceKey(name, index)) for index in range(MAX_CHOICES)]
+        return next((one for one in candidates if one is not None and _is_drawn(trajectory, one)), None)
+
+
+def _is_drawn(trajectory: Trajectory, record: Record) -> bool:
+    length = len(trajectory.completion_ids)
+    same_text = (
+        tuple(trajectory.prompt_ids) == record.prompt_ids
+        and tuple(trajectory.completion_ids) == record.completion_ids[:length]
+    )
+    if trajectory.logprobs is None:
+        return same_text
+    learnt = trajectory.mask or [True] * length
+    gaps = (
+        abs(left - right)
+        for left, right, counts in zip(trajectory.logprobs, record.logprobs, learnt, strict=False)
+        if counts
+    )
+    return same_text and all(gap <= SAME_LOGPROB for gap in gaps)
+
+
+def _names(request_id: str) -> list[str]:
+    """What a request may be called: answers' ids have their kind in front."""
+    return [request_id, *(request_id.removeprefix(kind) for kind in KINDS if request_id.startswith(kind))]
+
+
+def _text(prompt: Sequence[int], completion: Sequence[int]) -> bytes:
+    return hashlib.blake2b(repr([*prompt, *completion]).encode(), digest_size=16).digest()

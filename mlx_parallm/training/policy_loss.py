@@ -1,0 +1,115 @@
+"""The loss of a policy: a micro-batch of answers through the trainable model and, for the divergence, the reference.
+
+The trainer calls it, for gradients and to look at what an update did. Engine thread only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.host import to_numpy
+from mlx_parallm.training.batches import Micro
+from mlx_parallm.training.learner import Parameters, Values
+from mlx_parallm.training.model import TrainableModel, answer_logits
+from mlx_parallm.training.objectives import Objective, chosen_logprobs, divergence, losses
+
+LOGPROBS = "logprobs"  # among a loss's values; all others are summed up in `LossTotals`
+
+
+@dataclass(slots=True)
+class LossTotals:
+    """Over the tokens of an update."""
+
+    loss: float = 0.0
+    tokens: float = 0.0
+    kept: float = 0.0
+    clipped: float = 0.0
+    entropy: float = 0.0  # by the drawn tokens' own log-probabilities
+    mismatch: float = 0.0  # KL of the policy that learns to the one that drew
+    reference: float = 0.0  # KL to the model without the adapter
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    largest_gap: float = 0.0
+
+    def add(self, other: "LossTotals") -> None:
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            setattr(self, item.name, max(mine, theirs) if item.name == "largest_gap" else mine + theirs)
+
+    @classmethod
+    def read(cls, values: Mapping[str, mx.array]) -> "LossTotals":
+        """Of one micro-batch, computed."""
+        return cls(**{item.name: float(to_numpy(values[item.name])) for item in fields(cls)})
+
+    def metrics(self) -> dict[str, float]:
+        count = max(self.tokens, 1.0)
+        return {
+            "loss": self.loss,
+            "tokens": self.tokens,
+            "mismatch_kl": self.mismatch / count,
+            "max_logprob_gap": self.largest_gap,
+            "clip_fraction": self.clipped / count,
+            "kept_fraction": self.kept / count,
+            "entropy": self.entropy / count,
+            "effective_sample_size": self.ratio**2 / max(self.ratio_squared, 1e-12) / count,
+        }
+
+
+class PolicyLoss:
+    def __init__(self, tree: TrainableModel, reference: nn.Module, objective: Objective) -> None:
+        """`reference`: the model without the adapter."""
+        self._tree = tree
+        self._reference = reference
+        self._objective = objective
+
+    def __call__(self, parameters: Parameters, micro: Micro) -> tuple[mx.array, Values]:
+        """The micro-batch's part of the loss, and what `LossTotals` and the check of an update need of it.
+
+        Leaves the parameters in the model's own precision, as they are served: products of mixed precision are slow.
+        """
+        objective, tree = self._objective, self._tree
+        tree.set_parameters({name: array.astype(tree.dtype) for name, array in parameters.items()})
+        mask = mx.array(micro.mask)
+        new = self.logprobs(micro)
+        old = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), mx.stop_gradient(new))
+        reference = mx.stop_gradient(self.reference_logprobs(micro)) if objective.beta else None
+        tokens = losses(objective, new, old, mx.array(micro.advantage), mask, reference)
+        weight = mx.array(micro.weight)[:, None]
+        loss = mx.sum((tokens.policy + objective.beta * tokens.divergence) * weight)
+        still = mx.stop_gradient(new)
+        gap = (still - old) * mask
+        ratio = mx.exp(gap) * mask
+        values = {
+            "loss": loss,
+            "tokens": mx.sum(mask),
+            "kept": mx.sum(tokens.kept),
+            "clipped": mx.sum(tokens.clipped),
+            "entropy": -mx.sum(still * mask),
+            "mismatch": mx.sum(divergence(old, still) * mask),
+            "reference": mx.sum(tokens.divergence),
+            "ratio": mx.sum(ratio),
+            "ratio_squared": mx.sum(ratio * ratio),
+            "largest_gap": mx.max(mx.abs(gap)),
+            LOGPROBS: still,
+        }
+        return loss, {name: mx.stop_gradient(value.astype(mx.float32)) for name, value in values.items()}
+
+    def logprobs(self, micro: Micro) -> mx.array:
+        """(n, C): of the answers' tokens, by the parameters that the tree has now."""
+        return self._logprobs(self._tree.module, micro)
+
+    def reference_logprobs(self, micro: Micro) -> mx.array:
+        return self._logprobs(self._reference, micro)
+
+    def _logprobs(self, module: nn.Module, micro: Micro) -> mx.array:
+        answers = mx.array(micro.answers)
+        logits = answer_logits(module, micro.prompts, answers, self._tree.shares_prompts)
+        return chosen_logprobs(logits, answers, _temperature(micro))
+
+
+def _temperature(micro: Micro) -> mx.array | float:
+    """A number where it is one for all: dividing all logits by 1 costs."""
+    temperature = micro.temperature
+    return float(temperature[0, 0, 0]) if (temperature == temperature[0]).all() else mx.array(temperature)

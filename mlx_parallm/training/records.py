@@ -1,0 +1,138 @@
+"""What the engine drew: one record for each choice that has ended, with its tokens and their log-probabilities.
+
+The ledger makes and keeps them, rollouts hand them out, and trajectories are made of them. Any thread; no MLX.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_parallm.engine.rows import Row
+from mlx_parallm.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpan:
+    """Tokens of an answer that one version of the policy drew."""
+
+    first: int
+    end: int  # the token after the last
+    version: int
+
+    @classmethod
+    def of_json(cls, fields: Mapping[str, int] | Sequence[int]) -> "PolicySpan":
+        """As orjson wrote it; files of earlier releases have lists."""
+        if isinstance(fields, Mapping):
+            return cls(first=int(fields["first"]), end=int(fields["end"]), version=int(fields["version"]))
+        first, end, version = fields
+        return cls(first=int(first), end=int(end), version=int(version))
+
+    def shifted(self, tokens: int) -> "PolicySpan":
+        """The same span in a text with so many tokens before it."""
+        return PolicySpan(first=self.first + tokens, end=self.end + tokens, version=self.version)
+
+
+Spans = tuple[PolicySpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceKey:
+    """The engine's name of a choice."""
+
+    request: str
+    index: int
+
+    @classmethod
+    def of_json(cls, fields: Mapping[str, Any] | Sequence[Any]) -> "ChoiceKey":
+        """As orjson wrote it; files of earlier releases have lists."""
+        if isinstance(fields, Mapping):
+            return cls(request=str(fields["request"]), index=int(fields["index"]))
+        request, index = fields
+        return cls(request=str(request), index=int(index))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One choice that the engine has ended."""
+
+    request: str  # the engine's own name for it
+    label: str  # the client's
+    index: int
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: Spans
+    policy: str | None  # the adapter, None: the model alone
+    temperature: float
+    finish_reason: str = "stop"
+    max_tokens: int | None = None  # that it was allowed
+    choices: int = 1  # of its request
+    mask: tuple[bool, ...] | None = None  # tokens that the model drew, where others wrote some; None: all
+
+    @property
+    def id(self) -> str:
+        """What feedback may call this answer: one name for each of a request's."""
+        name = self.label or self.request
+        return name if self.choices == 1 else f"{name}.{self.index}"
+
+    @property
+    def key(self) -> ChoiceKey:
+        return ChoiceKey(request=self.request, index=self.index)
+
+    @property
+    def size(self) -> int:
+        """Its tokens, the prompt's too."""
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    @classmethod
+    def of_json(cls, fields: dict[str, Any]) -> "Record":
+        """As orjson wrote it."""
+        spans = tuple(PolicySpan.of_json(span) for span in fields["spans"])
+        lists = {name: tuple(fields[name]) for name in ("prompt_ids", "completion_ids", "logprobs")}
+        return cls(**{**fields, **lists, "spans": spans})
+
+    @classmethod
+    def of(cls, request: Request, index: int, row: Row) -> "Record":
+        completion = [*row.tokens, *([] if row.stop_token is None else [row.stop_token])]
+        sampling = row.sampling
+        return cls(
+            request=request.id,
+            label=request.label,
+            index=request.first + index,
+            prompt_ids=tuple(row.prompt),
+            completion_ids=tuple(completion),
+            logprobs=tuple(row.sampled_logprobs[: len(completion)]),
+            spans=_spans(row, len(completion)),
+            policy=None if row.adapter is None else row.adapter.name,
+            temperature=1.0 if sampling.greedy else sampling.temperature,
+            finish_reason=row.finish_reason or "abort",
+            max_tokens=row.max_tokens,
+            choices=sampling.n,
+        )
+
+    def cut(self, tokens: int) -> "Record":
+        """The first so many tokens of its answer: a stop string ends it in the middle."""
+        if tokens >= len(self.completion_ids):
+            return self
+        spans = tuple(replace(span, end=min(span.end, tokens)) for span in self.spans if span.first < tokens)
+        return replace(self, completion_ids=self.completion_ids[:tokens], logprobs=self.logprobs[:tokens], spans=spans)
+
+
+def _spans(row: Row, length: int) -> Spans:
+    """Which version drew which of a row's tokens."""
+    starts = [*row.policies, (length, None)]
+    return tuple(
+        PolicySpan(first=first, end=min(end, length), version=0 if adapter is None else adapter.number)
+        for (first, adapter), (end, _) in itertools.pairwise(starts)
+        if first < min(end, length)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RewardedRecord:
+    """An answer with its reward, on its way into a buffer. `group_id`: empty where its prompt names the group."""
+
+    record: Record
+    reward: float
+    group_id: str

@@ -1,0 +1,249 @@
+"""What a kill must not lose of a session, on disk: its checkpoints, and the journal of what came after the last one.
+
+The checkpoint `latest` is written a while after a change and at the end, on a thread of its own; others when asked.
+Trajectories of updates that came after it are in the journal, and wait in the buffer again after a restart. A session
+has one where it keeps checkpoints. Any thread but the engine's.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import orjson
+
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.errors import ParallmError, UnavailableError
+from mlx_parallm.lora.weights import Adapter
+from mlx_parallm.training.checkpoints import BUFFER, LATEST, Checkpoint, Checkpoints, adapter_files
+from mlx_parallm.training.engine_work import run_on_engine
+from mlx_parallm.training.journal import Journal
+from mlx_parallm.training.learner import LearnerState
+from mlx_parallm.training.trainer import Trainer
+from mlx_parallm.training.trajectories import Trajectory
+
+log = logging.getLogger(__name__)
+
+GOOD = "good."  # before the names of the last good version's arrays
+SERVED = "served."  # before those of the version that is served, where the trainer has gone on without publishing
+LOOK_SECONDS = 0.2  # how often the saver looks whether it is to stop
+STOP_SECONDS = 60.0  # for the saver to end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionState:
+    """A session in a checkpoint, beside its arrays and the trajectories that wait: what `state.json` holds."""
+
+    updates: int
+    adapter: str = ""
+    good_updates: int | None = None  # None: the good version's arrays are the trainer's own
+    policy_version: int | None = None  # what these parameters are called; None: they were never published
+    served_version: int | None = None
+    served_updates: int | None = None  # None: the served version's arrays are the trainer's own
+    last_version: int = 0
+    journal: int = 0  # the number of its first file that holds what came later
+    best_reward: float | None = None
+    recent_rewards: list[float] = field(default_factory=list)
+    recent_deviations: list[float] = field(default_factory=list)
+    totals: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    seed: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_json(cls, state: Mapping[str, Any]) -> "SessionState":
+        """As a checkpoint has it; an earlier release may have left fields out."""
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in state.items() if name in known})
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """All that a checkpoint holds, at one moment."""
+
+    learner: LearnerState
+    adapter: Adapter
+    good: LearnerState | None
+    served: LearnerState | None
+    waiting: list[Trajectory]
+    state: SessionState
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What an earlier process has left."""
+
+    checkpoint: Checkpoint | None
+    trajectories: list[Trajectory]  # that waited
+    later: int  # entries of the journal among them: the checkpoint has not counted those
+    last_version: int  # that was ever given out
+
+
+class SessionStore:
+    def __init__(
+        self,
+        engine: Engine,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        *,
+        name: str,
+        seconds: float,
+        lock: threading.Lock,
+        capture: Callable[[], Captured],
+    ) -> None:
+        """`seconds` from a change to the checkpoint. `lock` is the session's: `capture` is called with it held."""
+        self._engine = engine
+        self._trainer = trainer
+        self._checkpoints = checkpoints
+        self._name = name
+        self._seconds = seconds
+        self._lock = lock
+        self._capture = capture
+        self._saving = threading.Lock()  # is taken before `_lock`
+        self._changed = threading.Event()  # since the last checkpoint
+        self._closed = False
+        self._saver = threading.Thread(target=self._save_after_changes, name=f"save-{name}", daemon=True)
+        checkpoints.tidy()
+        self.journal = Journal(checkpoints.folder, checkpoints.last_journal())
+
+    def start(self) -> None:
+        self._saver.start()
+
+    def close(self) -> None:
+        """Writes a checkpoint where something has changed. The engine must still run, and nobody update any more."""
+        self._closed = True
+        if self._changed.is_set():
+            try:
+                self.try_save(LATEST)
+            except UnavailableError as error:
+                log.error("%s: the state at the end can't be written: %s", self._name, error.message)
+        self._changed.set()  # for the saver to end
+        if self._saver.is_alive():
+            self._saver.join(STOP_SECONDS)
+        self.journal.close()
+
+    # The journal.
+
+    def mark_changed(self) -> None:
+        self._changed.set()
+
+    def record_trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        """Before anybody is told that they were taken."""
+        try:
+            self.journal.append(*({"trajectory": one} for one in trajectories))
+        except OSError as error:
+            raise UnavailableError(f"trajectories can't be kept: {error}") from error
+        self._changed.set()
+
+    def record_version(self, number: int) -> None:
+        """Before anybody can see it."""
+        try:
+            self.journal.append({"version": number}, durable=True)
+        except OSError as error:
+            raise UnavailableError(
+                f"version {number} can't be written down, so it is not published: {error}"
+            ) from error
+
+    # Reading.
+
+    def recover(self, resume: bool) -> Recovered:
+        """The last checkpoint and what the journal has of the time after it; without `resume` only the numbers."""
+        checkpoint = self._checkpoints.latest() if resume else None
+        last_version = self._checkpoints.last_version()
+        entries = [] if checkpoint is None else checkpoint.waiting()
+        later = 0
+        first = 0 if checkpoint is None else SessionState.of_json(checkpoint.state).journal
+        for entry in self.journal.read(first):
+            if "version" in entry:
+                last_version = max(last_version, int(entry["version"]))
+            elif "trajectory" in entry:
+                entries.append(entry["trajectory"])
+                later += 1
+        return Recovered(checkpoint, list(_readable(entries)) if resume else [], later, last_version)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Takes the trainer to where it was."""
+        updates = SessionState.of_json(checkpoint.state).updates
+        run_on_engine(self._engine, lambda: self._trainer.load_state(checkpoint.arrays, updates))
+
+    def good_state(self, checkpoint: Checkpoint) -> LearnerState | None:
+        """The last good version, where it is another than the trainer's own state."""
+        return self._earlier_state(checkpoint, GOOD, SessionState.of_json(checkpoint.state).good_updates)
+
+    def served_state(self, checkpoint: Checkpoint) -> LearnerState | None:
+        """The served version, where it is another than the trainer's own state."""
+        return self._earlier_state(checkpoint, SERVED, SessionState.of_json(checkpoint.state).served_updates)
+
+    def _earlier_state(self, checkpoint: Checkpoint, prefix: str, updates: int | None) -> LearnerState | None:
+        named = checkpoint.arrays.items()
+        arrays = {name.removeprefix(prefix): array for name, array in named if name.startswith(prefix)}
+        if not arrays or updates is None:
+            return None
+        return run_on_engine(self._engine, lambda: self._trainer.snapshot_of(arrays, updates))
+
+    # Writing.
+
+    @property
+    def step_name(self) -> str:
+        """What a checkpoint of the trainer as it is now is called."""
+        return f"step-{self._trainer.updates:08d}"
+
+    def save(self, name: str) -> str:
+        """Writes a checkpoint of this name; its name."""
+        with self._saving:
+            with self._lock:
+                self._changed.clear()
+                captured = self._capture()
+            try:
+                saved = self._write(name, captured)
+            except BaseException:
+                self._changed.set()
+                raise
+            self.journal.drop_before(captured.state.journal)
+            return saved
+
+    def try_save(self, name: str) -> str | None:
+        """None where the disk is full or broken: that must not end the training."""
+        try:
+            return self.save(name)
+        except OSError as error:
+            log.error("checkpoint %s can't be written: %s", name, error)
+            return None
+
+    def _write(self, name: str, captured: Captured) -> str:
+        arrays = run_on_engine(self._engine, lambda: self._arrays(captured))
+        lora, source = self._trainer.lora, self._engine.model.source
+        files = adapter_files(captured.adapter, lora.scale, lora.rank, source)
+        files[BUFFER] = b"".join(orjson.dumps(one) + b"\n" for one in captured.waiting)
+        return self._checkpoints.save(name, files, arrays, asdict(captured.state)).name
+
+    def _arrays(self, captured: Captured) -> dict[str, Any]:
+        arrays = self._trainer.state(captured.learner)
+        for prefix, state in ((GOOD, captured.good), (SERVED, captured.served)):
+            earlier = {} if state is None else self._trainer.state(state)
+            arrays |= {f"{prefix}{name}": array for name, array in earlier.items()}
+        return arrays
+
+    def _save_after_changes(self) -> None:
+        """Writes a checkpoint a while after each change."""
+        while not self._closed:
+            self._changed.wait()
+            deadline = time.monotonic() + self._seconds
+            while not self._closed and (time.monotonic() < deadline or not self._seconds):
+                time.sleep(LOOK_SECONDS)
+            if not self._closed:
+                try:
+                    self.try_save(LATEST)
+                except UnavailableError:
+                    return
+
+
+def _readable(entries: Sequence[Mapping[str, Any]]) -> Iterator[Trajectory]:
+    for entry in entries:
+        try:
+            yield Trajectory.of_json(dict(entry))
+        except (ParallmError, KeyError, TypeError, ValueError) as error:
+            log.warning("a trajectory from before can't be read: %s", error)

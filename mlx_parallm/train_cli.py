@@ -1,4 +1,5 @@
-"""`mlx_parallm_train`, or `parallm train`: trains an adapter or a reward model, and leaves it in a folder.
+"""`mlx_parallm_train`, or `parallm train`: trains an adapter or a reward model, and leaves it in a folder. Here are its
+options; `training.runs` does the work.
 
 `--mode rl` is the built-in loop on a server of its own, which serves meanwhile; it takes every option of `serve`, and
 ends when the steps are done, unless it is to go on serving. `--mode sft`, `dpo` and `rm` learn from a file and listen
@@ -6,7 +7,6 @@ on no port. What a run did is in `log.jsonl` and `report.png`.
 """
 
 import argparse
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,10 +17,9 @@ from mlx_parallm.config import ServeConfig, _option, _parse_bool, _parse_list
 from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlx_parallm.engine.engine import Engine
-    from mlx_parallm.lora.weights import Adapter
     from mlx_parallm.training.manager import TrainingManager
-    from mlx_parallm.training.supervised import Supervised
+    from mlx_parallm.training.runs import AdapterSource, Reporting
+    from mlx_parallm.training.supervised import SupervisedConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +210,7 @@ class DPOConfig(SFTConfig):
     )
 
 
+Work = Callable[["TrainingManager", TrainConfig], None]  # a run on an engine that has started
 KINDS: dict[str, type[TrainConfig]] = {"rm": RewardConfig, "sft": SFTConfig, "dpo": DPOConfig}
 
 
@@ -240,24 +240,24 @@ def run(args: argparse.Namespace) -> int:
     from mlx_parallm.serve import serve
     from mlx_parallm.training.report import chosen_boards
 
-    chosen_boards(settings.report_to)  # what is not there is said before a model is loaded
-    work: dict[str, Callable[[TrainingManager, TrainConfig], None]] = {
-        "rl": _policy,
-        "rm": _reward_model,
+    chosen_boards(settings.report_to)  # what is not installed is said before a model is loaded
+    work: dict[str, Work] = {
+        "rl": _train_policy,
+        "rm": _train_reward_model,
         "sft": _fine_tune,
         "dpo": _fine_tune,
     }
     if settings.mode != "rl" and not settings.keep_serving:
-        return _alone(settings, work[settings.mode])
+        return _run_alone(settings, work[settings.mode])
 
-    def companion(training: "TrainingManager") -> int | None:
-        work[settings.mode](training, settings)
+    def companion(manager: "TrainingManager") -> int | None:
+        work[settings.mode](manager, settings)
         return None if settings.keep_serving else 0
 
     return serve(settings, companion)
 
 
-def _alone(settings: TrainConfig, work: "Callable[[TrainingManager, TrainConfig], None]") -> int:
+def _run_alone(settings: TrainConfig, work: "Work") -> int:
     """On an engine that nobody else uses: no port, no requests."""
     from mlx_parallm.runtime.startup import start
     from mlx_parallm.server import logs
@@ -272,36 +272,14 @@ def _alone(settings: TrainConfig, work: "Callable[[TrainingManager, TrainConfig]
     return 0
 
 
-def _stop_at_signals(stop: Callable[[], None]) -> None:
-    """The first SIGTERM or SIGINT ends a run in order, a second the process there and then."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def end(number: int, frame: Any) -> None:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        stop()
-
-    for number in before:
-        signal.signal(number, end)
+# From options to runs.
 
 
-def _policy(training: "TrainingManager", settings: TrainConfig) -> None:
-    from mlx_parallm.training.components import parse_components
-    from mlx_parallm.training.environments import make_task_sampler
-    from mlx_parallm.training.loop import Loop, LoopConfig
-    from mlx_parallm.training.report import Progress
-    from mlx_parallm.training.tasks import Rows, find_task
+def _train_policy(manager: "TrainingManager", settings: TrainConfig) -> None:
+    from mlx_parallm.training.loop import LoopConfig
+    from mlx_parallm.training.runs import PolicyRun, train_policy
 
-    session = training.session()
-    assert session.checkpoints is not None
-    task = (
-        find_task(settings.task)
-        if settings.dataset is None
-        else Rows(settings.dataset, settings.eval_share, settings.train_seed)
-    )
-    components = parse_components(settings.reward, task)
-    asker = make_task_sampler(training.engine, training.rollouts, training.rewards, task, components)
-    loop_config = LoopConfig(
+    loop = LoopConfig(
         steps=settings.steps,
         prompts_per_step=settings.prompts_per_step,
         group_size=settings.group_size,
@@ -314,85 +292,62 @@ def _policy(training: "TrainingManager", settings: TrainConfig) -> None:
         shuffle_rewards=settings.shuffle_rewards,
         seed=settings.train_seed,
     )
-    if settings.init_adapter is not None and not session.trainer.updates and not session.extra:
-        session.begin_with(_adapter(settings, settings.init_adapter))
-    with Progress(
-        session.checkpoints.folder,
-        loop_config.steps,
-        settings.dataset or settings.task,
-        report_to=settings.report_to,
-        settings=_told(settings),
-    ) as progress:
-        loop = Loop(session, asker, loop_config, progress.on_step)
-        training.on_close = loop.stop
-        loop.run()
-        session.checkpoint()
-    _export(settings, session.engine, session.engine.work(session.adapter_steps()).result(), session.lora.rank)
+    policy_run = PolicyRun(
+        task=settings.task,
+        dataset=settings.dataset,
+        eval_share=settings.eval_share,
+        rewards=settings.reward,
+        loop=loop,
+        start=_start_adapter(settings),
+        reporting=_reporting(settings),
+        peft_export=_peft_folder(settings),
+    )
+    train_policy(manager, policy_run)
 
 
-def _fine_tune(training: "TrainingManager", settings: TrainConfig) -> None:
-    """SFT or DPO, and the folder of the adapter that came out."""
-    from rich.console import Console
-
-    from mlx_parallm.text.prompts import Prompts
-    from mlx_parallm.training.datasets import DatasetReader, split
-    from mlx_parallm.training.finetune import FineTuning, RunConfig, check_free, save_adapter
-    from mlx_parallm.training.report import LOG, Progress
+def _fine_tune(manager: "TrainingManager", settings: TrainConfig) -> None:
+    from mlx_parallm.training.finetune import RunConfig
+    from mlx_parallm.training.manager import lora_config
+    from mlx_parallm.training.runs import FineTuneRun, fine_tune, stop_at_signals
 
     assert settings.dataset is not None
-    console, engine, tokenizer = Console(), training.engine, training.engine.model.tokenizer
-    folder = Path(settings.checkpoint_dir).expanduser() / settings.train_adapter[0]
-    check_free(folder)
-    length = min(settings.max_length, engine.model.context_length)
-    chat = settings.chat_template and tokenizer.has_chat_template
-    reader = DatasetReader(Prompts(tokenizer), int(tokenizer.eos_token_id), length, chat)
-    read: Callable[[str], Any] = reader.examples if settings.mode == "sft" else reader.preferences
-    found = read(settings.dataset)
-    other = None if settings.eval_dataset is None else read(settings.eval_dataset)
-    items, held_out = (
-        (found.items, other.items) if other else split(found.items, settings.eval_share, settings.train_seed)
-    )
-    run_config = RunConfig(
+    epochs = RunConfig(
         epochs=settings.epochs,
         batch_size=settings.train_batch_size,
         eval_every=settings.eval_every,
         patience=settings.patience,
         seed=settings.train_seed,
     )
-    console.print(
-        f"{len(items)} examples to learn from, {len(held_out)} held out; {found.cut} were longer than {length} tokens "
-        f"and cut, {found.left_out} of them left out"
+    tuning = FineTuneRun(
+        kind=settings.mode,  # type: ignore[arg-type]
+        folder=Path(settings.checkpoint_dir).expanduser() / settings.train_adapter[0],
+        dataset=settings.dataset,
+        eval_dataset=settings.eval_dataset,
+        eval_share=settings.eval_share,
+        max_length=settings.max_length,
+        chat_template=settings.chat_template,
+        epochs=epochs,
+        lora=lora_config(settings),
+        trainer=_supervised_config(settings),
+        start=_start_adapter(settings),
+        reporting=_reporting(settings),
+        peft_export=_peft_folder(settings),
     )
-    trainer = _trainer(engine, settings, run_config.steps(len(items)))
-    if settings.packing and not trainer.packs:
-        console.print(f"{engine.model.name} can't be packed: examples are computed each in its own row")
-    name, steps = settings.train_adapter[0], run_config.steps(len(items))
-    told = folder.with_name(f"{name}-log")
-    (told / LOG).unlink(missing_ok=True)  # of an earlier run
-    with Progress(told, steps, name, report_to=settings.report_to, settings=_told(settings)) as progress:
-        tuning = FineTuning(engine, trainer, items, held_out, run_config, progress.on_step)
-        _stop_at_signals(tuning.stop)
-        news = tuning.run()
-    path = save_adapter(folder, engine, trainer, settings.mode, news[-1].flat())
-    _export(settings, engine, _on_engine(engine, trainer.adapter), trainer.lora.rank)
-    console.print(f"written to {path}: serve it with --lora-path {path}, train on with --init-adapter {path}")
+    fine_tune(manager.engine, tuning, stop_at_signals)
 
 
-def _trainer(engine: "Engine", settings: TrainConfig, steps: int) -> "Supervised[Any]":
-    """Made on the engine, from the adapter to go on from where there is one."""
+def _supervised_config(settings: TrainConfig) -> "SupervisedConfig":
     from mlx_parallm.training.learner import OptimizerConfig
-    from mlx_parallm.training.manager import lora_config
-    from mlx_parallm.training.supervised import DPO, SFT, Supervised, SupervisedConfig
+    from mlx_parallm.training.supervised import SupervisedConfig
 
     optimizer = OptimizerConfig(
         learning_rate=settings.learning_rate,
         schedule=settings.lr_schedule,  # type: ignore[arg-type]
         warmup_steps=settings.warmup_steps,
-        total_steps=steps,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
     )
-    own = SupervisedConfig(
+    return SupervisedConfig(
         optimizer=optimizer,
         packing=settings.packing,
         beta=settings.dpo_beta,
@@ -401,71 +356,17 @@ def _trainer(engine: "Engine", settings: TrainConfig, steps: int) -> "Supervised
         gradient_checkpointing=settings.gradient_checkpointing,
         seed=settings.train_seed,
     )
-    kind: type[Supervised[Any]] = SFT if settings.mode == "sft" else DPO
-    first = None if settings.init_adapter is None else _adapter(settings, settings.init_adapter)
-
-    def made() -> Supervised[Any]:
-        found = kind(engine.model, lora_config(settings), own, engine.memory.training or None)
-        if first is not None:
-            found.start_from(first)
-        return found
-
-    trainer: Supervised[Any] = _on_engine(engine, made)
-    return trainer
 
 
-def _on_engine(engine: "Engine", work: Callable[[], Any]) -> Any:
-    from mlx_parallm.training.engine_work import once
-
-    return engine.work(once(work)).result()
-
-
-def _adapter(settings: TrainConfig, folder: str) -> "Adapter":
-    from mlx_parallm.lora.files import read_folder
-
-    return read_folder(Path(folder).expanduser(), settings.max_lora_bytes)[0]
-
-
-def _export(settings: TrainConfig, engine: "Engine", adapter: "Adapter", rank: int) -> None:
-    from mlx_parallm.training.checkpoints import peft_files
-
-    if settings.peft_export is None:
-        return
-    folder = Path(settings.peft_export).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in peft_files(adapter, rank, engine.model.source).items():
-        (folder / name).write_bytes(data)
-
-
-def _told(settings: TrainConfig) -> dict[str, Any]:
-    """Of the settings, what is said about a run to others: no keys, no addresses."""
-    sections = ("model", "training", "rl_training")
-    return {
-        item.name: getattr(settings, item.name) for item in fields(settings) if item.metadata["section"] in sections
-    }
-
-
-def _reward_model(training: "TrainingManager", settings: TrainConfig) -> None:
-    """Trains one on pairs, looks at pairs that were held out, writes it, and serves it."""
-    from functools import partial
-
-    from rich.console import Console
-
-    from mlx_parallm.text.prompts import Prompts
-    from mlx_parallm.training.engine_work import once
+def _train_reward_model(manager: "TrainingManager", settings: TrainConfig) -> None:
     from mlx_parallm.training.manager import lora_config
-    from mlx_parallm.training.pairs import read_pairs
-    from mlx_parallm.training.reward_model import NAME, RewardModel
-    from mlx_parallm.training.reward_trainer import RewardTrainer
+    from mlx_parallm.training.runs import RewardRun, train_reward_model
 
-    console, engine = Console(), training.engine
     assert settings.pairs is not None
-    pairs = read_pairs(settings.pairs, Prompts(engine.model.tokenizer))
-    held_out = len(pairs) // 10
-    made = partial(RewardModel, engine.model, lora_config(settings), settings.train_seed)
-    found = training.add_reward_model(NAME, once(made))
-    teacher = RewardTrainer(
-        found,
+    reward_run = RewardRun(
+        pairs=settings.pairs,
+        folder=Path(settings.checkpoint_dir).expanduser(),
+        lora=lora_config(settings),
         learning_rate=settings.learning_rate,
         epochs=settings.pair_epochs,
         batch_size=settings.train_batch_size,
@@ -473,15 +374,27 @@ def _reward_model(training: "TrainingManager", settings: TrainConfig) -> None:
         weight_decay=settings.weight_decay,
         seed=settings.train_seed,
     )
-    console.print(f"{len(pairs) - held_out} pairs to learn from, {held_out} held out")
-    metrics = engine.work(teacher.train(pairs[held_out:])).result()
-    console.print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
-    if held_out:
-        some = pairs[:held_out]
-        texts = [pair.chosen for pair in some] + [pair.rejected for pair in some]
-        scores = engine.work(found.score_steps(texts)).result()
-        right = sum(left > right for left, right in zip(scores[:held_out], scores[held_out:], strict=True))
-        console.print(f"held out: {right} of {held_out} ranked right")
-    packed = engine.work(once(found.pack)).result()
-    path = packed.save(Path(settings.checkpoint_dir).expanduser() / NAME)
-    console.print(f"written to {path}: serve it with --reward-model {path}")
+    train_reward_model(manager, reward_run)
+
+
+def _start_adapter(settings: TrainConfig) -> "AdapterSource | None":
+    from mlx_parallm.training.runs import AdapterSource
+
+    if settings.init_adapter is None:
+        return None
+    return AdapterSource(folder=Path(settings.init_adapter).expanduser(), max_bytes=settings.max_lora_bytes)
+
+
+def _peft_folder(settings: TrainConfig) -> Path | None:
+    return None if settings.peft_export is None else Path(settings.peft_export).expanduser()
+
+
+def _reporting(settings: TrainConfig) -> "Reporting":
+    """With the settings that others may see: no keys, no addresses."""
+    from mlx_parallm.training.runs import Reporting
+
+    sections = ("model", "training", "rl_training")
+    public = {
+        item.name: getattr(settings, item.name) for item in fields(settings) if item.metadata["section"] in sections
+    }
+    return Reporting(boards=settings.report_to, settings=public)

@@ -25,7 +25,8 @@ from mlx_parallm.errors import (
 from mlx_parallm.http_client import Endpoint
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.training.answers import AnswerFile
-from mlx_parallm.training.atropos import Atropos, AtroposConfig, AtroposProcess, EnvironmentConfig
+from mlx_parallm.training.atropos.client import AtroposClient, AtroposConfig
+from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.engine_work import once
 from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger
@@ -107,7 +108,7 @@ class TrainingManager:
         self.reward_models: dict[str, RewardModel] = {}
         self.vocabulary = Vocabulary(engine.model.tokenizer)
         self.on_close: Callable[[], None] = lambda: None  # tells a loop to end
-        self.atropos: Atropos | None = None
+        self.atropos: AtroposClient | None = None
         self.environment: AtroposProcess | None = None
         self._stopped = threading.Event()
         self._answers: AnswerFile | None = None
@@ -146,7 +147,7 @@ class TrainingManager:
     def _follow_atropos(self, url: str) -> None:
         """Learns from what an Atropos API hands out, on a thread of its own."""
         config, session = self.config, self.session()
-        self.atropos = Atropos(
+        self.atropos = AtroposClient(
             AtroposConfig(
                 url,
                 batch_size=config.train_batch_size,

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from benchmarks.servers import ServerProcess, free_port, ours, running
-from mlx_parallm.training.atropos import AtroposProcess, EnvironmentConfig
+from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig
 
 ENVIRONMENT = Path(__file__).with_name("atropos_env.py")
 
@@ -225,7 +225,7 @@ def test_an_environment_that_is_done_stays_so(url: str, stand_in: Path, tmp_path
 def test_an_environment_does_not_outlive_a_server_that_is_killed(url: str, stand_in: Path, tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; "
-        "from mlx_parallm.training.atropos import AtroposProcess, EnvironmentConfig; "
+        "from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig; "
         "config = EnvironmentConfig(sys.argv[1], sys.argv[2], sys.argv[2], Path(sys.argv[3])); "
         "AtroposProcess(config, lambda folder: None).start(); time.sleep(600)"
     )

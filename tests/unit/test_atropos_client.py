@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError, UnavailableError
-from mlx_parallm.training.atropos import Atropos, AtroposConfig, trajectories_of
+from mlx_parallm.training.atropos.batches import trajectories_of
+from mlx_parallm.training.atropos.client import AtroposClient, AtroposConfig
 from mlx_parallm.training.trajectories import Trajectory
 
 TOKENS = [5, 6, 7, 8, 9]
@@ -286,13 +287,13 @@ def serving(api: Api, port: int = 0) -> Iterator[int]:
         server.server_close()
 
 
-def client_of(port: int, **changes: Any) -> Atropos:
+def client_of(port: int, **changes: Any) -> AtroposClient:
     usual: dict[str, Any] = {"batch_size": 4, "max_token_len": 64, "poll_seconds": 0.02, "check_seconds": 0.1}
-    return Atropos(AtroposConfig(f"http://127.0.0.1:{port}/", **usual | {"timeout": 5.0} | changes))
+    return AtroposClient(AtroposConfig(f"http://127.0.0.1:{port}/", **usual | {"timeout": 5.0} | changes))
 
 
 @contextmanager
-def running(client: Atropos) -> Iterator[list[list[Trajectory]]]:
+def running(client: AtroposClient) -> Iterator[list[list[Trajectory]]]:
     batches: list[list[Trajectory]] = []
     stop = threading.Event()
     thread = threading.Thread(target=client.run, args=(batches.append, stop))

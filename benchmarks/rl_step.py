@@ -25,15 +25,14 @@ from rich.table import Table
 from weights import embedded_float32
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.start import start_engine
 from mlx_parallm.models.device import device_name
 from mlx_parallm.models.loader import load
 from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.trainer import RLConfig
 from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.types import SamplingParams
 
@@ -63,7 +62,7 @@ Turn = dict[str, list[Any]]  # "steps": seconds of each; "rollouts": (seconds, t
 class Ours:
     def __init__(self, args: argparse.Namespace) -> None:
         rows = min(64, args.prompts * args.group_size)
-        config = ServeConfig(
+        config = ServeConfig.of(
             ssd=False, max_batch_size=rows, num_blocks=128
         )  # prompts are random: nothing to find again
         self.engine = start_engine(partial(load, args.model, name="model"), config, deliver)

@@ -21,20 +21,20 @@ from rich.console import Console  # isort: skip
 from rich.table import Table
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.config.train import LoopConfig
+from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.start import start_engine
 from mlx_parallm.models.loader import load
 from mlx_parallm.training.alarms import Alarms
 from mlx_parallm.training.environments import make_task_sampler
 from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.loop import Loop, LoopConfig
-from mlx_parallm.training.model import LoRAConfig
+from mlx_parallm.training.loop import Loop
 from mlx_parallm.training.report import LOG, PLOT, Progress, plot
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import find_task
-from mlx_parallm.training.trainer import RLConfig
 
 GAIN = 0.15  # of the held-out score: what counts as learnt
 
@@ -58,7 +58,7 @@ def parse_args() -> argparse.Namespace:
 class Demo:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._engine = start_engine(partial(load, None, name="model"), ServeConfig(ssd=False), deliver)
+        self._engine = start_engine(partial(load, None, name="model"), ServeConfig.of(ssd=False), deliver)
         ledger = Ledger()
         self._engine.recorder = ledger
         rollouts = Rollouts(self._engine, ledger, 32)

@@ -15,10 +15,9 @@ from mlx_parallm.types import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_parallm.client import InferenceClient
+    from mlx_parallm.config.training import LoRAConfig, RLConfig
     from mlx_parallm.integrated import RLIntegratedServer
     from mlx_parallm.llm import LLM
-    from mlx_parallm.training.model import LoRAConfig
-    from mlx_parallm.training.trainer import RLConfig
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,8 +33,8 @@ LAZY = {
     "LLM": "mlx_parallm.llm",
     "InferenceClient": "mlx_parallm.client",
     "RLIntegratedServer": "mlx_parallm.integrated",
-    "RLConfig": "mlx_parallm.training.trainer",
-    "LoRAConfig": "mlx_parallm.training.model",
+    "RLConfig": "mlx_parallm.config.training",
+    "LoRAConfig": "mlx_parallm.config.training",
 }
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss PyTorch, which nobody needs here

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser("parallm", "LLM server for Apple Silicon with continuous batching.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, purpose, add_flags, run in (
-        ("serve", "serve a model behind an OpenAI-compatible API", config.add_flags, serve),
+        ("serve", "serve a model behind an OpenAI-compatible API", config.add_serve_flags, serve),
         ("train", "train an adapter, and serve it meanwhile", train_cli.add_flags, train_cli.run),
         ("chat", "talk to a model in the terminal", chat.add_flags, chat.run),
         ("bench", "measure any OpenAI-compatible server under load", bench_cli.add_flags, bench_cli.run),
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve_main(argv: Sequence[str] | None = None) -> int:
     """`mlx_parallm_serve`: returns the exit code."""
     parser = _parser("mlx_parallm_serve", "Serve a model behind an OpenAI-compatible API.")
-    config.add_flags(parser)
+    config.add_serve_flags(parser)
     parser.set_defaults(run=serve)
     return _run(parser.parse_args(argv))
 

@@ -13,17 +13,17 @@ from functools import partial
 from typing import Any
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.config.train import LoopConfig
+from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.runtime.startup import Runtime, start
 from mlx_parallm.server.run import HttpServer, listen
 from mlx_parallm.server.state import Dispatcher
 from mlx_parallm.training.environments import make_task_sampler
-from mlx_parallm.training.loop import Loop, LoopConfig, StepReport
-from mlx_parallm.training.model import LoRAConfig
+from mlx_parallm.training.loop import Loop, StepReport
 from mlx_parallm.training.rewards import Score
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import Task, find_task
-from mlx_parallm.training.trainer import RLConfig
 
 
 class RLIntegratedServer:
@@ -41,9 +41,9 @@ class RLIntegratedServer:
     ) -> None:
         paths = (base_model,) if base_model else ()
         fixed = {"update_frequency": 0, "enable_rl_training": True, "train_adapter": (adapter,)}
-        self.config = ServeConfig(model_path=paths, **{**fixed, **config})
-        self._lora = lora_config or LoRAConfig()
-        self._rl = rl_config or RLConfig()
+        settings = ServeConfig.of(model_path=paths, **{**fixed, **config})
+        lora, rl = lora_config or settings.training.lora, rl_config or settings.training.rl
+        self.config = replace(settings, training=replace(settings.training, lora=lora, rl=rl))
         self._adapter = adapter
         self._scores = scoring_functions or {}
         self._dispatcher = Dispatcher()
@@ -66,7 +66,7 @@ class RLIntegratedServer:
         async with self._starting:
             if self._runtime is None:
                 self._dispatcher.bind(asyncio.get_running_loop())
-                come_up = partial(start, self.config, self._dispatcher, lora=self._lora, rl=self._rl)
+                come_up = partial(start, self.config, self._dispatcher)
                 runtime = await asyncio.to_thread(come_up)
                 for name, function in self._scores.items():
                     runtime.manager.rewards.add(name, function)
@@ -76,12 +76,11 @@ class RLIntegratedServer:
     async def run_inference(self, port: int | None = None, host: str | None = None) -> int:
         """Serves until `stop`, or a signal; returns the exit code."""
         runtime = await self._started()
-        self.config = replace(
-            self.config,
-            port=self.config.port if port is None else port,
-            host=self.config.host if host is None else host,
+        self.config = self.config.but(
+            port=self.config.http.port if port is None else port,
+            host=self.config.http.host if host is None else host,
         )
-        listener = listen(self.config.host, self.config.port)
+        listener = listen(self.config.http.host, self.config.http.port)
         self._server = HttpServer(runtime, self.config, self._dispatcher, listener)
         return await self._server.run_in_loop()
 
@@ -92,18 +91,21 @@ class RLIntegratedServer:
         steps: int = 100,
         prompts_per_step: int | None = None,
         group_size: int = 8,
-        on_step: Callable[[StepReport], None] = lambda news: None,
+        on_step: Callable[[StepReport], None] = lambda report: None,
         **options: Any,
     ) -> Sequence[StepReport]:
         """The built-in loop: about `rl_config.batch_size` answers in each step."""
         training = (await self._started()).manager
         found = find_task(task) if isinstance(task, str) else task
-        asker = make_task_sampler(training.engine, training.rollouts, training.rewards, found)
-        prompts = prompts_per_step or max(1, self._rl.batch_size // group_size)
+        sampler = make_task_sampler(training.engine, training.rollouts, training.rewards, found)
+        prompts = prompts_per_step or max(1, self.config.training.rl.batch_size // group_size)
         settings = LoopConfig(
-            steps=steps, prompts_per_step=prompts, group_size=group_size, **{"seed": self._rl.seed, **options}
+            steps=steps,
+            prompts_per_step=prompts,
+            group_size=group_size,
+            **{"seed": self.config.training.rl.seed, **options},
         )
-        loop = Loop(self.session, asker, settings, on_step)
+        loop = Loop(self.session, sampler, settings, on_step)
         training.on_close = loop.stop
         return await asyncio.to_thread(loop.run)
 

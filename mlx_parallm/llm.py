@@ -77,7 +77,7 @@ class LLM:
         config.setdefault("max_queue_size", 2 * max_batch_size)
         config.setdefault("ssd", False)  # a script leaves no files behind unless it asks to
         paths = (path,) if path else ()
-        self.config = ServeConfig(model_path=paths, max_batch_size=max_batch_size, dtype=dtype, **config)
+        self.config = ServeConfig.of(model_path=paths, max_batch_size=max_batch_size, dtype=dtype, **config)
         runtime = start(self.config, deliver)
         self._engine = runtime.engine
         self._vocabulary = Vocabulary(self._engine.model.tokenizer)
@@ -174,7 +174,7 @@ class LLM:
         if len(tokens) >= self.model.context_length:
             raise ContextLengthError.of(self.model.context_length, len(tokens), param=f"prompt.{number}")
         check_sampling(sampling, self.model.vocab_size)
-        check_choices(sampling.n, self.config.max_batch_size)
+        check_choices(sampling.n, self.config.batch.max_batch_size)
         streams = [
             TextStream(self._vocabulary, sampling.stop, min_tokens=sampling.min_tokens, trim=chat, prompt_tail=tokens)
             for _ in range(sampling.n)
@@ -200,7 +200,7 @@ class LLM:
         waiting, running = deque(jobs), dict[str, _Job]()
         try:
             while waiting or running:
-                while waiting and len(running) < self.config.max_queue_size:
+                while waiting and len(running) < self.config.batch.max_queue_size:
                     job = waiting.popleft()
                     self._engine.submit(job.request(), inbox.put)
                     running[job.id] = job
@@ -302,7 +302,7 @@ def _spread(sampling: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 @contextmanager
 def _progress(total: int, shown: bool) -> Iterator[Callable[[_Job, TextChunk], None]]:
-    """Yields a function that hears of each job's news and moves the bar, where one is shown."""
+    """Yields a function that takes each job's chunks and moves the bar, where one is shown."""
     if not shown:
         yield lambda job, piece: None
         return

@@ -23,11 +23,11 @@ def serve(config: ServeConfig, companion: Callable[[TrainingManager], int | None
 
     `companion` works beside it, on a thread, once it serves; the server stops when that returns a code.
     """
-    logs.set_up(config.log_level, config.log_json)
+    logs.set_up(config.http.log_level, config.http.log_json)
     check_exposure(config)
     keys_of(config)  # what is wrong with a file of keys is known before a model is loaded
     raise_open_files()
-    listener = listen(config.host, config.port)
+    listener = listen(config.http.host, config.http.port)
     dispatcher = Dispatcher()
     runtime = start(config, dispatcher, progress=progress)
     gc.collect()

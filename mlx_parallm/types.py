@@ -83,7 +83,7 @@ class MemoryPlan:
 
 @dataclass(slots=True)
 class Delta:
-    """News of one choice of one request: tokens since the last news, or its end, or both.
+    """A change of one choice of one request: tokens since the last delta, or its end, or both.
 
     `tokens` never holds the end-of-sequence token or a stop id that ended the choice: that one is
     `stop_token`. `prompt_logprobs` and `cached_tokens` come with a choice's first delta. `versions` says of all its

@@ -56,7 +56,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Finding]:
     from mlx_parallm.engine.start import start_engine
     from mlx_parallm.models.loader import load
 
-    config = ServeConfig(model_path=(args.model_path,) if args.model_path else (), ssd=False)
+    config = ServeConfig.of(model_path=(args.model_path,) if args.model_path else (), ssd=False)
     ((name, source),) = config.named_models().items()
     loader = partial(load, source, name=name, dtype="auto", max_model_len=None, trust_remote_code=False)
     try:

@@ -50,12 +50,12 @@ PROBE = ([3, 1, 4, 1, 5], [9, 2, 6])  # two short prompts; any ids do
 
 
 def batch_cache(
-    model: LanguageModel, forward: Forward, max_rows: int, max_bytes: int, tuning: DeviceProfile
+    model: LanguageModel, forward: Forward, max_rows: int, max_bytes: int, profile: DeviceProfile
 ) -> BatchCache:
-    for cache in _candidates(model, max_rows, max_bytes, tuning):
+    for cache in _candidates(model, max_rows, max_bytes, profile):
         name = type(cache).__name__
         try:
-            agrees = _probe(model, forward, cache, min(max_rows, MIN_BLOCKS) if tuning.fused else 0)
+            agrees = _probe(model, forward, cache, min(max_rows, MIN_BLOCKS) if profile.fused else 0)
         except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError, RuntimeError) as error:
             log.debug("%s can't be used with %s: %s", name, model.name, error)
             continue
@@ -78,18 +78,18 @@ def check_room(cache: BatchCache, plan: MemoryPlan, context: int) -> None:
         )
 
 
-def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int, tuning: DeviceProfile) -> None:
+def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int, profile: DeviceProfile) -> None:
     """Where kernels are built at their first use, uses them: no request should wait for that."""
     if not layout.traced:
         return
-    _rehearse(Runner(forward, cache, vocab_size, lambda: None, tuning.round_prompts))
-    if tuning.round_prompts and isinstance(cache, SlotCache) and device_kind() == "cuda":
-        warm_prompt_shapes(forward, cache, tuning.match_step)
+    _warm_up_rows(Runner(forward, cache, vocab_size, lambda: None, profile.round_prompts))
+    if profile.round_prompts and isinstance(cache, SlotCache) and device_kind() == "cuda":
+        warm_prompt_shapes(forward, cache, profile.match_step)
     if isinstance(cache, SlotCache) and cache.free >= 2:
         _try_adapters(forward, layout, cache)
 
 
-def _rehearse(runner: Runner) -> None:
+def _warm_up_rows(runner: Runner) -> None:
     """Made-up prompts, drawn and greedy, the second while the first runs."""
     rows = []
     for temperature in (0.8, 0.0)[: runner.cache.free]:
@@ -174,67 +174,69 @@ def _try_adapters(forward: Forward, layout: Layout, cache: SlotCache) -> None:
 
 
 def prefix_cache(
-    model: LanguageModel, cache: BatchCache, config: ServeConfig, max_bytes: int, tuning: DeviceProfile
+    model: LanguageModel, cache: BatchCache, config: ServeConfig, max_bytes: int, profile: DeviceProfile
 ) -> Prefix | None:
     """The prefix cache for a model, once its batch cache is proven: blocks where it runs in slots, else snapshots."""
-    if config.num_blocks == 0:
+    if config.cache.num_blocks == 0:
         return None
     if isinstance(cache, (MergedCache, SerialCache)):
-        if config.kv_bits is not None or config.num_blocks is not None:
+        if config.cache.kv_bits is not None or config.cache.num_blocks is not None:
             log.warning("%s keeps snapshots, not blocks: --kv-bits and --num-blocks mean nothing to it", model.name)
         identity = _identity(model, config, f"snapshots of mlx-lm {version('mlx-lm')}")
         disk = _disk(config, identity) if can_be_restored(cache.make_cache()) else None
-        return SnapshotPrefix(cache.make_cache, config.block_size, identity, max_bytes, tuning.min_match, disk)
+        return SnapshotPrefix(cache.make_cache, config.cache.block_size, identity, max_bytes, profile.min_match, disk)
     assert isinstance(cache, SlotCache)
-    packing = Packing(config.kv_bits, config.kv_group_size)
+    packing = Packing(config.cache.kv_bits, config.cache.kv_group_size)
     widths = {side.width for side in cache.sides}
-    if config.kv_bits is not None and any(width % config.kv_group_size for width in widths):
-        raise ModelLoadError(f"--kv-group-size {config.kv_group_size} does not divide this model's heads of {widths}")
+    if config.cache.kv_bits is not None and any(width % config.cache.kv_group_size for width in widths):
+        raise ModelLoadError(
+            f"--kv-group-size {config.cache.kv_group_size} does not divide this model's heads of {widths}"
+        )
     store = BlockStore(
-        config.block_size,
+        config.cache.block_size,
         cache.sides,
         packing,
         max_bytes=max_bytes,
-        blocks=config.num_blocks,
-        fused=tuning.fused,
-        ahead=tuning.steps_in_flight > 0,
+        blocks=config.cache.num_blocks,
+        fused=profile.fused,
+        ahead=profile.steps_in_flight > 0,
     )
     identity = _identity(model, config, f"{packing} {store.host_shapes()}")
     disk = _disk(config, identity)
-    return BlockPrefix(store, config.block_size, identity, tuning.min_match, disk, tuning.match_step)
+    return BlockPrefix(store, config.cache.block_size, identity, profile.min_match, disk, profile.match_step)
 
 
 def _identity(model: LanguageModel, config: ServeConfig, form: str) -> str:
     """Whatever, beside the text, decides what is kept: files of another identity never match."""
-    weights = fingerprint(model.module) if config.ssd else model.source
+    weights = fingerprint(model.module) if config.cache.ssd else model.source
     settings = json.dumps(model.config, sort_keys=True, default=str)  # RoPE, windows, whatever else is no weight
-    return repr((settings, model.precision, weights, config.block_size, form))
+    return repr((settings, model.precision, weights, config.cache.block_size, form))
 
 
 def _disk(config: ServeConfig, identity: str) -> DiskTier | None:
-    if not config.ssd or config.ssd_max_bytes == 0:
+    if not config.cache.ssd or config.cache.ssd_max_bytes == 0:
         return None
-    folder = Path(config.ssd_cache_dir).expanduser() if config.ssd_cache_dir else user_cache() / "kv"
-    disk = DiskTier(folder, identity, config.ssd_max_bytes, config.ssd_ttl_days * 86400)
+    folder = Path(config.cache.ssd_cache_dir).expanduser() if config.cache.ssd_cache_dir else user_cache() / "kv"
+    disk = DiskTier(folder, identity, config.cache.ssd_max_bytes, config.cache.ssd_ttl_days * 86400)
     disk.start()
     return disk
 
 
-def slot_cache(layers: int, max_rows: int, max_bytes: int, tuning: DeviceProfile, mask_rank: int = 4) -> SlotCache:
+def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfile, mask_rank: int = 4) -> SlotCache:
     """With the kernels that there are for the device."""
-    kernel = attend if tuning.fused else None if tuning.compiled else slot_attention()
-    step, compiled = tuning.view_step, tuning.compiled
-    return SlotCache(layers, max_rows, max_bytes, step, compiled, mask_rank, tuning.fused, kernel)
+    kernel = attend if profile.fused else None if profile.compiled else slot_attention()
+    step, compiled = profile.view_step, profile.compiled
+    return SlotCache(layers, max_rows, max_bytes, step, compiled, mask_rank, profile.fused, kernel)
 
 
-def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, tuning: DeviceProfile) -> Iterator[BatchCache]:
+def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, profile: DeviceProfile) -> Iterator[BatchCache]:
     def fresh() -> list[Any]:
         return make_prompt_cache(model.module)
 
     caches = fresh()
     if all(type(cache) is KVCache for cache in caches):
         for mask_rank in (4, 5):  # a few models compute attention by hand, with grouped heads on an axis of their own
-            yield slot_cache(len(caches), max_rows, max_bytes, tuning, mask_rank)
+            yield slot_cache(len(caches), max_rows, max_bytes, profile, mask_rank)
     elif all(hasattr(cache, "merge") for cache in caches):
         yield MergedCache(fresh, max_rows, max_bytes)
     yield SerialCache(fresh, max_rows, max_bytes)

@@ -100,7 +100,7 @@ def build(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> EngineParts
     """Builds and warms up an engine within the memory that `plan` gives it; raises where that can't work."""
     compute = _build_compute(base, loaded, plan)
     parts = _build_serving(base, compute)
-    base.metrics.slots_total = base.config.max_batch_size
+    base.metrics.slots_total = base.config.batch.max_batch_size
     base.metrics.kv_bytes_limit = plan.rows
     base.metrics.memory = compute.memory
     compute.runner.precompute(Prompts(compute.model.tokenizer).beginning())
@@ -112,7 +112,7 @@ def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> Co
     config, profile, model, layout = base.config, base.profile, loaded.model, loaded.layout
     adapters = _registry(base, layout)
     forward = Forward(model.module, layout.active)
-    cache = batch_cache(model, forward, config.max_batch_size, plan.rows, profile)
+    cache = batch_cache(model, forward, config.batch.max_batch_size, plan.rows, profile)
     check_room(cache, plan, model.context_length)
     warm_up(forward, layout, cache, model.vocab_size, profile)
     prefix = prefix_cache(model, cache, config, plan.blocks, profile)
@@ -144,9 +144,9 @@ def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> Co
 def _registry(base: BaseParts, layout: Layout) -> Registry:
     return Registry(
         layout,
-        base.config.max_loras,
-        base.config.max_cpu_loras,
-        base.config.max_lora_rank,
+        base.config.adapters.max_loras,
+        base.config.adapters.max_cpu_loras,
+        base.config.adapters.max_lora_rank,
         run_between_steps=base.thread.run_between_steps,
         observe=base.metrics.adapter_seconds.observe,
     )
@@ -155,15 +155,15 @@ def _registry(base: BaseParts, layout: Layout) -> Registry:
 def _limits(base: BaseParts, cache: BatchCache, prefix: Prefix | None) -> Limits:
     config, profile = base.config, base.profile
     return Limits(
-        max_rows=config.max_batch_size,
-        max_streams=config.max_concurrent_streams,
-        step_tokens=config.prefill_step_size,
-        gather_seconds=config.batch_timeout if config.scheduler == "default" else 0.0,
+        max_rows=config.batch.max_batch_size,
+        max_streams=config.batch.max_concurrent_streams,
+        step_tokens=config.batch.prefill_step_size,
+        gather_seconds=config.batch.batch_timeout if config.batch.scheduler == "default" else 0.0,
         max_padding=profile.max_padding if cache.stages_many else None,
         worth_waiting=max(64, profile.min_match),
         round_to=PROMPT_STEP if profile.round_prompts and cache.stages_many else 1,
         pass_tokens=profile.pass_tokens if isinstance(prefix, BlockPrefix) else 0,
-        max_adapters=config.max_loras,
+        max_adapters=config.adapters.max_loras,
     )
 
 
@@ -172,7 +172,7 @@ def _build_serving(base: BaseParts, compute: ComputeParts) -> EngineParts:
     runner, scheduler, lookup = compute.runner, compute.scheduler, compute.lookup
     adapters, prefix = compute.adapters, compute.prefix
     grammars = _grammars(compute.model)
-    admission = Admission(compute.model, grammars, runner.cache.max_length, base.config.max_batch_size)
+    admission = Admission(compute.model, grammars, runner.cache.max_length, base.config.batch.max_batch_size)
     accounts = Accounts(metrics, scheduler, runner, prefix)
     policies = Policies(adapters, live, scheduler, runner, lookup.hash_blocks)
     ssd_transfers = _ssd_transfers(prefix, scheduler, thread)
@@ -207,7 +207,7 @@ def _build_serving(base: BaseParts, compute: ComputeParts) -> EngineParts:
             ssd_transfers,
             idle,
             metrics,
-            base.config.max_queue_size,
+            base.config.batch.max_queue_size,
         ),
     )
 

@@ -17,7 +17,7 @@ def describe(
         ("model", f"{model.name} ({model.precision}, {size_text(model.weight_bytes)} of weights)"),
         ("device", device_name()),
         ("context", f"{model.context_length} tokens"),
-        ("batch", f"up to {config.max_batch_size} answers at once, {_way(cache)}"),
+        ("batch", f"up to {config.batch.max_batch_size} answers at once, {_way(cache)}"),
         ("exactness", _exactness(model.precision)),
         ("memory", _memory(plan)),
         ("cache", _cache(prefix, config)),
@@ -54,7 +54,7 @@ def _cache(prefix: Prefix | None, config: ServeConfig) -> str:
         return "prompts are not kept (--num-blocks 0)"
     disk, kept = prefix.disk, f"prompts are kept in memory ({size_text(prefix.max_bytes)})"
     if disk is None:
-        return f"{kept}; not on SSD{' (--no-ssd)' if not config.ssd else ''}"
+        return f"{kept}; not on SSD{' (--no-ssd)' if not config.cache.ssd else ''}"
     if disk.problem is not None:
         return f"{kept}; not on SSD: {disk.problem}"
-    return f"{kept} and on SSD in {disk.folder} (at most {config.ssd_max_bytes / 1e9:g} GB)"
+    return f"{kept} and on SSD in {disk.folder} (at most {config.cache.ssd_max_bytes / 1e9:g} GB)"

@@ -144,7 +144,7 @@ class StartingEngine:
             thread=self._thread,
             outbox=Outbox(self._dispatch),
             allocator_cache=self._allocator_cache,
-            live=LiveRequests(share=config.dedupe),
+            live=LiveRequests(share=config.batch.dedupe),
             background=Background(config.serving_share, metrics.background),
             metrics=metrics,
         )

@@ -33,7 +33,7 @@ def plan_memory(weights: Sequence[int], adapters: Sequence[int], config: ServeCo
     Raises where what is asked for can't work, with the number that would.
     """
     kind = device_kind()
-    limit = config.memory_limit or usable_memory(kind)
+    limit = config.cache.memory_limit or usable_memory(kind)
     at_hand = limit - sum(weights)
     if at_hand <= 0:
         raise ModelLoadError(
@@ -41,15 +41,15 @@ def plan_memory(weights: Sequence[int], adapters: Sequence[int], config: ServeCo
             f"--memory-limit {size_flag(sum(weights) * 5 // 4)} would leave some for requests"
         )
     kept = at_hand // (12 if kind == "cpu" else 6)
-    if config.kv_cache_memory:  # rows that may hold little leave little behind
-        kept = min(kept, config.kv_cache_memory // (8 if kind == "cpu" else 4))
+    if config.cache.kv_cache_memory:  # rows that may hold little leave little behind
+        kept = min(kept, config.cache.kv_cache_memory // (8 if kind == "cpu" else 4))
     training = at_hand // 4 if config.trains else 0
-    resident = [min(config.max_loras * size, at_hand // 8 // len(weights)) for size in adapters]
+    resident = [min(config.adapters.max_loras * size, at_hand // 8 // len(weights)) for size in adapters]
     rest = max(0, at_hand - kept - training - sum(resident)) // len(weights)
     plans = []
     for number, (own, room) in enumerate(zip(weights, resident, strict=True)):
-        rows = config.kv_cache_memory // len(weights) if config.kv_cache_memory else rest * 2 // 3
-        blocks = 0 if config.num_blocks == 0 else rows // 2
+        rows = config.cache.kv_cache_memory // len(weights) if config.cache.kv_cache_memory else rest * 2 // 3
+        blocks = 0 if config.cache.num_blocks == 0 else rows // 2
         plans.append(
             MemoryPlan(
                 limit=limit,
@@ -67,14 +67,14 @@ def plan_memory(weights: Sequence[int], adapters: Sequence[int], config: ServeCo
 
 def _check_flags(plans: Sequence[MemoryPlan], config: ServeConfig, kind: DeviceKind) -> None:
     """What flags ask for must be there: a budget that the machine can't hold ends in an out-of-memory kill."""
-    if not config.kv_cache_memory or config.memory_limit:
+    if not config.cache.kv_cache_memory or config.cache.memory_limit:
         return
     asked = sum(plan.weights + plan.rows for plan in plans)
     most = largest_memory(kind)
     if asked > most:
         room = max(0, most - sum(plan.weights for plan in plans))
         raise ModelLoadError(
-            f"--kv-cache-memory {size_flag(config.kv_cache_memory)} is more than there is: "
+            f"--kv-cache-memory {size_flag(config.cache.kv_cache_memory)} is more than there is: "
             f"at most {size_flag(room)} is left beside the weights"
         )
 

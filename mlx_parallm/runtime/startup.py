@@ -21,9 +21,7 @@ from mlx_parallm.models.memory import size_text
 from mlx_parallm.runtime.adapters import LocalAdapters, load_adapter
 from mlx_parallm.runtime.pool import LocalPredictor, Pool, load_predictor
 from mlx_parallm.training.manager import TrainingManager
-from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.service import TrainingService
-from mlx_parallm.training.trainer import RLConfig
 
 Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow step of a start as it begins
 
@@ -60,15 +58,12 @@ def start(
     config: ServeConfig,
     deliver: Callable[[StepEvents], None],
     *,
-    lora: LoRAConfig | None = None,
-    rl: RLConfig | None = None,
     learn: bool = True,
     progress: Progress = lambda what: contextlib.nullcontext(),
 ) -> Runtime:
     """Loads what the config names. `deliver` takes each step's events, on an engine's thread.
 
-    `lora`, `rl`: of the adapters that learn (default: what the config says). `learn`: False where the caller trains by
-    other means, so that no adapter begins to.
+    `learn`: False where the caller trains by other means, so that no adapter begins to.
     """
     adapters = config.named_adapters()  # what is wrong with them is said before a model is loaded
     kinds = {name: kind_of(source) for name, source in config.named_models().items()}
@@ -78,15 +73,15 @@ def start(
     try:
         first = next(iter(engines.values()))
         for name, path in adapters.items():
-            load_adapter(first, name, path, config.max_lora_bytes)
+            load_adapter(first, name, path, config.adapters.max_lora_bytes)
         predictors = _load_predictors(config, kinds, first, progress)
         manager = TrainingManager(first, config)
         if learn:
-            manager.start(lora, rl)
+            manager.start()
     except BaseException:
         _stop(engines)
         raise
-    local = LocalAdapters(engines, manager, config.max_lora_bytes)
+    local = LocalAdapters(engines, manager, config.adapters.max_lora_bytes)
     return Runtime(Pool(engines, predictors), manager, TrainingService(manager), local)
 
 
@@ -116,9 +111,9 @@ def _start_engines(
                 load,
                 source,
                 name=name,
-                dtype=config.dtype,
-                max_model_len=config.max_model_len,
-                trust_remote_code=config.trust_remote_code,
+                dtype=config.model.dtype,
+                max_model_len=config.model.max_model_len,
+                trust_remote_code=config.model.trust_remote_code,
             )
             starting[name] = StartingEngine(loader, config, deliver)
             with progress(f"loading {name}" + (", the embedded model" if source is None else f" from {source}")):

@@ -74,9 +74,9 @@ class Key:
 
 def keys_of(config: ServeConfig) -> list[Key]:
     """All keys that a configuration names, on its flags and in its file."""
-    given: list[tuple[str | None, Role]] = [(config.api_key, "user"), (config.admin_key, "admin")]
+    given: list[tuple[str | None, Role]] = [(config.http.api_key, "user"), (config.http.admin_key, "admin")]
     keys = [Key.of(role, role, secret) for secret, role in given if secret is not None]
-    return keys + (read_keys(Path(config.keys_file).expanduser()) if config.keys_file is not None else [])
+    return keys + (read_keys(Path(config.http.keys_file).expanduser()) if config.http.keys_file is not None else [])
 
 
 def read_keys(path: Path) -> list[Key]:
@@ -236,11 +236,11 @@ def is_loopback(host: str) -> bool:
 
 def check_exposure(config: ServeConfig) -> None:
     """A server that other machines can reach has keys, unless somebody says that it need not."""
-    if config.insecure or config.has_keys or is_loopback(config.host):
+    if config.http.insecure or config.http.has_keys or is_loopback(config.http.host):
         return
     raise ConfigError(
-        f"--host {config.host} lets other machines use this server, and no key is set. Either give it keys:\n"
-        f'  mlx_parallm_serve --host {config.host} --api-key "$(openssl rand -hex 24)" --admin-key '
+        f"--host {config.http.host} lets other machines use this server, and no key is set. Either give it keys:\n"
+        f'  mlx_parallm_serve --host {config.http.host} --api-key "$(openssl rand -hex 24)" --admin-key '
         f'"$(openssl rand -hex 24)"\n'
-        f"or let anybody use and change it:\n  mlx_parallm_serve --host {config.host} --insecure"
+        f"or let anybody use and change it:\n  mlx_parallm_serve --host {config.http.host} --insecure"
     )

@@ -58,25 +58,27 @@ def create_app(
 
 def _hosts(config: ServeConfig) -> list[str] | None:
     """The names that the server answers to beside loopback's; None: any."""
-    if not config.allowed_host and not is_loopback(config.host):
+    if not config.http.allowed_host and not is_loopback(config.http.host):
         return None
-    return [config.host, *config.allowed_host]
+    return [config.http.host, *config.http.allowed_host]
 
 
 def _middleware(config: ServeConfig) -> list[Middleware]:
     """From the outside in."""
     cors = Middleware(
         CORSMiddleware,
-        allow_origins=list(config.cors_allow_origin),
+        allow_origins=list(config.http.cors_allow_origin),
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=["X-Request-Id", "Retry-After"],
     )
     return [
         Middleware(RequestLog),
-        *([cors] if config.cors_allow_origin else []),
-        Middleware(OriginGuard, hosts=_hosts(config), origins=config.cors_allow_origin),
+        *([cors] if config.http.cors_allow_origin else []),
+        Middleware(OriginGuard, hosts=_hosts(config), origins=config.http.cors_allow_origin),
         Middleware(Authentication, keys=keys_of(config)),
         # In base64 an adapter grows by a third.
-        Middleware(BodyLimit, limit=config.max_body_size, upload_limit=config.max_lora_bytes * 4 // 3 + (1 << 20)),
+        Middleware(
+            BodyLimit, limit=config.http.max_body_size, upload_limit=config.adapters.max_lora_bytes * 4 // 3 + (1 << 20)
+        ),
     ]

@@ -42,30 +42,30 @@ def ready_lines(runtime: RuntimeClient, config: ServeConfig, url: str) -> list[s
 
 
 def _scheduler(config: ServeConfig) -> str:
-    queue = f"{config.max_queue_size} more may wait"
-    if config.scheduler == "continuous":
+    queue = f"{config.batch.max_queue_size} more may wait"
+    if config.batch.scheduler == "continuous":
         return f"continuous: new requests join the running ones at every step; {queue}"
-    return f"requests are gathered for {config.batch_timeout:g} s before they begin; {queue}"
+    return f"requests are gathered for {config.batch.batch_timeout:g} s before they begin; {queue}"
 
 
 def _adapters(models: Sequence[ModelClient], config: ServeConfig) -> str:
     names = [name for model in models for name in model.adapters.names]
     loaded = ", ".join(names) if names else "none loaded (--lora-path NAME=FOLDER, or POST /v1/adapters/load)"
-    return f"{loaded}; up to {config.max_loras} different ones in a batch"
+    return f"{loaded}; up to {config.adapters.max_loras} different ones in a batch"
 
 
 def _training(config: ServeConfig, training: TrainingClient) -> str:
     if not training.adapters:
-        unused = [name for name in ("atropos_url", "environment") if getattr(config, name) is not None]
+        unused = [name for name in ("atropos_url", "environment") if getattr(config.training, name) is not None]
         told = f"; {' and '.join(unused)} is not used" if unused else ""
         return f"off (--enable-rl-training turns it on){told}"
-    names = ", ".join(training.adapters)
-    return f"on: {names} learns by {config.algorithm.upper()}, checkpoints in {config.checkpoint_dir}"
+    names, algorithm = ", ".join(training.adapters), config.training.rl.algorithm.upper()
+    return f"on: {names} learns by {algorithm}, checkpoints in {config.checkpoints.checkpoint_dir}"
 
 
 def _keys(config: ServeConfig) -> str:
     keys = keys_of(config)
-    everybody = "everybody on this machine" if is_loopback(config.host) else "EVERYBODY WHO CAN REACH THIS ADDRESS"
+    everybody = "everybody on this machine" if is_loopback(config.http.host) else "EVERYBODY WHO CAN REACH THIS ADDRESS"
     if not keys:
         return f"none: {everybody} may use and change this server (--api-key, --admin-key)"
     if not any(key.role == "user" for key in keys):

@@ -157,7 +157,7 @@ class HttpServer(uvicorn.Server):
 
     @property
     def _patience(self) -> float:
-        return self._settings.drain_timeout_seconds
+        return self._settings.http.drain_timeout_seconds
 
     async def _drain(self) -> None:
         if self._work is not None and not self._work.done():  # a loop ends its step, and keeps what it has learnt
@@ -174,7 +174,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     def _on_failure(self, reason: str) -> None:
-        if not self._settings.exit_on_engine_failure:
+        if not self._settings.http.exit_on_engine_failure:
             log.critical("the engine has failed for good; /health answers 503 from now on: %s", reason)
         else:
             log.critical("the engine has failed for good, and the server ends with status 1: %s", reason)

@@ -51,7 +51,7 @@ class GenerationService:
         prompts, inside_thinking = await self._prompts(call, served)
         grammar = await self._grammar(call, served, inside_thinking)
         sampling = [self._sampling(call, served, len(prompt), grammar) for prompt in prompts]
-        check_choices(call.sampling.n, self._config.max_batch_size)  # before anything is made for each of them
+        check_choices(call.sampling.n, self._config.batch.max_batch_size)  # before anything is made for each of them
         if call.collect_trajectory:
             adapter = None if version is None else version.name
             self._training.check_collects(served.name, adapter, call.scoring_function)
@@ -71,7 +71,7 @@ class GenerationService:
             make_choice,
             name=f"{kind}-{request_id}",
             label=call.request_id or request_id,
-            timeout=self._config.request_timeout_seconds or None,
+            timeout=self._config.batch.request_timeout_seconds or None,
         )
         if call.collect_trajectory and call.scoring_function is not None:  # else its reward comes later, as feedback
             generation.score = partial(self._score, generation, call.scoring_function)
@@ -108,7 +108,7 @@ class GenerationService:
         self, call: GenerationCall, served: ServedModel, prompt_tokens: int, grammar: str | None
     ) -> SamplingParams:
         vocab_size, top_k = served.model.vocab_size, call.sampling.top_k
-        default = self._config.max_tokens or call.default_max_tokens
+        default = self._config.batch.max_tokens or call.default_max_tokens
         max_tokens = completion_length(
             served,
             prompt_tokens,

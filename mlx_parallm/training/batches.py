@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_parallm.training.objectives import Algorithm, Floats, Integers, advantages, token_weights
+from mlx_parallm.config.training import Algorithm
+from mlx_parallm.training.objectives import Floats, Integers, advantages, token_weights
 from mlx_parallm.training.trajectories import Trajectory
 
 MAX_PADDING = 0.25  # answers to several prompts go together while that adds at most this share of tokens

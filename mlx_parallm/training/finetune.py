@@ -22,7 +22,7 @@ from mlx_parallm.training.supervised import Item, Supervised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class EpochConfig:
     epochs: int = 1
     batch_size: int = 16
     eval_every: int = 0  # steps; 0: after each epoch
@@ -77,7 +77,7 @@ class FineTuning(Generic[Item]):
         trainer: Supervised[Item],
         items: Sequence[Item],
         held_out: Sequence[Item],
-        config: RunConfig,
+        config: EpochConfig,
         on_step: Callable[[RunReport], None] = lambda news: None,
     ) -> None:
         if config.patience and not held_out:

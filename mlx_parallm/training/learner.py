@@ -11,46 +11,25 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
+from mlx_parallm.config.training import OptimizerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.training.model import Stacks
 
 Parameters = dict[str, mx.array]
 Values = dict[str, mx.array]  # what a loss tells beside itself, by name
-Schedule = Literal["constant", "linear", "cosine"]
 Micro = TypeVar("Micro")  # a micro-batch
 Loss = Callable[[Parameters, Micro], tuple[mx.array, Values]]
 
 
 class Refused(Exception):
     """This update must not stand."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    learning_rate: float
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 1000  # after which linear and cosine have come down to 0
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"schedule must be constant, linear or cosine, not {self.schedule!r}")
-        if self.total_steps < 1:
-            raise ConfigError(f"total_steps must be at least 1, not {self.total_steps}")
-        for name in ("learning_rate", "warmup_steps", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
-        if not self.max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm must be above 0, and is {self.max_grad_norm}")
 
 
 @dataclass(frozen=True, slots=True)

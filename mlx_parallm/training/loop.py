@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_parallm.config.train import LoopConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.text.detokenize import Vocabulary
@@ -30,30 +31,6 @@ from mlx_parallm.types import SamplingParams
 log = logging.getLogger(__name__)
 
 CURRICULUM_WINDOW = 5  # steps whose success decides about the level
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopConfig:
-    steps: int = 100
-    prompts_per_step: int = 4
-    group_size: int = 8
-    temperature: float = 1.0
-    answer_tokens: int | None = None  # None: what the task says
-    eval_every: int = 0  # steps; 0: at the beginning and the end
-    eval_problems: int = 32
-    level: int = 1
-    raise_level_at: float | None = None  # the success rate from which problems get harder
-    shuffle_rewards: bool = False  # a placebo: within each group, rewards go to other answers
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "prompts_per_step", "eval_problems", "level"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.group_size < 2:
-            raise ConfigError(f"group_size must be at least 2, not {self.group_size}")
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature must be above 0, and is {self.temperature}")
 
 
 @dataclass(slots=True)

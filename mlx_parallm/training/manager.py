@@ -30,14 +30,12 @@ from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConf
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.engine_work import once
 from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger
-from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.records import Record, RewardedRecord
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.totals import Report
-from mlx_parallm.training.trainer import RLConfig
 from mlx_parallm.training.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
@@ -45,53 +43,24 @@ log = logging.getLogger(__name__)
 NOT_ENABLED = "this server does not train: start it with --enable-rl-training"
 
 
-def lora_config(config: ServeConfig) -> LoRAConfig:
-    modules = tuple(name for entry in config.lora_target_modules for name in entry.split(",") if name)
-    return LoRAConfig(config.lora_rank, config.lora_alpha, modules, config.lora_dora, config.lora_layers)
-
-
-def rl_config(config: ServeConfig) -> RLConfig:
-    return RLConfig(
-        algorithm=config.algorithm,  # type: ignore[arg-type]
-        learning_rate=config.learning_rate,
-        batch_size=config.train_batch_size,
-        epochs=config.train_epochs,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        beta=config.beta,
-        token_limit=config.token_limit,
-        answer_limit=config.answer_limit,
-        schedule=config.lr_schedule,  # type: ignore[arg-type]
-        warmup_steps=config.warmup_steps,
-        total_steps=config.total_steps,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        max_kl=config.max_kl,
-        microstep_seconds=config.microstep_seconds,
-        microbatch_tokens=config.microbatch_tokens,
-        gradient_checkpointing=config.gradient_checkpointing,
-        seed=config.train_seed,
-    )
-
-
 def environment_config(config: ServeConfig) -> EnvironmentConfig | None:
     """Of the environment to start, where the config names one."""
-    if config.environment is None or not config.trains:
+    if config.training.environment is None or not config.trains:
         return None
-    if config.atropos_url is None:
+    if config.training.atropos_url is None:
         raise ConfigError("--environment needs --enable-rl-training and the --atropos-url that it sends its groups to")
-    if config.port == 0:
+    if config.http.port == 0:
         raise ConfigError(
             "--environment needs a fixed --port: the environment is started with the server's address, and --port 0 "
             "lets the system choose one later"
         )
-    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.http.host, config.http.host)
     return EnvironmentConfig(
-        config.environment,
-        Endpoint.parse(config.atropos_url).url,
-        f"http://{f'[{host}]' if ':' in host else host}:{config.port}",
-        Path(config.checkpoint_dir).expanduser() / "environment.log",
-        config.api_key,
+        config.training.environment,
+        Endpoint.parse(config.training.atropos_url).url,
+        f"http://{f'[{host}]' if ':' in host else host}:{config.http.port}",
+        Path(config.checkpoints.checkpoint_dir).expanduser() / "environment.log",
+        config.http.api_key,
     )
 
 
@@ -100,10 +69,11 @@ class TrainingManager:
         self.engine = engine
         self.config = config
         self.ledger = Ledger()
+        rewards = config.training.rewards
         self.rewards = Rewards.of(
-            config.scoring_function, timeout=config.scoring_timeout, batch_size=config.scoring_batch_size
+            rewards.scoring_function, timeout=rewards.scoring_timeout, batch_size=rewards.scoring_batch_size
         )
-        self.rollouts = Rollouts(engine, self.ledger, config.max_batch_size)
+        self.rollouts = Rollouts(engine, self.ledger, config.batch.max_batch_size)
         self.sessions: dict[str, Session] = {}
         self.reward_models: dict[str, RewardModel] = {}
         self.vocabulary = Vocabulary(engine.model.tokenizer)
@@ -114,29 +84,29 @@ class TrainingManager:
         self._answers: AnswerFile | None = None
         engine.recorder = self.ledger
 
-    def start(self, lora: LoRAConfig | None = None, rl: RLConfig | None = None) -> None:
+    def start(self) -> None:
         """Opens reward models, and has the adapters of the config learn, where it says so."""
         environment = environment_config(self.config)  # what is wrong with it is said before anything else is done
-        for name, path in self.config.named_reward_models().items():
+        for name, path in self.config.training.rewards.named_reward_models().items():
             self.add_reward_model(name, once(partial(open_reward_model, self.engine.model, path)))
         if not self.config.trains:
             return
         self.engine.records_all = True
         self._keep_answers()
-        names = [name for entry in self.config.train_adapter for name in entry.split(",") if name]
+        names = self.config.training.adapters
         for name in names:
-            self.add(name, serve=name == names[0], lora=lora, rl=rl)
-        if self.config.atropos_url is not None:
-            self._follow_atropos(self.config.atropos_url)
+            self.add(name, serve=name == names[0])
+        if self.config.training.atropos_url is not None:
+            self._follow_atropos(self.config.training.atropos_url)
         if environment is not None:
             self.environment = AtroposProcess(environment, self.engine.model.tokenizer.save_pretrained)
             self.environment.start()
 
     def _keep_answers(self) -> None:
         """On disk too: feedback may come after a restart."""
-        folder = Path(self.config.checkpoint_dir).expanduser()
+        folder = Path(self.config.checkpoints.checkpoint_dir).expanduser()
         self._answers = AnswerFile(folder, MAX_KEPT_TOKENS, self.ledger.records)
-        if self.config.resume:
+        if self.config.checkpoints.resume:
             self.ledger.restore(self._answers.read())
         try:
             self._answers.start()
@@ -150,11 +120,11 @@ class TrainingManager:
         self.atropos = AtroposClient(
             AtroposConfig(
                 url,
-                batch_size=config.train_batch_size,
+                batch_size=config.training.rl.batch_size,
                 max_token_len=self.engine.model.context_length,
-                checkpoint_dir=config.checkpoint_dir,
-                num_steps=config.total_steps,
-                save_checkpoint_interval=config.checkpoint_interval,
+                checkpoint_dir=config.checkpoints.checkpoint_dir,
+                num_steps=config.training.rl.total_steps,
+                save_checkpoint_interval=config.checkpoints.checkpoint_interval,
                 starting_step=session.trainer.updates,
             )
         )
@@ -186,34 +156,31 @@ class TrainingManager:
             self.ledger.check(one)
         return session.update(trajectories)
 
-    def add(
-        self, name: str, *, serve: bool = False, lora: LoRAConfig | None = None, rl: RLConfig | None = None
-    ) -> Session:
+    def add(self, name: str, *, serve: bool = False) -> Session:
         """Another adapter that learns, with a trainer of its own."""
-        config = self.config
+        training, kept = self.config.training, self.config.checkpoints
         session = Session(
             self.engine,
             name,
-            lora or lora_config(config),
-            rl or rl_config(config),
-            checkpoints=Checkpoints(Path(config.checkpoint_dir).expanduser() / name, config.keep_n_checkpoints),
-            checkpoint_interval=config.checkpoint_interval,
-            checkpoint_seconds=config.checkpoint_seconds,
-            update_trajectories=config.update_frequency or None,
-            buffer_size=config.trajectory_buffer_size,
-            max_staleness=config.max_staleness,
+            training.lora,
+            training.rl,
+            checkpoints=Checkpoints(Path(kept.checkpoint_dir).expanduser() / name, kept.keep_n_checkpoints),
+            checkpoint_interval=kept.checkpoint_interval,
+            checkpoint_seconds=kept.checkpoint_seconds,
+            update_trajectories=training.update_frequency or None,
+            buffer_size=training.trajectory_buffer_size,
+            max_staleness=training.max_staleness,
             memory=self._memory_of_one(),
         )
-        session.start(resume=config.resume, serve=serve)
-        if config.update_frequency:
-            session.follow_buffer(config.update_frequency)
+        session.start(resume=kept.resume, serve=serve)
+        if training.update_frequency:
+            session.follow_buffer(training.update_frequency)
         self.sessions[name] = session
         return session
 
     def _memory_of_one(self) -> int | None:
         """Bytes for each adapter that learns; None where the memory was not planned for it."""
-        count = len([name for entry in self.config.train_adapter for name in entry.split(",") if name])
-        return self.engine.memory.training // max(1, count) or None
+        return self.engine.memory.training // max(1, len(self.config.training.adapters)) or None
 
     def add_reward_model(self, name: str, steps: Generator[None, None, RewardModel]) -> RewardModel:
         """One that scores from now on; `steps` make it, on the engine."""

@@ -6,7 +6,6 @@ the base is copied. Only the LoRA parameters are new, in float32. Engine thread 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -19,26 +18,12 @@ from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes
 
+from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.batches import PaddedPrompts
-
-
-@dataclass(frozen=True, slots=True)
-class LoRAConfig:
-    """Which layers learn, and how finely."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    target_modules: tuple[str, ...] = ("q_proj", "v_proj")  # by the last part of their names
-    dora: bool = False
-    layers: int | None = None  # the last so many blocks; None: all of them
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 def shared_tree(model: LanguageModel) -> nn.Module:

@@ -24,9 +24,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_parallm.config.training import Algorithm, Objective
 from mlx_parallm.engine.sampling import log_sum_exp
 
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"]
 Aggregation = Literal["answers", "tokens", "constant"]
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
@@ -44,22 +44,6 @@ AGGREGATION: dict[Algorithm, Aggregation] = {
     "reinforce": "answers",
 }
 EPSILON = 1e-4  # added to a group's deviation
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    algorithm: Algorithm = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    beta: float = 0.0  # of the KL divergence to the reference
-    # Left out are tokens whose ratio to the sampler's, or its inverse, is larger than the first of these, and answers
-    # whose geometric mean of that (the larger of ratio and inverse, of each token) is larger than the second.
-    token_limit: float | None = None
-    answer_limit: float | None = None
-
-    @property
-    def clips(self) -> bool:
-        return self.algorithm != "reinforce"
 
 
 def advantages(rewards: Floats, groups: Integers, algorithm: Algorithm) -> Floats:

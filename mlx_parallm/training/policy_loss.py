@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.config.training import Objective
 from mlx_parallm.host import to_numpy
 from mlx_parallm.training.batches import Micro
 from mlx_parallm.training.learner import Parameters, Values
 from mlx_parallm.training.model import TrainableModel, answer_logits
-from mlx_parallm.training.objectives import Objective, chosen_logprobs, divergence, losses
+from mlx_parallm.training.objectives import chosen_logprobs, divergence, losses
 
 LOGPROBS = "logprobs"  # among a loss's values; all others are summed up in `LossTotals`
 

@@ -15,13 +15,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.forward import BACKBONES, WRAPPERS
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.checkpoints import Checkpoint, Checkpoints, adapter_files
 from mlx_parallm.training.learner import Parameters
-from mlx_parallm.training.model import LoRAConfig, PromptCache, TrainableModel
+from mlx_parallm.training.model import PromptCache, TrainableModel
 from mlx_parallm.validation import check_ids
 
 T = TypeVar("T")

@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.config.training import OptimizerConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError, ParallmError
 from mlx_parallm.host import to_numpy
-from mlx_parallm.training.learner import Learner, OptimizerConfig, Parameters, Refused, Values, number
+from mlx_parallm.training.learner import Learner, Parameters, Refused, Values, number
 from mlx_parallm.training.pairs import Pair
 from mlx_parallm.training.reward_model import BIAS, MICRO_TOKENS, RewardModel
 

@@ -2,15 +2,18 @@
 pairs. Each reads its data, trains, tells how it goes and writes its result. Any thread but the engine's.
 """
 
+import functools
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
 from rich.console import Console
 
+from mlx_parallm.config.options import options_of
+from mlx_parallm.config.train import TrainConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.lora.weights import Adapter
@@ -20,10 +23,9 @@ from mlx_parallm.training.components import parse_components
 from mlx_parallm.training.datasets import Dataset, DatasetReader, split
 from mlx_parallm.training.engine_work import once, run_on_engine
 from mlx_parallm.training.environments import make_task_sampler
-from mlx_parallm.training.finetune import FineTuning, RunConfig, check_free, save_adapter
-from mlx_parallm.training.loop import Loop, LoopConfig
+from mlx_parallm.training.finetune import EpochConfig, FineTuning, check_free, save_adapter
+from mlx_parallm.training.loop import Loop
 from mlx_parallm.training.manager import TrainingManager
-from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.pairs import Pair, read_pairs
 from mlx_parallm.training.report import LOG, Progress
 from mlx_parallm.training.reward_model import NAME, RewardModel
@@ -32,78 +34,38 @@ from mlx_parallm.training.supervised import DPO, SFT, Item, Supervised, Supervis
 from mlx_parallm.training.tasks import Rows, find_task
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSource:
-    """A folder of an adapter to begin with."""
-
-    folder: Path
-    max_bytes: int  # of its files
-
-    def read(self) -> Adapter:
-        adapter, _ = read_folder(self.folder, self.max_bytes)
-        return adapter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reporting:
-    """Where a run's numbers go, and the settings that are told with them."""
-
-    boards: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def progress(self, folder: Path, steps: int, title: str) -> Progress:
-        return Progress(folder, steps, title, report_to=self.boards, settings=self.settings)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyRun:
+def train_policy(manager: TrainingManager, config: TrainConfig) -> None:
     """The built-in loop, on a task or on the rows of a dataset."""
-
-    task: str
-    dataset: str | None
-    eval_share: float  # of the dataset's rows, held out
-    rewards: Sequence[str]  # components, as `components` reads them
-    loop: LoopConfig
-    start: AdapterSource | None  # only where there is no checkpoint to go on from
-    reporting: Reporting
-    peft_export: Path | None
-
-
-def train_policy(manager: TrainingManager, run: PolicyRun) -> None:
-    session = manager.session()
+    session, run = manager.session(), config.run
     assert session.checkpoints is not None
-    task = find_task(run.task) if run.dataset is None else Rows(run.dataset, run.eval_share, run.loop.seed)
-    components = parse_components(run.rewards, task)
+    loop_config = replace(run.loop, seed=config.training.rl.seed)
+    task = find_task(run.task) if run.dataset is None else Rows(run.dataset, run.eval_share, loop_config.seed)
+    components = parse_components(run.reward, task)
     sampler = make_task_sampler(manager.engine, manager.rollouts, manager.rewards, task, components)
-    if run.start is not None and not session.trainer.updates and not session.extra:
-        session.begin_with(run.start.read())
-    title = run.dataset or run.task
-    with run.reporting.progress(session.checkpoints.folder, run.loop.steps, title) as progress:
-        loop = Loop(session, sampler, run.loop, progress.on_step)
+    if run.init_adapter is not None and not session.trainer.updates and not session.extra:
+        session.begin_with(_read_adapter(run.init_adapter, config))
+    with _progress(config, session.checkpoints.folder, loop_config.steps, run.dataset or run.task) as progress:
+        loop = Loop(session, sampler, loop_config, progress.on_step)
         manager.on_close = loop.stop
         loop.run()
         session.checkpoint()
     adapter = manager.engine.work(session.adapter_steps()).result()
-    export_peft(run.peft_export, adapter, session.lora.rank, manager.engine.model.source)
+    _export_peft(config, adapter, session.lora.rank, manager.engine.model.source)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FineTuneRun:
-    """SFT or DPO, and the folder of the adapter that it writes."""
+def _read_adapter(folder: str, config: TrainConfig) -> Adapter:
+    adapter, _ = read_folder(Path(folder).expanduser(), config.adapters.max_lora_bytes)
+    return adapter
 
-    kind: Literal["sft", "dpo"]
-    folder: Path
-    dataset: str
-    eval_dataset: str | None
-    eval_share: float  # of the dataset's rows, where there is no other to evaluate on
-    max_length: int  # tokens of an example
-    chat_template: bool
-    epochs: RunConfig
-    lora: LoRAConfig
-    trainer: SupervisedConfig  # its optimiser's total_steps are those of the run
-    start: AdapterSource | None
-    reporting: Reporting
-    peft_export: Path | None
+
+def _progress(config: TrainConfig, folder: Path, steps: int, title: str) -> Progress:
+    """With the options that others may see: no keys, no addresses."""
+    public = {
+        option.name: functools.reduce(getattr, option.path, config)
+        for option in options_of(TrainConfig)
+        if option.section in ("model", "training", "rl_training")
+    }
+    return Progress(folder, steps, title, report_to=config.run.report_to, settings=public)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,51 +77,61 @@ class SplitData(Generic[Item]):
     dataset: Dataset[Item]  # with the counts of what was cut
 
 
-def fine_tune(engine: Engine, run: FineTuneRun, on_start: Callable[[Callable[[], None]], None]) -> None:
-    """`on_start` is handed what ends the run in order."""
-    console, name = Console(), run.folder.name
-    check_free(run.folder)
+def fine_tune(manager: TrainingManager, config: TrainConfig) -> None:
+    """SFT or DPO; the first SIGTERM or SIGINT ends it in order, and what was learnt until then is kept."""
+    console, engine, run = Console(), manager.engine, config.run
+    folder = Path(config.checkpoints.checkpoint_dir).expanduser() / config.training.adapters[0]
+    check_free(folder)
     length = min(run.max_length, engine.model.context_length)
-    data = _read_data(engine, run, length)
+    data = _read_data(engine, config, length)
     console.print(
         f"{len(data.learnt)} examples to learn from, {len(data.held_out)} held out; "
         f"{data.dataset.cut} were longer than {length} tokens and cut, {data.dataset.left_out} of them left out"
     )
-    steps = run.epochs.steps(len(data.learnt))
-    trainer = _make_trainer(engine, run, steps)
-    if run.trainer.packing and not trainer.packs:
+    epochs = EpochConfig(
+        epochs=run.epochs,
+        batch_size=config.training.rl.batch_size,
+        eval_every=run.loop.eval_every,
+        patience=run.patience,
+        seed=config.training.rl.seed,
+    )
+    steps = epochs.steps(len(data.learnt))
+    trainer = _make_trainer(engine, config, steps)
+    if run.packing and not trainer.packs:
         console.print(f"{engine.model.name} can't be packed: each example is computed in a row of its own")
-    log_folder = run.folder.with_name(f"{name}-log")
+    log_folder = folder.with_name(f"{folder.name}-log")
     (log_folder / LOG).unlink(missing_ok=True)  # of an earlier run
-    with run.reporting.progress(log_folder, steps, name) as progress:
-        tuning = FineTuning(engine, trainer, data.learnt, data.held_out, run.epochs, progress.on_step)
-        on_start(tuning.stop)
+    with _progress(config, log_folder, steps, folder.name) as progress:
+        tuning = FineTuning(engine, trainer, data.learnt, data.held_out, epochs, progress.on_step)
+        stop_at_signals(tuning.stop)
         reports = tuning.run()
-    path = save_adapter(run.folder, engine, trainer, run.kind, reports[-1].flat())
-    export_peft(run.peft_export, run_on_engine(engine, trainer.adapter), trainer.lora.rank, engine.model.source)
+    path = save_adapter(folder, engine, trainer, config.mode, reports[-1].flat())
+    _export_peft(config, run_on_engine(engine, trainer.adapter), trainer.lora.rank, engine.model.source)
     console.print(f"written to {path}: serve it with --lora-path {path}, train on with --init-adapter {path}")
 
 
-def _read_data(engine: Engine, run: FineTuneRun, length: int) -> SplitData[Any]:
-    tokenizer = engine.model.tokenizer
+def _read_data(engine: Engine, config: TrainConfig, length: int) -> SplitData[Any]:
+    run, tokenizer = config.run, engine.model.tokenizer
+    assert run.dataset is not None
     chat = run.chat_template and tokenizer.has_chat_template
     reader = DatasetReader(Prompts(tokenizer), int(tokenizer.eos_token_id), length, chat)
-    read: Callable[[str], Dataset[Any]] = reader.examples if run.kind == "sft" else reader.preferences
+    read: Callable[[str], Dataset[Any]] = reader.examples if config.mode == "sft" else reader.preferences
     dataset = read(run.dataset)
     if run.eval_dataset is not None:
         return SplitData(dataset.items, read(run.eval_dataset).items, dataset)
-    learnt, held_out = split(dataset.items, run.eval_share, run.epochs.seed)
+    learnt, held_out = split(dataset.items, run.eval_share, config.training.rl.seed)
     return SplitData(learnt, held_out, dataset)
 
 
-def _make_trainer(engine: Engine, run: FineTuneRun, steps: int) -> Supervised[Any]:
+def _make_trainer(engine: Engine, config: TrainConfig, steps: int) -> Supervised[Any]:
     """On the engine, from the adapter to go on from where there is one."""
-    config = replace(run.trainer, optimizer=replace(run.trainer.optimizer, total_steps=steps))
-    kind: type[Supervised[Any]] = SFT if run.kind == "sft" else DPO
-    start = None if run.start is None else run.start.read()
+    run, lora = config.run, config.training.lora
+    settings = SupervisedConfig.of(config.training.rl, total_steps=steps, packing=run.packing, beta=run.dpo_beta)
+    kind: type[Supervised[Any]] = SFT if config.mode == "sft" else DPO
+    start = None if run.init_adapter is None else _read_adapter(run.init_adapter, config)
 
     def make() -> Supervised[Any]:
-        trainer = kind(engine.model, run.lora, config, engine.memory.training or None)
+        trainer = kind(engine.model, lora, settings, engine.memory.training or None)
         if start is not None:
             trainer.start_from(start)
         return trainer
@@ -167,37 +139,23 @@ def _make_trainer(engine: Engine, run: FineTuneRun, steps: int) -> Supervised[An
     return run_on_engine(engine, make)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardRun:
-    """A reward model from pairs, of which a tenth is held out."""
-
-    pairs: str
-    folder: Path  # of checkpoints
-    lora: LoRAConfig
-    learning_rate: float
-    epochs: int
-    batch_size: int
-    max_grad_norm: float
-    weight_decay: float
-    seed: int
-
-
-def train_reward_model(manager: TrainingManager, run: RewardRun) -> None:
-    """Trains one, evaluates it on the pairs held out, writes it, and serves it."""
-    console, engine = Console(), manager.engine
-    pairs = read_pairs(run.pairs, Prompts(engine.model.tokenizer))
+def train_reward_model(manager: TrainingManager, config: TrainConfig) -> None:
+    """A reward model from pairs, of which a tenth is held out: trained, evaluated, written, and served."""
+    console, engine, training = Console(), manager.engine, config.training
+    assert config.run.pairs is not None
+    pairs = read_pairs(config.run.pairs, Prompts(engine.model.tokenizer))
     count = len(pairs) // 10
     held_out, learnt = pairs[:count], pairs[count:]
-    make = partial(RewardModel, engine.model, run.lora, run.seed)
+    make = partial(RewardModel, engine.model, training.lora, training.rl.seed)
     reward_model = manager.add_reward_model(NAME, once(make))
     trainer = RewardTrainer(
         reward_model,
-        learning_rate=run.learning_rate,
-        epochs=run.epochs,
-        batch_size=run.batch_size,
-        max_grad_norm=run.max_grad_norm,
-        weight_decay=run.weight_decay,
-        seed=run.seed,
+        learning_rate=training.rl.learning_rate,
+        epochs=config.run.pair_epochs,
+        batch_size=training.rl.batch_size,
+        max_grad_norm=training.rl.max_grad_norm,
+        weight_decay=training.rl.weight_decay,
+        seed=training.rl.seed,
     )
     console.print(f"{len(learnt)} pairs to learn from, {len(held_out)} held out")
     metrics = engine.work(trainer.train(learnt)).result()
@@ -205,7 +163,8 @@ def train_reward_model(manager: TrainingManager, run: RewardRun) -> None:
     if held_out:
         right = _ranked_right(engine, reward_model, held_out)
         console.print(f"held out: {right} of {len(held_out)} ranked right")
-    path = run_on_engine(engine, reward_model.pack).save(run.folder / NAME)
+    folder = Path(config.checkpoints.checkpoint_dir).expanduser()
+    path = run_on_engine(engine, reward_model.pack).save(folder / NAME)
     console.print(f"written to {path}: serve it with --reward-model {path}")
 
 
@@ -228,10 +187,11 @@ def stop_at_signals(stop: Callable[[], None]) -> None:
         signal.signal(number, end)
 
 
-def export_peft(folder: Path | None, adapter: Adapter, rank: int, source: str) -> None:
+def _export_peft(config: TrainConfig, adapter: Adapter, rank: int, source: str) -> None:
     """Writes an adapter in PEFT's format, where that is asked for."""
-    if folder is None:
+    if config.run.peft_export is None:
         return
+    folder = Path(config.run.peft_export).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in peft_files(adapter, rank, source).items():
         (folder / name).write_bytes(data)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError, ParallmError
 from mlx_parallm.lora.registry import KEPT_VERSIONS
@@ -25,10 +26,9 @@ from mlx_parallm.training.checkpoints import BEST, LATEST, Checkpoint, Checkpoin
 from mlx_parallm.training.engine_work import once, run_on_engine
 from mlx_parallm.training.follower import BufferFollower
 from mlx_parallm.training.learner import LearnerState
-from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.session_store import Captured, SessionState, SessionStore
 from mlx_parallm.training.totals import Report, Totals
-from mlx_parallm.training.trainer import RLConfig, Trainer
+from mlx_parallm.training.trainer import Trainer
 from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.training.versions import GoodVersion, Policy, PolicyVersions, Restored
 from mlx_parallm.types import AdapterRoute

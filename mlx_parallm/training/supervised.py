@@ -13,13 +13,14 @@ is cut, the result is the same. How they depart from the papers:
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.config.training import LoRAConfig, UpdateConfig
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.weights import Adapter
@@ -29,8 +30,8 @@ from mlx_parallm.models.memory import available_memory
 from mlx_parallm.training.batches import ROUND_TOKENS, round_up
 from mlx_parallm.training.budget import Budget
 from mlx_parallm.training.datasets import Example, Preference
-from mlx_parallm.training.learner import Learner, OptimizerConfig, Parameters, Refused, Values, number
-from mlx_parallm.training.model import LoRAConfig, PackedCache, TrainableModel, can_pack
+from mlx_parallm.training.learner import Learner, Parameters, Refused, Values, number
+from mlx_parallm.training.model import PackedCache, TrainableModel, can_pack
 from mlx_parallm.training.objectives import Floats, Integers, chosen_logprobs
 
 Item = TypeVar("Item", Example, Preference)
@@ -39,19 +40,21 @@ REFERENCE = "reference"  # among the values of DPO's loss: not summed
 PACKED_WIDTH = 512  # tokens of a packed row, or as many as the longest example has
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedConfig:
-    optimizer: OptimizerConfig
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig(UpdateConfig):
     packing: bool = False  # SFT
     beta: float = 0.1  # DPO
-    microstep_seconds: float = 0.5  # about how long a micro-batch takes …
-    microbatch_tokens: int = 0  # … unless it has always this many tokens
-    gradient_checkpointing: bool = False
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        UpdateConfig.__post_init__(self)
         if not self.beta > 0:
             raise ConfigError(f"beta of DPO must be above 0, and is {self.beta}")
+
+    @classmethod
+    def of(cls, update: UpdateConfig, **changes: Any) -> "SupervisedConfig":
+        """As another kind of update, but for some fields."""
+        shared = {item.name: getattr(update, item.name) for item in fields(UpdateConfig)}
+        return cls(**{**shared, **changes})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +94,7 @@ class Supervised(ABC, Generic[Item]):
         self._source = model.source
         mx.random.seed(config.seed)
         self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
-        self.learner = Learner(self.tree.parameters(), config.optimizer, self.tree.set_parameters)
+        self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters)
         self.packs = config.packing and can_pack(self.tree.module, model.vocab_size)
         self.rounded = device_kind() == "cuda"  # where each new shape costs as much as thousands of tokens
         self.budget = Budget(config.microstep_seconds, config.microbatch_tokens, at_hand=self._at_hand)

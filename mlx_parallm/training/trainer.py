@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
@@ -25,84 +26,19 @@ from mlx_parallm.training.budget import MAX_MICRO, MIN_MICRO, Budget
 from mlx_parallm.training.learner import (
     Learner,
     LearnerState,
-    OptimizerConfig,
     Parameters,
     Refused,
-    Schedule,
     Values,
     number,
 )
-from mlx_parallm.training.model import LoRAConfig, TrainableModel, shared_tree
-from mlx_parallm.training.objectives import AGGREGATION, Algorithm, Objective, divergence
+from mlx_parallm.training.model import TrainableModel, shared_tree
+from mlx_parallm.training.objectives import divergence
 from mlx_parallm.training.policy_loss import LOGPROBS, LossTotals, PolicyLoss
 from mlx_parallm.training.trajectories import Trajectory
 
 MIN_ROUNDED = 1024  # where shapes are rounded: smaller pieces would take no less time
 REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
 CHECKED = 2  # answers by which an update is checked; where shapes are rounded, all of the first micro-batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RLConfig:
-    """How a policy learns."""
-
-    algorithm: Algorithm = "grpo"
-    learning_rate: float = 5e-4
-    batch_size: int = 32  # trajectories of an update, about
-    epochs: int = 1  # optimiser steps on one batch
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    beta: float = 0.0  # of the KL divergence to the model without the adapter
-    token_limit: float | None = None
-    answer_limit: float | None = None
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 1000  # after which linear and cosine have come down to 0
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    max_length: int | None = None  # for Dr. GRPO's weights; None: the most tokens that answers of the update could have
-    max_kl: float = 1.0  # nats a token by which one update may move the policy
-    max_parameter_norm: float = 1e4
-    microstep_seconds: float = 0.5  # about how long a micro-batch takes …
-    microbatch_tokens: int = 0  # … unless it has always this many tokens
-    gradient_checkpointing: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.algorithm not in AGGREGATION:
-            raise ConfigError(f"algorithm must be one of {', '.join(AGGREGATION)}, not {self.algorithm!r}")
-        for name in ("batch_size", "epochs", "max_length"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
-        for name in ("clip_low", "clip_high", "beta", "microbatch_tokens"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
-        for name in ("max_kl", "max_parameter_norm", "microstep_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, and is {getattr(self, name)}")
-        _ = self.optimizer  # checks what is its own
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        return OptimizerConfig(
-            learning_rate=self.learning_rate,
-            schedule=self.schedule,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.total_steps,
-            weight_decay=self.weight_decay,
-            max_grad_norm=self.max_grad_norm,
-        )
-
-    @property
-    def objective(self) -> Objective:
-        return Objective(
-            algorithm=self.algorithm,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            beta=self.beta,
-            token_limit=self.token_limit,
-            answer_limit=self.answer_limit,
-        )
 
 
 @dataclass(slots=True)
@@ -141,8 +77,8 @@ class Trainer:
         self.lora = lora
         mx.random.seed(config.seed)
         self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
-        self.learner = Learner(self.tree.parameters(), config.optimizer, self.tree.set_parameters)
-        self.loss = PolicyLoss(self.tree, shared_tree(model), config.objective)
+        self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters)
+        self.loss = PolicyLoss(self.tree, shared_tree(model), config)
         self.kept_snapshots = 0  # that somebody holds beside it
         self.activation_bytes = 0  # most that a micro-batch has taken
         self._shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # that have occurred, where they are rounded

@@ -8,11 +8,11 @@ that a rollback takes training back too. A session owns one; any thread but the 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.training.learner import LearnerState
-from mlx_parallm.training.model import LoRAConfig
 
 
 @dataclass(frozen=True, slots=True)

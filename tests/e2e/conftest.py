@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.servers import ServerProcess, ours, running
+from tests.support.servers import ServerProcess, ours, running
 from tests.tiny import save_tiny, tiny
 
 

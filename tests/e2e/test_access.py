@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.servers import ServerProcess, free_port, ours, running
 from tests.rights import ADMIN, OPEN, USER
+from tests.support.servers import ServerProcess, free_port, ours, running
 
 KEYS = {"none": None, "user": "open", "admin": "sesame", "wrong": "guess"}
 SETS = {

@@ -14,8 +14,8 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 from safetensors.numpy import load_file
 
-from benchmarks.servers import ours, running
 from tests.engine.harness import Bare
+from tests.support.servers import ours, running
 from tests.tiny import tiny
 from tests.unit.test_adapters import ADAPTERS, written
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.servers import ServerProcess
 from tests.e2e.test_generate import scored
 from tests.engine.harness import Bare
+from tests.support.servers import ServerProcess
 from tests.tiny import tiny
 
 pytest.importorskip("atroposlib", reason="pip install atroposlib")

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.servers import ServerProcess, free_port, ours, running
 from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig
+from tests.support.servers import ServerProcess, free_port, ours, running
 
 ENVIRONMENT = Path(__file__).with_name("atropos_env.py")
 

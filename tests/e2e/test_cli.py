@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.servers import ServerProcess, free_port, running
 from mlx_parallm import __version__
+from tests.support.servers import ServerProcess, free_port, running
 
 Result = subprocess.CompletedProcess[str]
 

@@ -9,13 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.servers import ServerProcess, ours, running
 from mlx_parallm import InferenceClient
 from mlx_parallm.client import Sample
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, PermissionDeniedError, UnavailableError
 from mlx_parallm.lora.layout import Layout
 from tests.e2e.test_generate import scored
 from tests.engine.harness import Bare
+from tests.support.servers import ServerProcess, ours, running
 from tests.tiny import tiny
 from tests.unit.test_adapters import written
 

@@ -12,12 +12,12 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from benchmarks.servers import ours, running
 from mlx_parallm.server.api.adapters.bodies import Switched
 from mlx_parallm.server.api.control import ServerInfo
 from mlx_parallm.server.api.generate.own import Generated
 from tests.e2e.http import Api
 from tests.engine.harness import Bare, bare_with
+from tests.support.servers import ours, running
 from tests.unit.test_adapters import written
 
 PROMPT = list(range(20, 50))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.servers import free_port
+from tests.support.servers import free_port
 from tests.unit.test_adapters import written
 
 SCRIPT = """

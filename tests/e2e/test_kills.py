@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.servers import ours, running
+from tests.support.servers import ours, running
 
 PROMPT = list(range(20, 40))
 FLAGS = ["--enable-rl-training", "--update-frequency", "8", "--checkpoint-seconds", "1", "--learning-rate", "1e-3"]

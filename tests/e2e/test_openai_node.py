@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.servers import ServerProcess
+from tests.support.servers import ServerProcess
 
 SUITE = Path(__file__).parent / "openai_node"
 

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
-from benchmarks.servers import ServerProcess
+from tests.support.servers import ServerProcess
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 TOOLS: list[Any] = [

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.servers import ServerProcess
 from tests.e2e.http import Api, choices, content_of, finish_of
+from tests.support.servers import ServerProcess
 
 WEATHER = {
     "type": "function",

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from benchmarks.servers import ServerProcess
 from tests.e2e.http import Api, choices, finish_of, text_of
+from tests.support.servers import ServerProcess
 
 PROMPT = "the and of a thing in the end"
 

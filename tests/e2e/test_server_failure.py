@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.servers import ServerProcess, free_port, running
+from tests.support.servers import ServerProcess, free_port, running
 
 # A real server whose decode step raises as soon as a certain file is there: as often as the file says, or always.
 SABOTAGE = """

@@ -18,12 +18,12 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from benchmarks.servers import ServerProcess, free_port, ours, running
 from mlx_parallm.server import api
 from mlx_parallm.server.api.openai.models import Model, ModelList
 from mlx_parallm.server.api.ops import DebugMetrics, MetricsSummary
 from mlx_parallm.server.api.tokens import Tokens
 from mlx_parallm.server.schema import EXAMPLES, AnswerBody
+from tests.support.servers import ServerProcess, free_port, ours, running
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 LONG = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.servers import ServerProcess, free_port, running
+from tests.support.servers import ServerProcess, free_port, running
 from tests.tiny import save_tiny, tiny
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.servers import ServerProcess, free_port, ours, running
+from tests.support.servers import ServerProcess, free_port, ours, running
 
 TEXTS = [f"{number} " + "the sea and the sand in the sun " * 30 for number in range(8)]  # some 500 tokens each
 FLAGS = ["--num-blocks", "64"]  # two of the texts: the others must come from the SSD

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks.servers import free_port
 from mlx_parallm.common_words import WORDS
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.tasks import Problem, Task
+from tests.support.servers import free_port
 
 
 class Letters(Task):

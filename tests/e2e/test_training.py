@@ -9,7 +9,6 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.servers import ours, running
 from mlx_parallm.server.api.training.answers import (
     CheckpointWritten,
     FeedbackTaken,
@@ -20,6 +19,7 @@ from mlx_parallm.server.api.training.answers import (
 )
 from mlx_parallm.server.schema import Error
 from tests.e2e.http import Api
+from tests.support.servers import ours, running
 
 PROMPT = list(range(20, 50))
 SCORES = """

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from benchmarks.servers import ServerProcess
 from mlx_parallm.server.api.trl import TrlGenerated
 from tests.engine.harness import Bare
+from tests.support.servers import ServerProcess
 from tests.tiny import tiny
 
 PROMPTS = [list(range(20, 40)), [7, 8, 9]]

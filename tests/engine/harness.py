@@ -117,7 +117,7 @@ def driver_of(
     allocator_cache: AllocatorCache = process_allocator_cache,
     **options: Any,
 ) -> Iterator[Driver]:
-    config = ServeConfig(**{"ssd": False, **options})
+    config = ServeConfig.of(**{"ssd": False, **options})
     engine = start_engine(load, config, deliver, profile=profile, allocator_cache=allocator_cache)
     try:
         yield Driver(engine)

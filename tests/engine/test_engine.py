@@ -229,7 +229,7 @@ def test_a_model_that_fails_to_load_is_an_error_of_start() -> None:
         raise ModelLoadError("no such file")
 
     with pytest.raises(ModelLoadError, match="no such file"):
-        start_engine(load, ServeConfig(), lambda events: None)  # type: ignore[arg-type]
+        start_engine(load, ServeConfig.of(), lambda events: None)  # type: ignore[arg-type]
 
 
 def test_an_engine_can_be_stopped_before_it_starts() -> None:

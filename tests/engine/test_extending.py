@@ -56,7 +56,7 @@ def dispatcher() -> Dispatcher:
 @pytest.fixture(scope="module")
 def runtime(extended: Path, dispatcher: Dispatcher) -> Iterator[Runtime]:
     paths = (f"tiny={extended / 'tiny'}", f"mean={extended / 'mean'}")
-    found = start(ServeConfig(model_path=paths, ssd=False), dispatcher)
+    found = start(ServeConfig.of(model_path=paths, ssd=False), dispatcher)
     yield found
     found.close()
 
@@ -72,7 +72,7 @@ def test_a_model_kind_predicts(runtime: Runtime) -> None:
 
 
 async def test_a_dialect_answers(runtime: Runtime, dispatcher: Dispatcher) -> None:
-    app = create_app(runtime, ServeConfig(), dispatcher)
+    app = create_app(runtime, ServeConfig.of(), dispatcher)
     dispatcher.bind(asyncio.get_running_loop())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:
         answer = await client.post("/v1/shout", json={"text": "hello", "length": 4})
@@ -87,10 +87,10 @@ async def test_a_dialect_answers(runtime: Runtime, dispatcher: Dispatcher) -> No
 
 def test_what_can_not_be_served_is_said(extended: Path) -> None:
     with pytest.raises(ConfigError, match="mean can't generate text: serve a language model beside them"):
-        start(ServeConfig(model_path=(f"mean={extended / 'mean'}",), ssd=False), lambda events: None)
+        start(ServeConfig.of(model_path=(f"mean={extended / 'mean'}",), ssd=False), lambda events: None)
     broken = extended / "broken"
     broken.mkdir()
     (broken / "config.json").write_text(json.dumps({"kind": "mean"}))
     paths = (f"tiny={extended / 'tiny'}", f"broken={broken}")
     with pytest.raises(ModelLoadError, match="broken can't be loaded: KeyError: 'scale'"):
-        start(ServeConfig(model_path=paths, ssd=False), lambda events: None)
+        start(ServeConfig.of(model_path=paths, ssd=False), lambda events: None)

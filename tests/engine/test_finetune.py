@@ -6,20 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.training.datasets import Example
 from mlx_parallm.training.engine_work import once
-from mlx_parallm.training.finetune import FineTuning, RunConfig, RunReport, check_free, save_adapter
-from mlx_parallm.training.learner import OptimizerConfig
-from mlx_parallm.training.model import LoRAConfig
+from mlx_parallm.training.finetune import EpochConfig, FineTuning, RunReport, check_free, save_adapter
 from mlx_parallm.training.supervised import SFT, SupervisedConfig
 from tests.engine.harness import Driver, driver
 from tests.engine.test_supervised import examples
 
 
 def trainer(drive: Driver, rate: float) -> SFT:
-    config = SupervisedConfig(optimizer=OptimizerConfig(learning_rate=rate), microbatch_tokens=64)
+    config = SupervisedConfig(learning_rate=rate, microbatch_tokens=64)
     engine = drive.engine
     return engine.work(once(lambda: SFT(engine.model, LoRAConfig(rank=4, alpha=8), config))).result()
 
@@ -28,7 +27,7 @@ def tuned(
     drive: Driver, rate: float, held_out: list[Example], **options: Any
 ) -> tuple[FineTuning[Example], SFT, list[RunReport]]:
     made, told = trainer(drive, rate), list[RunReport]()
-    tuning = FineTuning(drive.engine, made, examples(12), held_out, RunConfig(batch_size=4, **options), told.append)
+    tuning = FineTuning(drive.engine, made, examples(12), held_out, EpochConfig(batch_size=4, **options), told.append)
     assert tuning.run() == told
     return tuning, made, told
 
@@ -74,6 +73,6 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_wrong_settings() -> None:
     for wrong in ({"epochs": 0}, {"batch_size": 0}, {"patience": -1}, {"eval_every": -1}):
         with pytest.raises(ConfigError):
-            RunConfig(**wrong)
+            EpochConfig(**wrong)
     with driver("llama") as drive, pytest.raises(ConfigError, match="held-out"):
         tuned(drive, 1e-3, [], patience=1)

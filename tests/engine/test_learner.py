@@ -7,8 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.config.training import OptimizerConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.training.learner import Learner, OptimizerConfig, Parameters, Refused
+from mlx_parallm.training.learner import Learner, Parameters, Refused
 
 TORCH = json.loads((Path(__file__).parents[1] / "golden" / "adamw.json").read_text())
 

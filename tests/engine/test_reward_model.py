@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError, ParallmError
 from mlx_parallm.text.prompts import Prompts
 from mlx_parallm.training import reward_model
 from mlx_parallm.training.checkpoints import ADAPTER, Checkpoints
-from mlx_parallm.training.model import LoRAConfig
 from mlx_parallm.training.pairs import Pair, read_pairs
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.reward_trainer import RewardTrainer

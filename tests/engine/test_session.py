@@ -10,6 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.config.train import LoopConfig
+from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
@@ -18,15 +20,14 @@ from mlx_parallm.training.alarms import Alarms
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.loop import Loop, LoopConfig, StepReport, TaskSampler
-from mlx_parallm.training.model import LoRAConfig, answer_logits
+from mlx_parallm.training.loop import Loop, StepReport, TaskSampler
+from mlx_parallm.training.model import answer_logits
 from mlx_parallm.training.objectives import chosen_logprobs
 from mlx_parallm.training.records import Record
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import Problem, Task
-from mlx_parallm.training.trainer import RLConfig
 from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.types import SamplingParams
 from tests.engine.harness import Answer, Driver, as_served, driver_of

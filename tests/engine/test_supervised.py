@@ -11,12 +11,12 @@ import pytest
 from mlx_lm.utils import _get_classes
 from safetensors.numpy import load_file
 
+from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.datasets import Example, Preference
-from mlx_parallm.training.learner import OptimizerConfig
-from mlx_parallm.training.model import LoRAConfig, can_pack
+from mlx_parallm.training.model import can_pack
 from mlx_parallm.training.supervised import DPO, SFT, Supervised, SupervisedConfig
 from tests.engine.harness import as_served
 from tests.tiny import tiny, tiny_tokenizer
@@ -38,9 +38,7 @@ def run(steps: Generator[None, None, T]) -> T:
 
 
 def config(rate: float = 1e-2, *, packing: bool = False, tokens: int = 0, **optimizer: Any) -> SupervisedConfig:
-    return SupervisedConfig(
-        optimizer=OptimizerConfig(learning_rate=rate, **optimizer), packing=packing, microbatch_tokens=tokens
-    )
+    return SupervisedConfig(learning_rate=rate, **optimizer, packing=packing, microbatch_tokens=tokens)
 
 
 def below(prefix: str) -> dict[str, Any]:

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
 from mlx_parallm.training.budget import Pace
 from mlx_parallm.training.learner import Refused
-from mlx_parallm.training.model import LoRAConfig, PromptCache, TrainableModel, answer_logits, can_share_prompts
+from mlx_parallm.training.model import PromptCache, TrainableModel, answer_logits, can_share_prompts
 from mlx_parallm.training.objectives import AGGREGATION, chosen_logprobs
 from mlx_parallm.training.policy_loss import LossTotals
-from mlx_parallm.training.trainer import Outcome, RLConfig, Trainer
+from mlx_parallm.training.trainer import Outcome, Trainer
 from mlx_parallm.training.trajectories import Trajectory
 from tests.engine.harness import as_served
 from tests.tiny import tiny

@@ -141,10 +141,10 @@ def test_a_key_is_kept_as_its_digest() -> None:
 
 
 def test_keys_of_flags_and_file(tmp_path: Path) -> None:
-    assert keys_of(ServeConfig()) == []
+    assert keys_of(ServeConfig.of()) == []
     path = tmp_path / "keys.yaml"
     path.write_text("bob: {key: b}\neve: {key: e, role: admin}\n")
-    config = ServeConfig(api_key="u", admin_key="a", keys_file=str(path))
+    config = ServeConfig.of(api_key="u", admin_key="a", keys_file=str(path))
     assert keys_of(config) == [
         Key.of("user", "user", "u"),
         Key.of("admin", "admin", "a"),
@@ -344,12 +344,12 @@ def test_an_address_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_that_others_can_reach_needs_keys() -> None:
     for config in (
-        ServeConfig(host="127.0.0.1"),
-        ServeConfig(host="0.0.0.0", insecure=True),
-        ServeConfig(host="0.0.0.0", api_key="k"),
+        ServeConfig.of(host="127.0.0.1"),
+        ServeConfig.of(host="0.0.0.0", insecure=True),
+        ServeConfig.of(host="0.0.0.0", api_key="k"),
     ):
         check_exposure(config)
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 lets other machines use this server") as caught:
-        check_exposure(ServeConfig(host="0.0.0.0"))
+        check_exposure(ServeConfig.of(host="0.0.0.0"))
     for words in ("mlx_parallm_serve --host 0.0.0.0 --api-key", "mlx_parallm_serve --host 0.0.0.0 --insecure"):
         assert words in caught.value.message

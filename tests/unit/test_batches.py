@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.config.training import Algorithm
 from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts, Shape
-from mlx_parallm.training.objectives import Algorithm
 from mlx_parallm.training.trajectories import Trajectory
 from tests.unit.reference_objectives import reference_advantages, reference_weights
 

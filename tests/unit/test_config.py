@@ -1,20 +1,35 @@
 """Options from flags, environment and file: their order, their spellings, and what is said of wrong ones."""
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_parallm.config import ServeConfig, add_flags, load_config, parse_bytes
+from mlx_parallm.config import (
+    ServeConfig,
+    TrainConfig,
+    add_serve_flags,
+    add_train_flags,
+    load_config,
+    load_train_config,
+    parse_bytes,
+)
+from mlx_parallm.config.options import options_of
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.train_cli import settings_of
 
 
 def parse(*arguments: str, environment: dict[str, str] | None = None) -> ServeConfig:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    add_flags(parser)
+    add_serve_flags(parser)
     return load_config(vars(parser.parse_args(arguments)), environment or {})
+
+
+def value_of(config: ServeConfig, name: str) -> Any:
+    """Of an option by name."""
+    (path,) = (option.path for option in options_of(type(config)) if option.name == name)
+    return functools.reduce(getattr, path, config)
 
 
 def write(path: Path, text: str) -> str:
@@ -24,8 +39,9 @@ def write(path: Path, text: str) -> str:
 
 def test_defaults() -> None:
     config = parse()
-    assert (config.host, config.port, config.max_batch_size, config.scheduler) == ("127.0.0.1", 8000, 32, "continuous")
-    assert (config.max_queue_size, config.request_timeout_seconds, config.prefill_step_size) == (128, 600, 2048)
+    http, batch = config.http, config.batch
+    assert (http.host, http.port, batch.max_batch_size, batch.scheduler) == ("127.0.0.1", 8000, 32, "continuous")
+    assert (batch.max_queue_size, batch.request_timeout_seconds, batch.prefill_step_size) == (128, 600, 2048)
     assert config.named_models() == {"SmolLM2-135M-Instruct": None}
 
 
@@ -33,8 +49,8 @@ def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:
     file = write(tmp_path / "c.yaml", "server: {port: 1, host: file, max_batch_size: 7}")
     environment = {"PARALLM_PORT": "2", "PARALLM_HOST": "environment", "PARALLM_CONFIG": file}
     config = parse("--port", "3", environment=environment)
-    assert (config.port, config.host, config.max_batch_size) == (3, "environment", 7)
-    assert parse("--config", file).port == 1
+    assert (config.http.port, config.http.host, config.batch.max_batch_size) == (3, "environment", 7)
+    assert parse("--config", file).http.port == 1
 
 
 @pytest.mark.parametrize(
@@ -52,7 +68,7 @@ def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:
     ],
 )
 def test_flags(arguments: list[str], field: str, value: Any) -> None:
-    assert getattr(parse(*arguments), field) == value
+    assert value_of(parse(*arguments), field) == value
 
 
 @pytest.mark.parametrize(
@@ -65,7 +81,7 @@ def test_flags(arguments: list[str], field: str, value: Any) -> None:
     ],
 )
 def test_environment(name: str, text: str, field: str, value: Any) -> None:
-    assert getattr(parse(environment={f"PARALLM_{name}": text}), field) == value
+    assert value_of(parse(environment={f"PARALLM_{name}": text}), field) == value
 
 
 def test_file_with_sections(tmp_path: Path) -> None:
@@ -73,9 +89,9 @@ def test_file_with_sections(tmp_path: Path) -> None:
         "server: {max_tokens: 64, api_key: null}\nmodel: {base_model_path: some/model}\ncache: {kv_cache_memory: 1GB}"
     )
     config = parse("--config", write(tmp_path / "c.yaml", text))
-    assert (config.max_tokens, config.api_key, config.kv_cache_memory) == (64, None, 10**9)
+    assert (config.batch.max_tokens, config.http.api_key, config.cache.kv_cache_memory) == (64, None, 10**9)
     assert config.named_models() == {"some/model": "some/model"}
-    assert parse("--config", write(tmp_path / "empty.yaml", "")) == ServeConfig()
+    assert parse("--config", write(tmp_path / "empty.yaml", "")) == ServeConfig.of()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +139,7 @@ def test_absent_file() -> None:
 )
 def test_values_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        ServeConfig(**wrong)
+        ServeConfig.of(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -137,46 +153,46 @@ def test_sizes(text: str | int, size: int) -> None:
 def test_named_models(tmp_path: Path) -> None:
     file = tmp_path / "My-Model.Q4_0.gguf"
     file.touch()
-    models = ServeConfig(model_path=("a=x/y", "org/name", str(file), str(tmp_path))).named_models()
+    models = ServeConfig.of(model_path=("a=x/y", "org/name", str(file), str(tmp_path))).named_models()
     assert models == {"a": "x/y", "org/name": "org/name", "My-Model.Q4_0": str(file), tmp_path.name: str(tmp_path)}
     with pytest.raises(ConfigError, match="two models are called 'a'"):
-        ServeConfig(model_path=("a=x", "a=y")).named_models()
+        ServeConfig.of(model_path=("a=x", "a=y")).named_models()
 
 
 def test_modes_of_training() -> None:
-    assert not ServeConfig().trains
-    assert ServeConfig(enable_rl_training=True).trains
-    assert ServeConfig(mode="inference_and_training").serving_share == 0.7
-    assert ServeConfig(mode="training").serving_share < 0.1
+    assert not ServeConfig.of().trains
+    assert ServeConfig.of(enable_rl_training=True).trains
+    assert ServeConfig.of(mode="inference_and_training").serving_share == 0.7
+    assert ServeConfig.of(mode="training").serving_share < 0.1
     for wrong in ({"inference_share": 0.0}, {"max_staleness": -1}, {"checkpoint_interval": 0}):
         with pytest.raises(ConfigError):
-            ServeConfig(**wrong)  # type: ignore[arg-type]
+            ServeConfig.of(**wrong)  # type: ignore[arg-type]
     many = tuple(f"a{number}" for number in range(9))
     with pytest.raises(ConfigError, match="9 adapters"):
-        ServeConfig(enable_rl_training=True, train_adapter=many)
+        ServeConfig.of(enable_rl_training=True, train_adapter=many)
 
 
 def test_a_reward_model_has_a_rate_of_its_own_unless_one_is_given() -> None:
     reward = {"mode": "rm", "pairs": "pairs.jsonl"}
-    assert settings_of({}, {}).learning_rate == 5e-4
-    assert settings_of(reward, {}).learning_rate == 2e-4
-    assert settings_of(reward | {"learning_rate": 1e-3}, {}).learning_rate == 1e-3
-    assert settings_of(reward, {"PARALLM_LEARNING_RATE": "1e-5"}).learning_rate == 1e-5
-    assert settings_of(reward, {}).mode == "rm"
+    assert load_train_config({}, {}).training.rl.learning_rate == 5e-4
+    assert load_train_config(reward, {}).training.rl.learning_rate == 2e-4
+    assert load_train_config(reward | {"learning_rate": 1e-3}, {}).training.rl.learning_rate == 1e-3
+    assert load_train_config(reward, {"PARALLM_LEARNING_RATE": "1e-5"}).training.rl.learning_rate == 1e-5
+    assert load_train_config(reward, {}).mode == "rm"
 
 
 def test_what_training_needs_is_asked_for_when_it_is_on() -> None:
     for wrong in ({"lora_rank": 128}, {"update_frequency": 5000}, {"environment": "env.py"}):
-        assert not ServeConfig(**wrong).trains  # type: ignore[arg-type]
+        assert not ServeConfig.of(**wrong).trains  # type: ignore[arg-type]
         with pytest.raises(ConfigError):
-            ServeConfig(enable_rl_training=True, **wrong)  # type: ignore[arg-type]
+            ServeConfig.of(enable_rl_training=True, **wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "name", ["PARALLM_SERVICE_HOST", "PARALLM_PORT_8000_TCP_ADDR", "PARALLM_BLAS", "PARALLM_STEPS"]
 )
 def test_variables_of_others_are_none_of_ours(name: str) -> None:
-    assert parse(environment={name: "x"}).port == 8000
+    assert parse(environment={name: "x"}).http.port == 8000
 
 
 def test_a_misspelt_variable_is_an_error() -> None:
@@ -184,3 +200,42 @@ def test_a_misspelt_variable_is_an_error() -> None:
         ConfigError, match="PARALLM_MAX_BATCHSIZE is not an option; did you mean 'PARALLM_MAX_BATCH_SIZE'"
     ):
         parse(environment={"PARALLM_MAX_BATCHSIZE": "3"})
+
+
+def test_an_option_has_one_name_and_one_place() -> None:
+    for kind in (ServeConfig, TrainConfig):
+        options = options_of(kind)
+        assert len({option.name for option in options}) == len(options)
+        assert len({(option.section, option.key) for option in options}) == len(options)
+
+
+def test_options_are_changed_by_name() -> None:
+    config = ServeConfig.of(port=1, lora_rank=4, ssd=False)
+    changed = config.but(port=2, learning_rate=0.1)
+    assert (changed.http.port, changed.training.rl.learning_rate, changed.training.lora.rank) == (2, 0.1, 4)
+    assert (config.http.port, changed.cache.ssd) == (1, False)
+    for wrong in (ServeConfig.of, config.but):
+        with pytest.raises(TypeError, match="ServeConfig has no option 'prot'"):
+            wrong(prot=1)
+    with pytest.raises(ConfigError, match="lora_rank must be at least 1, not 0"):
+        config.but(lora_rank=0)
+
+
+@pytest.mark.parametrize("add", [add_serve_flags, add_train_flags])
+def test_every_line_of_help_stands_alone(add: Any) -> None:
+    parser = argparse.ArgumentParser()
+    add(parser)
+    groups = [group.title for group in parser._action_groups]
+    assert "memory and caches" in groups
+    for action in parser._actions[1:]:
+        assert action.help is not None
+        assert "(default: " in action.help, action.option_strings
+        assert action.help.split(" ", 1)[0] not in ("it", "its", "the", "that", "such", "of"), action.help
+
+
+def test_a_mode_of_training_has_defaults_of_its_own() -> None:
+    sft = load_train_config({"mode": "sft", "dataset": "x.jsonl"}, {})
+    assert (sft.training.rl.schedule, sft.training.rl.batch_size, sft.training.adapters) == ("linear", 16, ["sft"])
+    assert (sft.training.update_frequency, sft.checkpoints.checkpoint_interval) == (0, 20)
+    given = load_train_config({"mode": "sft", "dataset": "x.jsonl", "lr_schedule": "cosine"}, {})
+    assert given.training.rl.schedule == "cosine"

@@ -91,27 +91,27 @@ def total(plans: list[memory.MemoryPlan]) -> int:
 
 
 def test_models_share_one_budget() -> None:
-    config = ServeConfig(memory_limit=20 * GIB, enable_rl_training=True)
+    config = ServeConfig.of(memory_limit=20 * GIB, enable_rl_training=True)
     plans = plan_memory([6 * GIB, 2 * GIB], [GIB // 100, GIB // 200], config)
     assert total(plans) <= 20 * GIB
     assert total(plans) > 19 * GIB
     assert [plan.training > 0 for plan in plans] == [True, False]
     assert plans[0].rows == plans[1].rows == 2 * plans[0].blocks
-    (alone,) = plan_memory([6 * GIB], [GIB // 100], ServeConfig(memory_limit=20 * GIB))
+    (alone,) = plan_memory([6 * GIB], [GIB // 100], ServeConfig.of(memory_limit=20 * GIB))
     assert alone.training == 0
     assert alone.rows > 2 * plans[0].rows
 
 
 def test_a_flag_for_rows_is_the_whole_process() -> None:
-    plans = plan_memory([GIB, GIB], [0, 0], ServeConfig(memory_limit=9 * GIB, kv_cache_memory=2 * GIB))
+    plans = plan_memory([GIB, GIB], [0, 0], ServeConfig.of(memory_limit=9 * GIB, kv_cache_memory=2 * GIB))
     assert [plan.rows for plan in plans] == [GIB, GIB]
-    (plan,) = plan_memory([GIB], [0], ServeConfig(memory_limit=9 * GIB, num_blocks=0))
+    (plan,) = plan_memory([GIB], [0], ServeConfig.of(memory_limit=9 * GIB, num_blocks=0))
     assert plan.blocks == 0
 
 
 def test_what_can_not_work_names_the_number_that_would() -> None:
     with pytest.raises(ModelLoadError, match=r"8.0 GiB .* may hold 4.0 GiB: --memory-limit 10240MiB"):
-        plan_memory([8 * GIB], [0], ServeConfig(memory_limit=4 * GIB))
+        plan_memory([8 * GIB], [0], ServeConfig.of(memory_limit=4 * GIB))
 
 
 def test_a_mac_keeps_some_memory_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,10 +139,10 @@ class Control:
                 "model_path": first.model.source,
                 "served_model_name": first.name,
                 "weight_version": str(first.adapters.policy_version),
-                "max_batch_size": config.max_batch_size,
-                "max_queue_size": config.max_queue_size,
-                "max_loras": config.max_loras,
-                "max_lora_rank": config.max_lora_rank,
+                "max_batch_size": config.batch.max_batch_size,
+                "max_queue_size": config.batch.max_queue_size,
+                "max_loras": config.adapters.max_loras,
+                "max_lora_rank": config.adapters.max_lora_rank,
                 "is_paused": all(served.client.paused for served in self._models),
                 "models": models,
             }
@@ -158,7 +158,7 @@ class Control:
         return await self._pause_all(mode, wanted and mode != "keep")
 
     async def _pause_all(self, mode: PauseMode, clear_cache: bool) -> Response:
-        patience = self._config.request_timeout_seconds or 600.0
+        patience = self._config.batch.request_timeout_seconds or 600.0
         for served in self._models:
             if not await asyncio.to_thread(served.client.pause, mode, patience):
                 for other in self._models:

@@ -128,8 +128,8 @@ class Operations:
         summary = {
             "current_policy_version": self._models.default.adapters.policy_version,
             "queue_depth": sum(served.client.metrics.queue_depth for served in self._models),
-            "max_batch_size": self._config.max_batch_size,
-            "flush_interval_ms": 1000 * self._config.batch_timeout,
+            "max_batch_size": self._config.batch.max_batch_size,
+            "flush_interval_ms": 1000 * self._config.batch.batch_timeout,
         }
         return JSONResponse(summary)
 

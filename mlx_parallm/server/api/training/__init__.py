@@ -68,7 +68,7 @@ class TrainingRoutes:
         self._training = context.runtime.training
         self._served = context.models.default
         self._tokenizers = context.tokenizers
-        self._max_rows = context.config.max_batch_size
+        self._max_rows = context.config.batch.max_batch_size
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="training")
 
     async def _run(self, work: Callable[[], T]) -> T:

@@ -1,0 +1,95 @@
+"""Where the server listens, who may use it, and what it writes of that."""
+
+from dataclasses import dataclass
+
+from mlx_parallm.config.options import check_at_least, option, parse_bool, parse_bytes, parse_list
+from mlx_parallm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0: one that the system chooses", parse=int)
+    api_key: str | None = option(None, "bearer token that every route but /health and /metrics asks for")
+    admin_key: str | None = option(
+        None, "bearer token for routes that change the server: adapters, training, pauses, caches"
+    )
+    keys_file: str | None = option(
+        None, "YAML file of named keys, as 'alice: {key: SECRET, role: user}'; roles are user and admin"
+    )
+    insecure: bool = option(False, "listen beyond this machine without any key", parse=parse_bool)
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "name that requests may address the server by; repeatable, * for any (default: those of this machine while "
+        "--host is loopback, any name otherwise)",
+        parse=parse_list,
+    )
+    cors_allow_origin: tuple[str, ...] = option(
+        (), "origin that browsers may call from; repeatable, * for all", parse=parse_list
+    )
+    max_body_size: int = option(32 << 20, "largest request body, in bytes or as 32MiB", parse=parse_bytes)
+    exit_on_engine_failure: bool = option(
+        True,
+        "end the process with a non-zero status when the engine fails for good; --no-exit-on-engine-failure keeps it "
+        "running with /health at 503",
+        parse=parse_bool,
+    )
+    drain_timeout_seconds: float = option(
+        30.0, "seconds that SIGTERM waits for running requests before it cuts them off", parse=float
+    )
+    log_level: str = option("INFO", "least level of what is logged: DEBUG, INFO, WARNING or ERROR", parse=str.upper)
+    log_json: bool = option(False, "write one JSON object per log line", parse=parse_bool)
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_body_size")
+        check_at_least(self, 0, "drain_timeout_seconds")
+        for name in ("api_key", "admin_key", "keys_file"):
+            if (value := getattr(self, name)) is not None and not value.strip():
+                raise ConfigError(f"{name} is empty: give it a value, or leave it out (unset PARALLM_{name.upper()})")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
+        if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ConfigError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level}")
+
+    @property
+    def has_keys(self) -> bool:
+        return not (self.api_key is None and self.admin_key is None and self.keys_file is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """How requests share the model."""
+
+    max_batch_size: int = option(32, "most rows decoded together", aliases=("--max-batch",), parse=int)
+    scheduler: str = option(
+        "continuous",
+        "continuous: requests join at every step; default: they are gathered for --batch-timeout first",
+        choices=("continuous", "default"),
+    )
+    batch_timeout: float = option(
+        0.1,
+        "seconds for which --scheduler default gathers requests (--flush-interval-ms: the same in milliseconds)",
+        aliases=(("--flush-interval-ms", 0.001),),
+        parse=float,
+    )
+    max_concurrent_streams: int = option(
+        0, "most streams that run together, others wait in the queue; 0: no limit", parse=int
+    )
+    max_queue_size: int = option(128, "most requests that wait; further ones get status 429", parse=int)
+    request_timeout_seconds: float = option(
+        600.0, "seconds after which a request ends with an error and its row is freed; 0: never", parse=float
+    )
+    max_tokens: int | None = option(
+        None,
+        "tokens of an answer where a request does not say how many (default: chat as many as the context allows, "
+        "completions 16)",
+        parse=int,
+    )
+    prefill_step_size: int = option(2048, "most prompt tokens computed between two decode steps", parse=int)
+    dedupe: bool = option(
+        False, "compute identical deterministic requests that are in flight together only once", parse=parse_bool
+    )
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_batch_size", "prefill_step_size", "max_queue_size", "max_tokens")
+        check_at_least(self, 0, "batch_timeout", "request_timeout_seconds", "max_concurrent_streams")

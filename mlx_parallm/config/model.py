@@ -1,0 +1,88 @@
+"""Which models are served, and how their weights are held; which adapters, and how many."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_parallm.config.options import check_at_least, option, parse_bool, parse_bytes, parse_list
+from mlx_parallm.errors import ConfigError
+
+EMBEDDED = "SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model_path: tuple[str, ...] = option(
+        (),
+        "model to serve: a hub id, a folder or a .gguf file; repeatable as NAME=PATH (default: the embedded model)",
+        aliases=("--model",),
+        parse=parse_list,
+        key="base_model_path",
+    )
+    dtype: str = option(
+        "auto",
+        "precision in which weights are held; auto: the one that is fast on this device",
+        choices=("auto", "float32", "float16", "bfloat16", "quantized"),
+    )
+    max_model_len: int | None = option(
+        None, "most tokens of a prompt and its answer together (default: the model's own context)", parse=int
+    )
+    trust_remote_code: bool = option(False, "run Python code that comes with the model", parse=parse_bool)
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_model_len")
+
+    def named_models(self) -> dict[str, str | None]:
+        """Name to source for each model to serve; None is the embedded default."""
+        if not self.model_path:
+            return {EMBEDDED: None}
+        models: dict[str, str | None] = {}
+        for entry in self.model_path:
+            name, found, path = entry.partition("=")
+            name, path = (name, path) if found else (_model_name(entry), entry)
+            if name in models:
+                raise ConfigError(f"two models are called {name!r}; give each its own NAME=PATH")
+            models[name] = path
+        return models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    lora_path: tuple[str, ...] = option(
+        (),
+        "folder of a LoRA or DoRA adapter to load at start, in mlx-lm's or PEFT's format; repeatable as NAME=PATH",
+        aliases=("--adapter-path",),
+        parse=parse_list,
+    )
+    max_loras: int = option(8, "most adapters on the device at once, and in one batch", parse=int)
+    max_cpu_loras: int = option(
+        256, "most names of adapters that are kept in host memory; one more is refused", parse=int
+    )
+    max_lora_rank: int = option(64, "largest rank of an adapter", parse=int)
+    max_lora_bytes: int = option(2 << 30, "largest file of an adapter, in bytes or as 2GiB", parse=parse_bytes)
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_loras", "max_cpu_loras", "max_lora_rank", "max_lora_bytes")
+
+    def named_adapters(self, models: "dict[str, str | None]") -> dict[str, str]:
+        """Name to folder for each adapter to load at start; none may have a model's name."""
+        adapters: dict[str, str] = {}
+        for entry in self.lora_path:
+            name, path = named_path(entry)
+            if name in adapters or name in models or name in ("default", "base"):
+                raise ConfigError(f"two models or adapters are called {name!r}; give each its own NAME=PATH")
+            adapters[name] = path
+        return adapters
+
+
+def named_path(entry: str) -> tuple[str, str]:
+    """NAME=PATH, or a path that is called by its last part."""
+    name, named, path = entry.partition("=")
+    return (name, path) if named else (Path(entry).expanduser().resolve().name, entry)
+
+
+def _model_name(source: str) -> str:
+    """A hub id names itself; a folder or file is called by its last part."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path.resolve().stem if path.suffix == ".gguf" else path.resolve().name
+    return source

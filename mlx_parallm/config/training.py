@@ -1,0 +1,235 @@
+"""What learns, from what, and how: adapters, their objective and optimiser, rewards, checkpoints.
+
+`LoRAConfig` and `RLConfig` are what trainers take, and what users of `RLIntegratedServer` write.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mlx_parallm.config.model import named_path
+from mlx_parallm.config.options import check_at_least, check_positive, group, option, parse_bool, parse_list
+from mlx_parallm.errors import ConfigError
+
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"]
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce")
+Schedule = Literal["constant", "linear", "cosine"]
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """Which layers learn, and how finely."""
+
+    rank: int = option(16, "rank of an adapter that is trained", name="lora_rank", parse=int)
+    alpha: float = option(32.0, "scale of an adapter that is trained, times its rank", name="lora_alpha", parse=float)
+    target_modules: tuple[str, ...] = option(
+        ("q_proj", "v_proj"),
+        "layers that a trained adapter changes, by the last part of their names, with commas",
+        name="lora_target_modules",
+        parse=parse_list,
+    )
+    dora: bool = option(False, "train DoRA's magnitudes too", name="lora_dora", parse=parse_bool)
+    layers: int | None = option(
+        None, "train only the last so many blocks, which is faster (default: all)", name="lora_layers", parse=int
+    )
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "rank")
+        check_at_least(self, 0, "layers")
+        names = tuple(name for entry in self.target_modules for name in entry.split(",") if name)
+        object.__setattr__(self, "target_modules", names)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, its schedule, and the clipping before it."""
+
+    learning_rate: float = option(5e-4, "learning rate of AdamW, as in TRL", parse=float)
+    schedule: Schedule = option(
+        "constant", "learning-rate schedule after the warm-up", name="lr_schedule", key="schedule", choices=SCHEDULES
+    )
+    warmup_steps: int = option(0, "updates over which the learning rate rises from 0", parse=int)
+    total_steps: int = option(1000, "updates at whose end the linear and cosine schedules have come to 0", parse=int)
+    weight_decay: float = option(0.0, "weight decay of AdamW", parse=float)
+    max_grad_norm: float = option(1.0, "norm to which longer gradients are clipped", parse=float)
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule must be constant, linear or cosine, not {self.schedule!r}")
+        check_at_least(self, 1, "total_steps")
+        check_at_least(self, 0, "learning_rate", "warmup_steps", "weight_decay")
+        check_positive(self, "max_grad_norm")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a policy is trained to do."""
+
+    algorithm: Algorithm = option("grpo", "objective of a policy's updates", choices=ALGORITHMS)
+    clip_low: float = option(
+        0.2, "share by which the probability of a token (rloo, gspo: of an answer) may fall in an update", parse=float
+    )
+    clip_high: float = option(
+        0.2, "share by which the probability of a token (rloo, gspo: of an answer) may rise in an update", parse=float
+    )
+    beta: float = option(0.0, "weight of the KL divergence to the model without the adapter", parse=float)
+    # Left out are tokens whose ratio to the sampler's, or its inverse, is larger than the first of these, and answers
+    # whose geometric mean of that (the larger of ratio and inverse, of each token) is larger than the second.
+    token_limit: float | None = option(
+        None,
+        "ratio between trainer's and sampler's probability, or its inverse, above which a token is left out",
+        parse=float,
+    )
+    answer_limit: float | None = option(
+        None,
+        "geometric mean of those ratios over an answer's tokens above which the whole answer is left out",
+        parse=float,
+    )
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
+        check_at_least(self, 0, "clip_low", "clip_high", "beta")
+
+    @property
+    def clips(self) -> bool:
+        return self.algorithm != "reinforce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig(OptimizerConfig):
+    """An optimiser, and how its updates are cut into pieces beside serving."""
+
+    batch_size: int = option(
+        32, "trajectories or examples of an update, about", name="train_batch_size", key="batch_size", parse=int
+    )
+    microstep_seconds: float = option(
+        0.5,
+        "seconds for which a piece of an update holds requests up, about (four times that while there are none)",
+        parse=float,
+    )
+    microbatch_tokens: int = option(
+        0, "tokens of a piece of an update; 0: as many as --microstep-seconds allows", parse=int
+    )
+    gradient_checkpointing: bool = option(
+        False, "compute blocks twice in an update, to hold fewer activations", parse=parse_bool
+    )
+    seed: int = option(0, "seed of all that is random in training", name="train_seed", key="seed", parse=int)
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        check_at_least(self, 1, "batch_size")
+        check_at_least(self, 0, "microbatch_tokens")
+        check_positive(self, "microstep_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig(UpdateConfig, Objective):
+    """How a policy learns."""
+
+    epochs: int = option(
+        1, "optimiser steps on one batch of trajectories", name="train_epochs", key="epochs", parse=int
+    )
+    max_kl: float = option(
+        1.0, "nats a token by which an update may move the policy; one that moves it further is refused", parse=float
+    )
+    max_length: int | None = None  # for Dr. GRPO's weights; None: the most tokens that answers of the update could have
+    max_parameter_norm: float = 1e4
+
+    def __post_init__(self) -> None:
+        UpdateConfig.__post_init__(self)
+        Objective.__post_init__(self)
+        check_at_least(self, 1, "epochs", "max_length")
+        check_positive(self, "max_kl", "max_parameter_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardsConfig:
+    """What scores answers."""
+
+    scoring_function: tuple[str, ...] = option(
+        (), "NAME=module:function or NAME=file.py:function that requests may name; repeatable", parse=parse_list
+    )
+    scoring_batch_size: int = option(32, "most answers that are scored in one call of a scoring function", parse=int)
+    scoring_timeout: float = option(30.0, "seconds that a call of a scoring function may take", parse=float)
+    reward_model: tuple[str, ...] = option(
+        (), "folder of a reward model that was trained here; repeatable as NAME=PATH", parse=parse_list
+    )
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "scoring_batch_size")
+        check_at_least(self, 0, "scoring_timeout")
+
+    def named_reward_models(self) -> dict[str, str]:
+        """Name to folder for each reward model to load at start."""
+        models: dict[str, str] = {}
+        for name, path in map(named_path, self.reward_model):
+            if name in models:
+                raise ConfigError(f"two reward models are called {name!r}; give each its own NAME=PATH")
+            models[name] = path
+        return models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    enable_rl_training: bool = option(False, "train an adapter on what is served", key="enabled", parse=parse_bool)
+    train_adapter: tuple[str, ...] = option(
+        ("policy",),
+        "name of an adapter that is trained; repeatable, each learns from its own answers",
+        parse=parse_list,
+    )
+    inference_share: float = option(
+        0.7, "share of the engine's time for requests, while there are some and training has work too", parse=float
+    )
+    trajectory_buffer_size: int = option(1000, "most trajectories that may wait to be learnt from", parse=int)
+    update_frequency: int = option(
+        100, "trajectories that make an update; 0: updates only when one is asked for", parse=int
+    )
+    max_staleness: int | None = option(
+        None, "versions by which a trajectory may be behind the policy (default: any number)", parse=int
+    )
+    atropos_url: str | None = option(None, "URL of an Atropos API to take trajectories from")
+    environment: str | None = option(
+        None, "Atropos environment to start, as FILE.py or a module, with its own flags behind it"
+    )
+    rewards: RewardsConfig = group(RewardsConfig, "rewards", "rl_training")
+    lora: LoRAConfig = group(LoRAConfig, "adapters that are trained", "model")
+    rl: RLConfig = group(RLConfig, "updates", "rl_training")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "trajectory_buffer_size")
+        check_at_least(self, 0, "update_frequency", "max_staleness")
+        if not 0 < self.inference_share <= 1:
+            raise ConfigError(f"inference_share must be above 0 and at most 1, not {self.inference_share}")
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that learn, the first first."""
+        return [name for entry in self.train_adapter for name in entry.split(",") if name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    checkpoint_dir: str = option("./checkpoints", "folder of training's checkpoints")
+    checkpoint_interval: int = option(
+        500, "updates between two checkpoints that stay, beside the one called latest", key="interval", parse=int
+    )
+    checkpoint_seconds: float = option(
+        60.0,
+        "seconds after a change of the training state until it is written to the checkpoint called latest, which a "
+        "restart goes on from; it is always written on shutdown; 0: only then",
+        key="seconds",
+        parse=float,
+    )
+    keep_n_checkpoints: int = option(
+        10, "checkpoints that stay; older ones are removed, but for those with a name", parse=int
+    )
+    resume: bool = option(True, "go on from the last checkpoint in --checkpoint-dir", parse=parse_bool)
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "checkpoint_interval", "keep_n_checkpoints")
+        check_at_least(self, 0, "checkpoint_seconds")

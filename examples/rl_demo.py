@@ -62,7 +62,7 @@ class Demo:
         ledger = Ledger()
         self._engine.recorder = ledger
         rollouts = Rollouts(self._engine, ledger, 32)
-        self._asker = make_task_sampler(self._engine, rollouts, Rewards(), find_task(args.task))
+        self._sampler = make_task_sampler(self._engine, rollouts, Rewards(), find_task(args.task))
 
     def run(self, name: str, seed: int, learning_rate: float, shuffled: bool = False) -> tuple[float, float]:
         """Held-out scores before and after."""
@@ -82,9 +82,9 @@ class Demo:
         )
         (args.out / name / LOG).unlink(missing_ok=True)
         with Progress(args.out / name, args.steps, name) as progress:
-            news = Loop(session, self._asker, settings, progress.on_step).run()
+            reports = Loop(session, self._sampler, settings, progress.on_step).run()
         self._engine.adapters.unload(name)
-        held_out = [one.held_out for one in news if one.held_out is not None]
+        held_out = [one.held_out for one in reports if one.held_out is not None]
         return held_out[0], held_out[-1]
 
     def stop(self) -> None:

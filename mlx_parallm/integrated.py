@@ -96,8 +96,8 @@ class RLIntegratedServer:
     ) -> Sequence[StepReport]:
         """The built-in loop: about `rl_config.batch_size` answers in each step."""
         training = (await self._started()).manager
-        found = find_task(task) if isinstance(task, str) else task
-        sampler = make_task_sampler(training.engine, training.rollouts, training.rewards, found)
+        problems = find_task(task) if isinstance(task, str) else task
+        sampler = make_task_sampler(training.engine, training.rollouts, training.rewards, problems)
         prompts = prompts_per_step or max(1, self.config.training.rl.batch_size // group_size)
         settings = LoopConfig(
             steps=steps,

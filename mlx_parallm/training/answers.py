@@ -41,13 +41,13 @@ class AnswerFile:
         except OSError as error:
             log.warning("answers from before can't be read: %s", error)
             return []
-        found = []
+        records = []
         for line in lines:
             try:
-                found.append(Record.of_json(orjson.loads(line)))
+                records.append(Record.of_json(orjson.loads(line)))
             except (ValueError, TypeError, KeyError):  # cut off by a kill
                 continue
-        return found
+        return records
 
     def start(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,8 @@ class Checkpoint:
     @property
     def served_version(self) -> int | None:
         """The version that was served when it was written."""
-        found = self.state.get("served_version", self.state.get("policy_version"))
-        return None if found is None else int(found)
+        version = self.state.get("served_version", self.state.get("policy_version"))
+        return None if version is None else int(version)
 
     def waiting(self) -> list[dict[str, Any]]:
         """Trajectories that were in the buffer."""
@@ -68,7 +68,7 @@ def adapter_files(adapter: Adapter, scale: float, rank: int, source: str) -> dic
         tensors[f"{path}.lora_b"] = np.ascontiguousarray(part.b.T / scale)
         if part.m is not None:
             tensors[f"{path}.m"] = part.m
-    blocks = {int(found[1]) for path in adapter.parts if (found := re.search(r"layers\.(\d+)\.", path))}
+    blocks = {int(match[1]) for path in adapter.parts if (match := re.search(r"layers\.(\d+)\.", path))}
     keys = sorted({re.sub(r".*layers\.\d+\.", "", path) for path in adapter.parts})
     config = {
         "fine_tune_type": "dora" if adapter.dora else "lora",
@@ -170,14 +170,14 @@ class Checkpoints:
 
     def _by_time(self) -> list[tuple[float, str]]:
         """When each was written, with its name; those that can't be read come first."""
-        found = []
+        written = []
         for name in self.names():
             try:
-                found.append((float(json.loads((self.folder / name / STATE).read_text())["saved_at"]), name))
+                written.append((float(json.loads((self.folder / name / STATE).read_text())["saved_at"]), name))
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("checkpoint %s can't be read: %s", name, error)
-                found.append((0.0, name))
-        return sorted(found)
+                written.append((0.0, name))
+        return sorted(written)
 
     def names(self) -> list[str]:
         """The oldest first."""
@@ -211,24 +211,24 @@ class Checkpoints:
         return self._largest("journal")
 
     def _largest(self, *fields: str) -> int:
-        found = [0]
+        numbers = [0]
         for name in self.names():
             try:
                 state = json.loads((self.folder / name / STATE).read_text())
-                found += [int(state[field]) for field in fields if state.get(field) is not None]
+                numbers += [int(state[field]) for field in fields if state.get(field) is not None]
             except (OSError, ValueError, AttributeError, TypeError):
                 continue
-        return max(found)
+        return max(numbers)
 
     def _versions(self) -> list[tuple[str, int]]:
         """Names with the versions they were written of, the oldest first."""
-        found = []
+        versions = []
         for name in self.names():
             try:
-                found.append((name, int(json.loads((self.folder / name / STATE).read_text())["policy_version"])))
+                versions.append((name, int(json.loads((self.folder / name / STATE).read_text())["policy_version"])))
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-        return found
+        return versions
 
     def load(self, name: str) -> Checkpoint:
         path = self.folder / name

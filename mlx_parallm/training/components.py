@@ -29,19 +29,19 @@ class Component:
 
 def parse_components(entries: Sequence[str], task: Task) -> list[Component]:
     """`NAME[=ARGUMENT][@WEIGHT]`: a built-in component, with its argument, or a function of one's own."""
-    found: list[Component] = []
+    components: list[Component] = []
     for entry in entries:
         text, weight = _weight(entry)
-        name, given, argument = text.partition("=")
-        if name in {one.name for one in found}:
+        name, equals, argument = text.partition("=")
+        if name in {one.name for one in components}:
             raise ConfigError(f"two rewards are called {name!r}; give each its own NAME=module:function")
-        found.append(Component(name, weight, _scores(name, argument if given else None, task)))
-    return found
+        components.append(Component(name, weight, _scores(name, argument if equals else None, task)))
+    return components
 
 
 def _weight(entry: str) -> tuple[str, float]:
-    text, given, weight = entry.rpartition("@")
-    if not given:
+    text, at, weight = entry.rpartition("@")
+    if not at:
         return entry, 1.0
     try:
         return text, float(weight)
@@ -57,8 +57,8 @@ def _scores(name: str, argument: str | None, task: Task) -> Score:
     if name in WITH_ARGUMENT and argument:
         return _each(WITH_ARGUMENT[name](argument))
     if argument and name not in PLAIN and name not in WITH_ARGUMENT:
-        found: Score = load_function(argument)
-        return found
+        function: Score = load_function(argument)
+        return function
     known = [TASK, *PLAIN, *(f"{name}=…" for name in WITH_ARGUMENT)]
     raise ConfigError(f"there is no reward {name!r}; there is {', '.join(known)} and NAME=module:function")
 
@@ -85,8 +85,8 @@ def _last_number(text: str) -> float | None:
 
 
 def _number(completion: str, facts: Mapping[str, Any]) -> float:
-    found = _last_number(completion)
-    return float(found is not None and found == _last_number(_reference(facts)))
+    last = _last_number(completion)
+    return float(last is not None and last == _last_number(_reference(facts)))
 
 
 def _exact(completion: str, facts: Mapping[str, Any]) -> float:

@@ -60,13 +60,13 @@ def read_rows(path: Path | str) -> list[DatasetRow]:
         data = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror or error}") from None
-    found = []
+    rows = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
-            found.append(DatasetRow(str(path), number, _object(line, DatasetRow(str(path), number, {}))))
-    if not found:
+            rows.append(DatasetRow(str(path), number, _object(line, DatasetRow(str(path), number, {}))))
+    if not rows:
         raise ConfigError(f"{path} has no rows in it")
-    return found
+    return rows
 
 
 def _object(line: bytes, row: DatasetRow) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class DatasetReader:
         parts: Callable[[T], list[Example]],
         join: Callable[[list[Example]], T],
     ) -> Dataset[T]:
-        found: Dataset[T] = Dataset()
+        dataset: Dataset[T] = Dataset()
         for row in read_rows(path):
             try:
                 items = read(row)
@@ -146,14 +146,14 @@ class DatasetReader:
                 raise row.error(error.message) from error
             for item in items:
                 cut = [part.cut(self._max_length) for part in parts(item)]
-                found.cut += any(one is not other for one, other in zip(cut, parts(item), strict=True))
+                dataset.cut += any(one is not other for one, other in zip(cut, parts(item), strict=True))
                 if all(part.learnt for part in cut):
-                    found.items.append(join(cut))
+                    dataset.items.append(join(cut))
                 else:
-                    found.left_out += 1
-        if not found.items:
+                    dataset.left_out += 1
+        if not dataset.items:
             raise ConfigError(f"{path}: no row has anything to learn within {self._max_length} tokens")
-        return found
+        return dataset
 
     def _examples(self, row: DatasetRow) -> list[Example]:
         if "messages" in row.fields:
@@ -173,10 +173,10 @@ class DatasetReader:
         pair = []
         for name in ("chosen", "rejected"):
             messages = before + row.messages(name, "assistant")
-            found = self._turns(row, messages, len(before))
-            if len(found) > 1:
+            examples = self._turns(row, messages, len(before))
+            if len(examples) > 1:
                 raise row.error(f"the chat template renders the turns of field {name!r} differently as they go on")
-            pair += found
+            pair += examples
         return [Preference(*pair)]
 
     def _is_text(self, row: DatasetRow, *names: str) -> bool:

@@ -162,7 +162,7 @@ class EpisodeSampler(TaskSampler):
     def text(self, record: Record) -> str:
         return self._vocabulary.decode(record.completion_ids, skip_special=True)
 
-    def ask(
+    def sample(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
     ) -> list[list[ScoredAnswer]]:
         """For each problem `sampling.n` episodes, with what they were worth; None where the environment failed."""
@@ -189,11 +189,13 @@ class EpisodeSampler(TaskSampler):
                     self._wait(episode, stepped)
             for episode, stepped in [(one, pool.submit(self._cut_off, one)) for one in episodes]:
                 self._wait(episode, stepped)
-        found: list[list[ScoredAnswer]] = [[] for _ in problems]
+        answers: list[list[ScoredAnswer]] = [[] for _ in problems]
         for episode in episodes:
             reward = None if episode.failed else episode.reward
-            found[episode.group].append(ScoredAnswer(episode.record(), reward, dict(episode.environment.metrics)))
-        return found
+            answers[episode.group].append(
+                ScoredAnswer(record=episode.record(), score=reward, parts=dict(episode.environment.metrics))
+            )
+        return answers
 
     def _begin(self, problem: Problem, group: int) -> Episode | None:
         """None where the environment fails."""
@@ -204,7 +206,8 @@ class EpisodeSampler(TaskSampler):
             self._lose(error)
             return None
         conversation = Conversation([dict(message) for message in messages], self._tools(environment))
-        return Episode(environment, list(messages), self._prompts.chat(conversation).tokens, group)
+        prompt = self._prompts.chat(conversation).tokens
+        return Episode(environment=environment, messages=list(messages), prompt=prompt, group=group)
 
     def _has_room(self, episode: Episode, tokens: int) -> bool:
         turns = len(episode.records)
@@ -266,8 +269,8 @@ class EpisodeSampler(TaskSampler):
         conversation = Conversation(
             [*before, marked, *(_plain(message) for message in said)], self._tools(episode.environment)
         )
-        _, found, text = self._prompts.render(conversation).rpartition(MARK)
-        if not found:
+        _, mark, text = self._prompts.render(conversation).rpartition(MARK)
+        if not mark:
             raise InvalidRequestError("the chat template does not show the model's answers, so it can't take turns")
         last = self._vocabulary.text(record.completion_ids[-1])
         if record.completion_ids[-1] in self._engine.model.eos_token_ids:  # the model has ended its turn itself
@@ -283,13 +286,13 @@ def _plain(message: Message) -> Message:
 
 
 def _calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     for call in (call for piece in pieces for call in piece.calls):
         if call.name is not None:
             function = {"name": call.name, "arguments": ""}
-            found.append({"id": call.id, "type": "function", "function": function})
-        found[-1]["function"]["arguments"] += call.arguments
-    return found
+            calls.append({"id": call.id, "type": "function", "function": function})
+        calls[-1]["function"]["arguments"] += call.arguments
+    return calls
 
 
 # The example: sums too long for a small model's head, and a calculator.
@@ -345,8 +348,8 @@ class Calculator(Environment):
 
     def step(self, messages: list[Message]) -> tuple[list[Message], float, bool]:
         content, right = messages[-1]["content"], sum(self.numbers)
-        if not self.metrics["call"] and (found := CALL.search(content)) is not None:
-            result = evaluate(found[1])
+        if not self.metrics["call"] and (call := CALL.search(content)) is not None:
+            result = evaluate(call[1])
             self.metrics["call"] = 1.0
             said = "That is no sum." if result is None else f"The calculator says {result}."
             return [{"role": "user", "content": said}], 0.0, False

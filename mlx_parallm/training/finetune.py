@@ -1,6 +1,6 @@
-"""A run of SFT or DPO: epochs over examples, looks at held-out ones, an early end, and the adapter that comes out.
+"""A run of SFT or DPO: epochs over examples, evaluation on held-out ones, an early end, and the resulting adapter.
 
-Every step goes to the engine as work in pieces, so that whoever is served meanwhile waits for a piece at most. The
+Every step goes to the engine in micro-batches, so that clients who are served meanwhile wait for one at most. The
 order of examples depends on the seed alone. Any thread but the engine's.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Generic
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.training.checkpoints import STATE, Checkpoints, adapter_files
-from mlx_parallm.training.engine_work import once
+from mlx_parallm.training.engine_work import run_on_engine
 from mlx_parallm.training.learner import LearnerState
 from mlx_parallm.training.supervised import Item, Supervised
 
@@ -26,7 +26,7 @@ class EpochConfig:
     epochs: int = 1
     batch_size: int = 16
     eval_every: int = 0  # steps; 0: after each epoch
-    patience: int = 0  # looks in a row without a smaller held-out loss that end the run; 0: it runs to its end
+    patience: int = 0  # evaluations in a row without a smaller held-out loss that end the run; 0: it runs to its end
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class EpochConfig:
 
 @dataclass(slots=True)
 class RunReport:
-    """What a step has to tell; step 0 is before the first."""
+    """How a step went; step 0 is before the first."""
 
     step: int
     epoch: float
@@ -59,15 +59,23 @@ class RunReport:
 
     def parts(self) -> list[str]:
         """For a line in the terminal."""
-        found = [f"epoch {self.epoch:.2f}"]
+        parts = [f"epoch {self.epoch:.2f}"]
         shown = ("loss", "accuracy", "margin", "grad_norm")
-        found += [f"{name.replace('_', ' ')} {self.metrics[name]:.4f}" for name in shown if name in self.metrics]
+        parts += [f"{name.replace('_', ' ')} {self.metrics[name]:.4f}" for name in shown if name in self.metrics]
         if self.seconds:
-            found.append(f"{self.seconds:.1f} s")
+            parts.append(f"{self.seconds:.1f} s")
         for name in shown:
             if name in self.held_out:
-                found.append(f"held out {name} [bold green]{self.held_out[name]:.4f}[/]")
-        return found
+                parts.append(f"held out {name} [bold green]{self.held_out[name]:.4f}[/]")
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class BestLoss:
+    """The smallest held-out loss, and the parameters that gave it."""
+
+    loss: float
+    state: LearnerState
 
 
 class FineTuning(Generic[Item]):
@@ -78,7 +86,7 @@ class FineTuning(Generic[Item]):
         items: Sequence[Item],
         held_out: Sequence[Item],
         config: EpochConfig,
-        on_step: Callable[[RunReport], None] = lambda news: None,
+        on_step: Callable[[RunReport], None] = lambda report: None,
     ) -> None:
         if config.patience and not held_out:
             raise ConfigError("patience needs held-out examples: give --eval-share or --eval-dataset")
@@ -89,8 +97,8 @@ class FineTuning(Generic[Item]):
         self._config = config
         self._on_step = on_step
         self._stopping = threading.Event()
-        self._best: tuple[float, LearnerState] | None = None
-        self._worse = 0  # looks since the best one
+        self._best: BestLoss | None = None
+        self._worse = 0  # evaluations since the best one
 
     def stop(self) -> None:
         """After the step that runs; what was learnt until then stands."""
@@ -98,8 +106,8 @@ class FineTuning(Generic[Item]):
 
     def run(self) -> list[RunReport]:
         """With a patience, the parameters are those of the smallest held-out loss in the end."""
-        found = [RunReport(0, 0.0, held_out=self._look())]
-        self._on_step(found[0])
+        reports = [RunReport(step=0, epoch=0.0, held_out=self._evaluate())]
+        self._on_step(reports[0])
         batches = self._batches()
         each = len(batches) // self._config.epochs
         for step, batch in enumerate(batches, 1):
@@ -107,38 +115,41 @@ class FineTuning(Generic[Item]):
                 break
             begun = time.perf_counter()
             metrics = self._engine.work(self._trainer.step(batch, self._engine.is_serving)).result()
-            news = RunReport(step, step / each, time.perf_counter() - begun, metrics)
+            report = RunReport(step=step, epoch=step / each, seconds=time.perf_counter() - begun, metrics=metrics)
             if step % (self._config.eval_every or each) == 0 or step == len(batches):
-                news.held_out = self._look()
-            found.append(news)
-            self._on_step(news)
+                report.held_out = self._evaluate()
+            reports.append(report)
+            self._on_step(report)
         best = self._best
         if best is not None and self._worse:
-            self._engine.work(once(lambda: self._trainer.learner.go_back(best[1]))).result()
-        return found
+            run_on_engine(self._engine, lambda: self._trainer.learner.go_back(best.state))
+        return reports
 
     def _batches(self) -> list[list[Item]]:
         """Of all epochs."""
-        size, found = self._config.batch_size, []
+        size, batches = self._config.batch_size, []
         for epoch in range(self._config.epochs):
             order = list(range(len(self._items)))
             random.Random(f"{self._config.seed} {epoch}").shuffle(order)
-            found += [[self._items[one] for one in order[begin : begin + size]] for begin in range(0, len(order), size)]
-        return found
+            batches += [
+                [self._items[one] for one in order[begin : begin + size]] for begin in range(0, len(order), size)
+            ]
+        return batches
 
-    def _look(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, float]:
         if not self._held_out:
             return {}
-        found: dict[str, float] = self._engine.work(
+        metrics: dict[str, float] = self._engine.work(
             self._trainer.evaluate(self._held_out, self._engine.is_serving)
         ).result()
         if self._config.patience:
-            self._judge(found["loss"])
-        return found
+            self._judge(metrics["loss"])
+        return metrics
 
     def _judge(self, loss: float) -> None:
-        if self._best is None or loss < self._best[0]:
-            self._best, self._worse = (loss, self._engine.work(once(self._trainer.learner.snapshot)).result()), 0
+        if self._best is None or loss < self._best.loss:
+            self._best = BestLoss(loss, run_on_engine(self._engine, self._trainer.learner.snapshot))
+            self._worse = 0
             return
         self._worse += 1
         if self._worse >= self._config.patience:
@@ -148,7 +159,7 @@ class FineTuning(Generic[Item]):
 def save_adapter(folder: Path, engine: Engine, trainer: Supervised[Any], kind: str, metrics: Mapping[str, Any]) -> Path:
     """Writes it as mlx-lm does, whole or not at all, in the place of an earlier result of such a run."""
     check_free(folder)
-    adapter = engine.work(once(trainer.adapter)).result()
+    adapter = run_on_engine(engine, trainer.adapter)
     files = adapter_files(adapter, trainer.lora.scale, trainer.lora.rank, engine.model.source)
     state = {"kind": kind, "updates": trainer.learner.updates, "model": engine.model.source, "metrics": dict(metrics)}
     # Its neighbours are none of our business.

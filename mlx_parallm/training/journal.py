@@ -35,7 +35,7 @@ class Journal:
         """Of its files, the oldest first."""
         if not self._folder.is_dir():
             return []
-        return sorted(int(found[1]) for path in self._folder.iterdir() if (found := FILE.fullmatch(path.name)))
+        return sorted(int(match[1]) for path in self._folder.iterdir() if (match := FILE.fullmatch(path.name)))
 
     def append(self, *entries: dict[str, Any], durable: bool = False) -> None:
         """Raises OSError where they can't be written; then none of them is in the journal."""

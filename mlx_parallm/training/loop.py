@@ -1,4 +1,4 @@
-"""The built-in loop: draw problems, have the current policy answer, score, update, and look at held-out ones.
+"""The built-in loop: draw problems, have the current policy answer, score, update, and evaluate on held-out ones.
 
 How it departs from the papers: rollouts come from the engine that serves, so what was drawn and its log-probabilities
 are the sampler's own; one update per batch by default, so every batch is on-policy; groups without a difference are
@@ -35,14 +35,14 @@ CURRICULUM_WINDOW = 5  # steps whose success decides about the level
 
 @dataclass(slots=True)
 class StepReport:
-    """What a step has to tell."""
+    """How a step went."""
 
     step: int
-    reward: float
-    level: int
-    rollout_seconds: float
-    rollout_tokens: int
-    update_seconds: float
+    reward: float = 0.0
+    level: int = 1
+    rollout_seconds: float = 0.0
+    rollout_tokens: int = 0
+    update_seconds: float = 0.0
     report: Report | None = None
     held_out: float | None = None
     samples: list[str] = field(default_factory=list)
@@ -51,11 +51,11 @@ class StepReport:
 
     def parts(self) -> list[str]:
         """For a line in the terminal."""
-        found: list[str] = []
+        parts: list[str] = []
         if self.report is not None:
             metrics = self.report.outcome.metrics
             rate = self.rollout_tokens / max(self.rollout_seconds, 1e-6)
-            found += [
+            parts += [
                 f"reward [bold]{self.reward:.3f}[/]",
                 *(f"{name} {value:.3f}" for name, value in self.components.items()),
                 *([f"KL {metrics['kl']:.3f}"] if "kl" in metrics else []),
@@ -65,16 +65,16 @@ class StepReport:
                 f"v{self.report.version}",
             ]
             if self.report.rolled_back:
-                found.append(f"[red]rolled back: {self.report.rolled_back}[/]")
+                parts.append(f"[red]rolled back: {self.report.rolled_back}[/]")
             elif self.report.outcome.reason:
-                found.append(f"[yellow]refused: {self.report.outcome.reason}[/]")
+                parts.append(f"[yellow]refused: {self.report.outcome.reason}[/]")
         if self.held_out is not None:
-            found.append(f"held out [bold green]{self.held_out:.3f}[/]")
-        return found
+            parts.append(f"held out [bold green]{self.held_out:.3f}[/]")
+        return parts
 
     def flat(self) -> dict[str, Any]:
         """For a line of JSON."""
-        found: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "step": self.step,
             "reward": self.reward,
             "level": self.level,
@@ -83,17 +83,17 @@ class StepReport:
             "update_seconds": self.update_seconds,
             "held_out": self.held_out,
         }
-        found |= {f"reward/{name}": value for name, value in self.components.items()}
-        found |= {f"held_out/{name}": value for name, value in self.held_out_components.items()}
+        entry |= {f"reward/{name}": value for name, value in self.components.items()}
+        entry |= {f"held_out/{name}": value for name, value in self.held_out_components.items()}
         if self.report is not None:
-            found |= {
+            entry |= {
                 "policy_version": self.report.version,
                 "published": self.report.published,
                 "refused": self.report.outcome.reason or None,
                 "rolled_back": self.report.rolled_back or None,
                 **self.report.outcome.metrics,
             }
-        return found
+        return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class TaskSampler:
     def tokens(self, problem: Problem) -> list[int]:
         return self._prompts.chat(Conversation([dict(message) for message in problem.messages])).tokens
 
-    def ask(
+    def sample(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
     ) -> list[list[ScoredAnswer]]:
         """For each problem, its answers with their scores."""
@@ -141,27 +141,29 @@ class TaskSampler:
         )
         items = [
             Item(
-                problem.messages[-1]["content"],
-                self.text(record),
-                {**problem.metadata, "finish_reason": record.finish_reason},
-                record.prompt_ids + record.completion_ids,
+                prompt=problem.messages[-1]["content"],
+                completion=self.text(record),
+                metadata={**problem.metadata, "finish_reason": record.finish_reason},
+                tokens=record.prompt_ids + record.completion_ids,
             )
             for problem, records in zip(problems, drawn, strict=True)
             for record in records
         ]
-        scored = iter(self._scored(items))
-        return [[ScoredAnswer(record, *next(scored)) for record in records] for records in drawn]
+        scored = iter(self._scored([record for records in drawn for record in records], items))
+        return [[next(scored) for _ in records] for records in drawn]
 
-    def _scored(self, items: Sequence[Item]) -> list[tuple[float | None, dict[str, float | None]]]:
+    def _scored(self, records: Sequence[Record], items: Sequence[Item]) -> list[ScoredAnswer]:
         if not self._components:
-            return [(score, {}) for score in self._rewards.score(self.task.name, items)]
+            scores = self._rewards.score(self.task.name, items)
+            return [ScoredAnswer(record, score, {}) for record, score in zip(records, scores, strict=True)]
         columns = {one.name: self._rewards.score(_scorer(one), items) for one in self._components}
-        found: list[tuple[float | None, dict[str, float | None]]] = []
-        for row in zip(*columns.values(), strict=True):
+        answers = []
+        for record, row in zip(records, zip(*columns.values(), strict=True), strict=True):
             known = [score for score in row if score is not None]
             weighted = (one.weight * score for one, score in zip(self._components, known, strict=False))
-            found.append((sum(weighted) if len(known) == len(row) else None, dict(zip(columns, row, strict=True))))
-        return found
+            score = sum(weighted) if len(known) == len(row) else None
+            answers.append(ScoredAnswer(record, score, dict(zip(columns, row, strict=True))))
+        return answers
 
     def text(self, record: Record) -> str:
         return self._vocabulary.decode(record.completion_ids, skip_special=True)
@@ -188,24 +190,25 @@ class Loop:
     def __init__(
         self,
         session: Session,
-        asker: TaskSampler,
+        sampler: TaskSampler,
         config: LoopConfig,
-        on_step: Callable[[StepReport], None] = lambda news: None,
+        on_step: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
         self._session = session
-        self._asker = asker
+        self._sampler = sampler
         self._config = config
         self._on_step = on_step
         self._stopping = threading.Event()
-        task = asker.task
+        task = sampler.task
         self._length = config.answer_tokens or task.max_tokens
-        own = task.held_out()
+        kept_apart = task.held_out()
         self._held_out = (
             self._problems(random.Random(f"held-out {task.name}"), config.eval_problems, config.level, ())
-            if own is None
-            else list(own)[: config.eval_problems]
+            if kept_apart is None
+            else list(kept_apart)[: config.eval_problems]
         )
-        self._apart = self._held_out if own is None else own  # never learnt from
+        self._never_learnt = self._held_out if kept_apart is None else kept_apart
+        self._level = config.level
         self._successes: list[float] = []
 
     def stop(self) -> None:
@@ -215,101 +218,100 @@ class Loop:
         """All steps that are left."""
         session, config = self._session, self._config
         begin = int(session.extra.get("step", 0))
-        level = int(session.extra.get("level", config.level))
+        self._level = int(session.extra.get("level", config.level))
         self._successes = list(session.extra.get("successes", []))
-        found: list[StepReport] = []
+        reports: list[StepReport] = []
         if not begin:
-            first = StepReport(0, 0.0, level, 0.0, 0, 0.0)
-            self._look(first)
-            self._tell(found, first)
+            self._report(reports, self._evaluated(StepReport(step=0, level=self._level)))
         for step in range(begin + 1, config.steps + 1):
             if self._stopping.is_set():
                 break
-            news, level = self._step(step, level)
+            report = self._step(step)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-                self._look(news)
-            self._tell(found, news)
-        return found
+                self._evaluated(report)
+            self._report(reports, report)
+        return reports
 
-    def _tell(self, found: list[StepReport], news: StepReport) -> None:
-        found.append(news)
-        self._on_step(news)
+    def _report(self, reports: list[StepReport], report: StepReport) -> None:
+        reports.append(report)
+        self._on_step(report)
 
-    def _step(self, step: int, level: int) -> tuple[StepReport, int]:
-        """What it has to tell, and the level of the next."""
-        config, session = self._config, self._session
+    def _step(self, step: int) -> StepReport:
+        """Draws, scores and updates; decides about the level of the next step."""
+        config, session, level = self._config, self._session, self._level
         chance = random.Random(f"{config.seed} {step}")
-        problems = self._problems(chance, config.prompts_per_step, level, self._apart)
+        problems = self._problems(chance, config.prompts_per_step, level, self._never_learnt)
         sampling = SamplingParams(temperature=config.temperature, max_tokens=self._length, n=config.group_size)
         begun = time.perf_counter()
         # A salt for each step: nothing is reused from before, so a step is the same after a restart.
-        answers = self._asker.ask(problems, sampling, session.name, chance.getrandbits(31), f"step {step}")
+        answers = self._sampler.sample(problems, sampling, session.name, chance.getrandbits(31), f"step {step}")
         drawn = time.perf_counter()
         trajectories = self._trajectories(step, answers, chance)
         reward = _mean(answer.score for group in answers for answer in group)
-        following = self._next_level(level, reward)
+        self._level = self._next_level(level, reward)
         # With the update's checkpoint: where to go on from.
-        notes = {"step": step, "level": following, "successes": self._successes[-CURRICULUM_WINDOW:]}
-        report = session.update(trajectories, extra=notes) if trajectories else None
-        if report is None:
+        notes = {"step": step, "level": self._level, "successes": self._successes[-CURRICULUM_WINDOW:]}
+        update = session.update(trajectories, extra=notes) if trajectories else None
+        if update is None:
             session.extra = notes
         records = [answer.record for group in answers for answer in group]
-        news = StepReport(
-            step,
-            reward,
-            level,
-            drawn - begun,
-            sum(len(record.completion_ids) for record in records),
-            time.perf_counter() - drawn,
-            report,
-            samples=[self._asker.text(record) for record in records[:2]],
+        return StepReport(
+            step=step,
+            reward=reward,
+            level=level,
+            rollout_seconds=drawn - begun,
+            rollout_tokens=sum(len(record.completion_ids) for record in records),
+            update_seconds=time.perf_counter() - drawn,
+            report=update,
+            samples=[self._sampler.text(record) for record in records[:2]],
             components=_means(answers),
         )
-        return news, following
 
     def _trajectories(self, step: int, answers: Groups, chance: random.Random) -> list[Trajectory]:
-        found = []
+        trajectories = []
         for number, group in enumerate(answers):
-            scored = [(answer.record, answer.score) for answer in group if answer.score is not None]
-            scores = [score for _, score in scored]
+            records = [answer.record for answer in group if answer.score is not None]
+            scores = [answer.score for answer in group if answer.score is not None]
             if self._config.shuffle_rewards:
                 chance.shuffle(scores)
-            found += [
+            trajectories += [
                 Trajectory.recorded(record, score, f"{step}-{number}")
-                for (record, _), score in zip(scored, scores, strict=True)
+                for record, score in zip(records, scores, strict=True)
             ]
-        return found
+        return trajectories
 
     def evaluate(self) -> float:
         """The mean score of greedy answers to problems that are never learnt from."""
         return _mean(answer.score for group in self._held_out_answers() for answer in group)
 
-    def _look(self, news: StepReport) -> None:
+    def _evaluated(self, report: StepReport) -> StepReport:
+        """With the scores of held-out problems."""
         answers = self._held_out_answers()
-        news.held_out = _mean(answer.score for group in answers for answer in group)
-        news.held_out_components = _means(answers)
+        report.held_out = _mean(answer.score for group in answers for answer in group)
+        report.held_out_components = _means(answers)
+        return report
 
     def _held_out_answers(self) -> Groups:
         sampling = SamplingParams(temperature=0.0, max_tokens=self._length)
-        return self._asker.ask(self._held_out, sampling, self._session.name, None, "held out")
+        return self._sampler.sample(self._held_out, sampling, self._session.name, None, "held out")
 
     def _problems(self, chance: random.Random, count: int, level: int, without: Sequence[Problem]) -> list[Problem]:
         known = {problem.key for problem in without}
-        found: list[Problem] = []
+        problems: list[Problem] = []
         for _ in range(100 * count):
-            problem = self._asker.task.problem(chance, level)
+            problem = self._sampler.task.problem(chance, level)
             if problem.key not in known:
-                found.append(problem)
+                problems.append(problem)
                 known.add(problem.key)
-            if len(found) == count:
-                return found
-        raise ConfigError(f"task {self._asker.task.name} has not {count} different problems beside the held-out ones")
+            if len(problems) == count:
+                return problems
+        raise ConfigError(f"task {self._sampler.task.name} has not {count} different problems beside the held-out ones")
 
     def _next_level(self, level: int, success: float) -> int:
         threshold = self._config.raise_level_at
         self._successes.append(success)
         recent = self._successes[-CURRICULUM_WINDOW:]
-        if threshold is None or level >= self._asker.task.levels or len(recent) < CURRICULUM_WINDOW:
+        if threshold is None or level >= self._sampler.task.levels or len(recent) < CURRICULUM_WINDOW:
             return level
         if sum(recent) / len(recent) < threshold:
             return level

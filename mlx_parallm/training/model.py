@@ -113,11 +113,11 @@ def can_pack(module: nn.Module, vocab_size: int) -> bool:
     texts = [[(7 * place + length) % vocab_size for place in range(length)] for length in (5, 3)]
     numbers = mx.array([[0] * 5 + [1] * 3])
     try:
-        found = module(mx.array([texts[0] + texts[1]]), cache=[PackedCache(numbers) for _ in module.layers])
+        packed = module(mx.array([texts[0] + texts[1]]), cache=[PackedCache(numbers) for _ in module.layers])
     except (ValueError, TypeError, AttributeError, RuntimeError):
         return False
     expected = mx.concatenate([module(mx.array([text]))[0] for text in texts]).astype(mx.float32)
-    return bool((mx.linalg.norm(found[0].astype(mx.float32) - expected) <= 0.02 * mx.linalg.norm(expected)).item())
+    return bool((mx.linalg.norm(packed[0].astype(mx.float32) - expected) <= 0.02 * mx.linalg.norm(expected)).item())
 
 
 def answer_logits(module: nn.Module, prompts: PaddedPrompts, answers: mx.array, shared: bool) -> mx.array:
@@ -149,11 +149,11 @@ def can_share_prompts(module: nn.Module, vocab_size: int, lengths: Sequence[int]
     each = [PaddedPrompts.of([text], [len(answers)]) for text in texts]
     try:
         together = PaddedPrompts.of(texts, [len(answers)] * len(texts))
-        found = answer_logits(module, together, mx.concatenate([answers] * len(texts)), True).astype(mx.float32)
+        shared = answer_logits(module, together, mx.concatenate([answers] * len(texts)), True).astype(mx.float32)
     except (ValueError, TypeError, AttributeError, RuntimeError):
         return False
     expected = mx.concatenate([answer_logits(module, prompt, answers, False) for prompt in each]).astype(mx.float32)
-    return bool((mx.linalg.norm(found - expected) <= 0.02 * mx.linalg.norm(expected)).item())
+    return bool((mx.linalg.norm(shared - expected) <= 0.02 * mx.linalg.norm(expected)).item())
 
 
 def checkpoint_layers(module: nn.Module) -> None:
@@ -161,12 +161,12 @@ def checkpoint_layers(module: nn.Module) -> None:
 
     Each gets a class of its own, made from its class, which stays as it is.
     """
-    made: dict[type, type] = {}
+    checkpointed: dict[type, type] = {}
     for layer in module.layers:
         kind = type(layer)
-        if kind not in made:
-            made[kind] = type(f"Checkpointed{kind.__name__}", (kind,), {"__call__": _checkpointed(kind)})
-        layer.__class__ = made[kind]
+        if kind not in checkpointed:
+            checkpointed[kind] = type(f"Checkpointed{kind.__name__}", (kind,), {"__call__": _checkpointed(kind)})
+        layer.__class__ = checkpointed[kind]
 
 
 def _checkpointed(kind: type) -> Callable[..., mx.array]:
@@ -182,15 +182,15 @@ def _checkpointed(kind: type) -> Callable[..., mx.array]:
                 inside.keep(kept[0], kept[1])
             passed = [inside if place in places else arg for place, arg in enumerate(args)]
             more = kwargs if cache is None else {**kwargs, "cache": inside if cache is own else cache}
-            found = kind.__call__(self, x, *passed, **more)
-            return (found, *inside.kept) if own is not None and inside.kept is not None and not kept else (found,)
+            output = kind.__call__(self, x, *passed, **more)
+            return (output, *inside.kept) if own is not None and inside.kept is not None and not kept else (output,)
 
         parameters = self.trainable_parameters()
-        found = mx.checkpoint(inner)(parameters, x, list(before or ()))
+        outputs = mx.checkpoint(inner)(parameters, x, list(before or ()))
         self.update(parameters)
-        if own is not None and before is None and len(found) == 3:
-            own.keep(found[1], found[2])
-        return found[0]
+        if own is not None and before is None and len(outputs) == 3:
+            own.keep(outputs[1], outputs[2])
+        return outputs[0]
 
     return call
 
@@ -222,11 +222,11 @@ class TrainableModel:
 
     def parameters_of(self, adapter: Adapter) -> dict[str, mx.array]:
         """An adapter's, to go on from: it must have the very layers and the rank that learn here."""
-        own, found = self.parameters(), dict[str, mx.array]()
+        own, theirs = self.parameters(), dict[str, mx.array]()
         for path, part in adapter.parts.items():
             arrays = {"lora_a": part.a.T, "lora_b": part.b.T / self.lora.scale, "m": part.m}
-            found |= {f"{path}.{name}": mx.array(one) for name, one in arrays.items() if one is not None}
-        missing, other = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
+            theirs |= {f"{path}.{name}": mx.array(one) for name, one in arrays.items() if one is not None}
+        missing, other = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())
         if missing or other:
             raise ConfigError(
                 f"the adapter to go on from has other layers: {missing[0]} is missing"
@@ -234,13 +234,13 @@ class TrainableModel:
                 else f"the adapter to go on from has {other[0]}, which does not learn: give the same "
                 "--lora-target-modules, --lora-layers and --lora-dora"
             )
-        wrong = next((name for name in own if own[name].shape != found[name].shape), None)
+        wrong = next((name for name in own if own[name].shape != theirs[name].shape), None)
         if wrong is not None:
             raise ConfigError(
-                f"the adapter to go on from has {wrong} of shape {found[wrong].shape}, and {own[wrong].shape} learns: "
+                f"the adapter to go on from has {wrong} of shape {theirs[wrong].shape}, and {own[wrong].shape} learns: "
                 f"give --lora-rank {adapter.rank}"
             )
-        return {name: found[name].astype(mx.float32) for name in own}
+        return {name: theirs[name].astype(mx.float32) for name in own}
 
     def adapter(self) -> Adapter:
         """The parameters as they are now, to be published. Waits for them."""
@@ -256,10 +256,10 @@ class TrainableModel:
             if name in layer
         }
         stacks = Stacks(arrays)  # brought over together: each on its own would wait for the device
-        found = stacks.split({name: to_numpy(stack) for name, stack in stacks.join(arrays).items()})
+        host_arrays = stacks.split({name: to_numpy(stack) for name, stack in stacks.join(arrays).items()})
         parts = {}
         for path, layer in learning.items():
-            a, b, m = found[f"{path}.lora_a"], found[f"{path}.lora_b"], found.get(f"{path}.m")
+            a, b, m = host_arrays[f"{path}.lora_a"], host_arrays[f"{path}.lora_b"], host_arrays.get(f"{path}.m")
             if isinstance(layer, (LoRAEmbedding, DoRAEmbedding)):
                 parts[path] = Part(np.ascontiguousarray(b), np.ascontiguousarray(self.lora.scale * a), m)
             else:
@@ -302,8 +302,8 @@ class Stacks:
 def _dtype(module: nn.Module) -> mx.Dtype:
     """In which a model computes: that of its norms, or else of anything that is no packed integer."""
     arrays = [array for _, array in tree_flatten(module.parameters()) if mx.issubdtype(array.dtype, mx.floating)]
-    found: mx.Dtype = min(arrays, key=lambda array: array.ndim).dtype
-    return found
+    dtype: mx.Dtype = min(arrays, key=lambda array: array.ndim).dtype
+    return dtype
 
 
 def _keys(module: nn.Module, targets: Collection[str]) -> set[str]:

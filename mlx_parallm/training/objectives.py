@@ -48,7 +48,7 @@ EPSILON = 1e-4  # added to a group's deviation
 
 def advantages(rewards: Floats, groups: Integers, algorithm: Algorithm) -> Floats:
     """(N,), (N,) -> (N,): how much better each answer did than the others of its group. Equal rewards give zeros."""
-    found = np.zeros(len(rewards), np.float32)
+    advantage = np.zeros(len(rewards), np.float32)
     for group in np.unique(groups):
         members = groups == group
         some = rewards[members].astype(np.float64)
@@ -57,8 +57,8 @@ def advantages(rewards: Floats, groups: Integers, algorithm: Algorithm) -> Float
             centred *= len(some) / (len(some) - 1)  # the mean of the others
         if algorithm in NORMALISED and len(some) > 1:
             centred /= some.std(ddof=1) + EPSILON
-        found[members] = centred if np.ptp(some) > 0 else 0.0
-    return found
+        advantage[members] = centred if np.ptp(some) > 0 else 0.0
+    return advantage
 
 
 def token_weights(lengths: Integers, algorithm: Algorithm, max_length: int) -> Floats:

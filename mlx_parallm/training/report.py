@@ -27,7 +27,7 @@ NONE = "none"
 
 
 class ProgressEntry(Protocol):
-    """What a step has to tell."""
+    """How a step went."""
 
     @property
     def step(self) -> int: ...
@@ -40,7 +40,7 @@ class ProgressEntry(Protocol):
 
 
 class Board(Protocol):
-    """Somebody who shows numbers."""
+    """A service or program that shows numbers."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None: ...
 
@@ -80,8 +80,8 @@ class Progress:
             drawn = plot([self._folder / LOG], self._folder / PLOT, [self._title])
             self._console.print(f"[dim]{self._folder / LOG}{f' and {drawn}' if drawn else ''}")
 
-    def on_step(self, news: ProgressEntry) -> None:
-        flat = news.flat()
+    def on_step(self, entry: ProgressEntry) -> None:
+        flat = entry.flat()
         self._file.write(json.dumps(flat) + "\n")
         self._file.flush()
         numbers = {
@@ -90,8 +90,8 @@ class Progress:
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         }
         for board in self._boards:
-            board.log(numbers, news.step)
-        self._console.print("  ".join([f"step {news.step}/{self._steps}", *news.parts()]), highlight=False)
+            board.log(numbers, entry.step)
+        self._console.print("  ".join([f"step {entry.step}/{self._steps}", *entry.parts()]), highlight=False)
 
 
 # Where numbers are sent.
@@ -175,14 +175,14 @@ BOARDS: dict[str, Callable[[Path, str, Mapping[str, Any]], Board]] = {
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Its lines; of a step that was done twice, before and after a kill, the later."""
-    found: dict[int, dict[str, Any]] = {}
+    entries: dict[int, dict[str, Any]] = {}
     for line in path.read_text().splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
             continue  # the last line of a run that was killed
-        found[entry["step"]] = entry
-    return [found[step] for step in sorted(found)]
+        entries[entry["step"]] = entry
+    return [entries[step] for step in sorted(entries)]
 
 
 def plot(logs: list[Path], target: Path, titles: list[str]) -> Path | None:

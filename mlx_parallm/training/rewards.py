@@ -50,9 +50,9 @@ class Rewards:
         """`NAME=module:function` or `NAME=file.py:function`; without a name, it is the function's."""
         named = {}
         for entry in entries:
-            name, found, target = entry.partition("=")
-            target = target if found else entry
-            named[name if found else target.replace(":", ".").rsplit(".", 1)[-1]] = load_function(target)
+            name, equals, target = entry.partition("=")
+            target = target if equals else entry
+            named[name if equals else target.replace(":", ".").rsplit(".", 1)[-1]] = load_function(target)
         return cls(named, timeout=timeout, batch_size=batch_size)
 
     @property
@@ -76,10 +76,10 @@ class Rewards:
     def score(self, name: str, items: Sequence[Item]) -> list[float | None]:
         """A number for each; None for those whose scoring failed or took too long. Blocks: not for the event loop."""
         self.check(name)
-        found: list[float | None] = []
+        scores: list[float | None] = []
         for first in range(0, len(items), self._batch_size):
-            found += self._batch(name, items[first : first + self._batch_size])
-        return found
+            scores += self._batch(name, items[first : first + self._batch_size])
+        return scores
 
     def _batch(self, name: str, items: Sequence[Item]) -> list[float | None]:
         results: list[Sequence[float]] = []
@@ -132,9 +132,9 @@ class Rewards:
         if len(scores) != count:
             log.warning("scoring function %s gave %d numbers for %d answers", name, len(scores), count)
             scores = [None] * count
-        found = [_number(score) for score in scores]
-        self.failures += found.count(None)
-        return found
+        numbers = [_number(score) for score in scores]
+        self.failures += numbers.count(None)
+        return numbers
 
 
 def _number(score: Any) -> float | None:
@@ -147,8 +147,8 @@ def _number(score: Any) -> float | None:
 
 def load_function(target: str) -> Any:
     """`module:function`, `module.function` or `file.py:function`."""
-    place, found, name = target.rpartition(":")
-    if not found:
+    place, colon, name = target.rpartition(":")
+    if not colon:
         place, _, name = target.rpartition(".")
     if not place or not name:
         raise ConfigError(f"{target!r} names no function: write module:function or file.py:function")

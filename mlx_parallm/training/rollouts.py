@@ -12,7 +12,7 @@ from dataclasses import replace
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError, ParallmError, QueueFullError, UnavailableError
 from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.records import Record
+from mlx_parallm.training.records import ChoiceKey, Record
 from mlx_parallm.types import Delta, Request, SamplingParams
 
 CHECK_SECONDS = 1.0  # between looks at whether the engine still runs
@@ -44,34 +44,34 @@ class Rollouts:
         if not 1 <= sampling.n <= self._max_rows:
             raise ConfigError(f"answers to a prompt must be between 1 and {self._max_rows}, not {sampling.n}")
         label = label or f"rollout-{uuid.uuid4().hex[:12]}"
-        made = {
+        samplings = {
             f"{label}-{number}": replace(sampling, seed=None if seed is None else seed + number)
             for number in range(len(prompts))
         }
-        wanted = dict(zip(made, prompts, strict=True))
-        found: dict[tuple[str, int], Record] = {}
-        while wanted:
-            waiting = _Waiting(dict.fromkeys(wanted, sampling.n))
+        left = dict(zip(samplings, prompts, strict=True))
+        records: dict[ChoiceKey, Record] = {}
+        while left:
+            waiting = _Waiting(dict.fromkeys(left, sampling.n))
             requests = [
                 Request(
-                    name,
-                    list(prompt),
-                    made[name],
+                    id=name,
+                    prompt=list(prompt),
+                    sampling=samplings[name],
                     priority=priority,
                     cache_salt=salt,
                     adapter=adapter,
                     record=True,
                     label=name,
                 )
-                for name, prompt in wanted.items()
+                for name, prompt in left.items()
             ]
-            found |= self._drawn(requests, waiting)
+            records |= self._drawn(requests, waiting)
             if waiting.aborted and not redraw:
                 raise UnavailableError("the rollout was aborted by a pause: send it again")
-            wanted = {name: prompt for name, prompt in wanted.items() if name in waiting.aborted}
-        return [[found[name, index] for index in range(sampling.n)] for name in made]
+            left = {name: prompt for name, prompt in left.items() if name in waiting.aborted}
+        return [[records[ChoiceKey(name, index)] for index in range(sampling.n)] for name in samplings]
 
-    def _drawn(self, requests: list[Request], waiting: "_Waiting") -> dict[tuple[str, int], Record]:
+    def _drawn(self, requests: list[Request], waiting: "_Waiting") -> dict[ChoiceKey, Record]:
         names = [request.id for request in requests]
         self._ledger.listen(names, waiting.on_record)
         try:
@@ -103,13 +103,13 @@ class _Waiting:
         """`choices`: that each request has."""
         self._choices = choices
         self._changed = threading.Condition()
-        self._found: dict[tuple[str, int], Record] = {}
+        self._records: dict[ChoiceKey, Record] = {}
         self._error: ParallmError | None = None
         self.aborted: set[str] = set()
 
     def on_record(self, record: Record) -> None:
         with self._changed:
-            self._found[record.request, record.index] = record
+            self._records[record.key] = record
             self._changed.notify_all()
 
     def on_delta(self, delta: Delta) -> None:
@@ -121,7 +121,7 @@ class _Waiting:
                     self._error = delta.error
                 self._changed.notify_all()
 
-    def wait(self, engine: Engine) -> dict[tuple[str, int], Record]:
+    def wait(self, engine: Engine) -> dict[ChoiceKey, Record]:
         """Those of requests that were not aborted, when all have ended. A pause may take any time."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._error is not None or self._all_ended(), CHECK_SECONDS):
@@ -129,10 +129,10 @@ class _Waiting:
                     raise UnavailableError(f"the engine has died: {engine.failure}")
             if self._error is not None:
                 raise self._error
-            return {key: record for key, record in self._found.items() if key[0] not in self.aborted}
+            return {key: record for key, record in self._records.items() if key.request not in self.aborted}
 
     def _all_ended(self) -> bool:
         return all(
-            name in self.aborted or all((name, index) in self._found for index in range(count))
+            name in self.aborted or all(ChoiceKey(name, index) in self._records for index in range(count))
             for name, count in self._choices.items()
         )

@@ -159,8 +159,8 @@ class ReasoningGym(Task):
         return Problem(_asked(question, "Think step by step."), {"entry": entry})
 
     def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
-        found = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
-        return float(self._scorer.score_answer(found[-1].strip() if found else None, metadata["entry"]))
+        answers = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
+        return float(self._scorer.score_answer(answers[-1].strip() if answers else None, metadata["entry"]))
 
 
 class Gsm8k(Task):
@@ -241,10 +241,10 @@ def find_task(name: str) -> Task:
     if rest:
         from mlx_parallm.training.rewards import load_function
 
-        made = load_function(name)
-        if isinstance(made, type) and issubclass(made, Environment):
-            return EnvironmentTask(name, made)
-        task = made() if isinstance(made, type) else made
+        loaded = load_function(name)
+        if isinstance(loaded, type) and issubclass(loaded, Environment):
+            return EnvironmentTask(name, loaded)
+        task = loaded() if isinstance(loaded, type) else loaded
         if isinstance(task, Task):
             return task
     raise ConfigError(

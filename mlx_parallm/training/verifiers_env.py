@@ -120,8 +120,8 @@ class VerifiersEpisode(Environment):
                 raise state["error"]
             await environment.rubric.score_rollout(state)
             await environment.rubric.cleanup(state)
-            found = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-            self._asked.put(_End(float(state["reward"]), found))
+            metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
+            self._asked.put(_End(float(state["reward"]), metrics))
         except Exception as error:
             self._asked.put(_End(0.0, {}, error))
 
@@ -207,15 +207,15 @@ def _response(package: Any, answer: Message) -> Any:
 
 def _opened(message: Mapping[str, Any]) -> Message:
     """A message of the package in OpenAI's form, with text alone."""
-    found: Message = {"role": message["role"], "content": _text(message.get("content") or "")}
+    opened: Message = {"role": message["role"], "content": _text(message.get("content") or "")}
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [
+        opened["tool_calls"] = [
             {"id": one["id"], "type": "function", "function": {"name": one["name"], "arguments": one["arguments"]}}
             for one in calls
         ]
     if "tool_call_id" in message:
-        found["tool_call_id"] = message["tool_call_id"]
-    return found
+        opened["tool_call_id"] = message["tool_call_id"]
+    return opened
 
 
 def _text(content: Any) -> str:
@@ -232,21 +232,23 @@ def _package() -> Any:
     except ImportError as error:
         raise ConfigError(f"verifiers is not installed: {INSTALL}") from error
     if not hasattr(verifiers, "MultiTurnEnv") or not hasattr(verifiers, "Client"):
-        found = getattr(verifiers, "__version__", "of an unknown version")
-        raise ConfigError(f"verifiers {found} has no environments of the kind that are known here (0.1.14): {INSTALL}")
+        version = getattr(verifiers, "__version__", "of an unknown version")
+        raise ConfigError(
+            f"verifiers {version} has no environments of the kind that are known here (0.1.14): {INSTALL}"
+        )
     return verifiers
 
 
 def _load(package: Any, name: str, arguments: str) -> Any:
     try:
-        found = package.load_environment(name, **(json.loads(arguments) if arguments.strip() else {}))
+        environment = package.load_environment(name, **(json.loads(arguments) if arguments.strip() else {}))
     except Exception as error:  # the environment's own
         raise ConfigError(f"verifiers has no environment {name!r} that can be loaded: {error}") from error
-    if not isinstance(found, package.MultiTurnEnv):
-        raise ConfigError(f"{name} is a {type(found).__name__}; only kinds of MultiTurnEnv can be learnt from")
-    if found.rubric.has_group_rewards:
+    if not isinstance(environment, package.MultiTurnEnv):
+        raise ConfigError(f"{name} is a {type(environment).__name__}; only kinds of MultiTurnEnv can be learnt from")
+    if environment.rubric.has_group_rewards:
         raise ConfigError(f"the rubric of {name} compares the answers of a group; rewards must be of single episodes")
-    return found
+    return environment
 
 
 def _datasets(environment: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -40,17 +40,17 @@ class Broken(Echo):
         return super().step(messages)
 
 
-def asker(one: School, kind: type[Environment]) -> EpisodeSampler:
+def sampler(one: School, kind: type[Environment]) -> EpisodeSampler:
     return EpisodeSampler(one.engine, one.rollouts, EnvironmentTask("t", kind))
 
 
 def test_an_episode_is_one_trajectory_with_the_samplers_own_numbers() -> None:
     with school() as one:
         session = one.session()
-        plays = asker(one, Echo)
+        plays = sampler(one, Echo)
         problems = [plays.task.problem(random.Random(seed), 1) for seed in (1, 2)]
         sampling = SamplingParams(temperature=1.0, max_tokens=6, n=3, ignore_eos=True)
-        groups = plays.ask(problems, sampling, "policy", 7, "salt")
+        groups = plays.sample(problems, sampling, "policy", 7, "salt")
         assert [len(group) for group in groups] == [3, 3]
         for answer in (answer for group in groups for answer in group):
             record = answer.record
@@ -81,10 +81,10 @@ def test_an_episode_is_one_trajectory_with_the_samplers_own_numbers() -> None:
 def test_an_environment_that_fails_costs_its_episode_alone() -> None:
     with school() as one:
         one.session()
-        plays = asker(one, Broken)
+        plays = sampler(one, Broken)
         problem = plays.task.problem(random.Random(1), 1)
         sampling = SamplingParams(temperature=1.0, max_tokens=4, n=2, ignore_eos=True)
-        (group,) = plays.ask([problem], sampling, "policy", 7, "salt")
+        (group,) = plays.sample([problem], sampling, "policy", 7, "salt")
         assert [answer.score for answer in group] == [None, None]
         assert plays.failures == 2
         one.driver.settle()
@@ -107,16 +107,16 @@ class Locked(Echo):
 def test_episodes_that_can_not_begin_and_those_that_are_cut_off() -> None:
     with school() as one:
         one.session()
-        plays = asker(one, Locked)
+        plays = sampler(one, Locked)
         problem = plays.task.problem(random.Random(1), 1)
         locked = Problem(problem.messages, {"seed": 1, "level": 2})
         sampling = SamplingParams(temperature=1.0, max_tokens=4, n=2, ignore_eos=True)
-        group, none = plays.ask([problem, locked], sampling, "policy", 7, "salt")
+        group, none = plays.sample([problem, locked], sampling, "policy", 7, "salt")
         assert [answer.score for answer in group] == [11.0, 11.0], "two turns of three, and what was left"
         assert none == []
         assert plays.failures == 2
         with pytest.raises(InvalidRequestError, match="no episode of t could begin"):
-            plays.ask([locked], sampling, "policy", 7, "salt")
+            plays.sample([locked], sampling, "policy", 7, "salt")
         one.driver.settle()
 
 

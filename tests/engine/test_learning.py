@@ -49,11 +49,11 @@ def learn(task: Task, lora: LoRAConfig, learning_rate: float, **settings: Any) -
     with driver_of(lambda: load(None, name="embedded")) as driver:
         ledger = Ledger()
         driver.engine.recorder = ledger
-        asker = make_task_sampler(driver.engine, Rollouts(driver.engine, ledger, 32), Rewards(), task)
+        sampler = make_task_sampler(driver.engine, Rollouts(driver.engine, ledger, 32), Rewards(), task)
         config = RLConfig(learning_rate=learning_rate, microbatch_tokens=160)
         session = Session(driver.engine, "policy", lora, config, alarms=Alarms(reward_drop=None))
         session.start(serve=False)
-        return Loop(session, asker, LoopConfig(prompts_per_step=4, group_size=8, **settings)).run()
+        return Loop(session, sampler, LoopConfig(prompts_per_step=4, group_size=8, **settings)).run()
 
 
 @pytest.mark.parametrize("shuffled", [False, True], ids=["rewards", "shuffled"])

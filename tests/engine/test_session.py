@@ -308,9 +308,9 @@ class LowTokens(Task):
 
 
 def run_loop(one: School, session: Session, **options: object) -> list[StepReport]:
-    asker = TaskSampler(one.engine, one.rollouts, Rewards(), LowTokens())
+    sampler = TaskSampler(one.engine, one.rollouts, Rewards(), LowTokens())
     settings = {"steps": 4, "prompts_per_step": 3, "group_size": 4, "eval_problems": 4, **options}
-    return Loop(session, asker, LoopConfig(**settings)).run()  # type: ignore[arg-type]
+    return Loop(session, sampler, LoopConfig(**settings)).run()  # type: ignore[arg-type]
 
 
 def test_the_loop_goes_on_after_a_restart_as_if_nothing_had_happened(tmp_path: Path) -> None:

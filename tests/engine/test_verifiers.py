@@ -95,7 +95,7 @@ def test_episodes_are_scored_by_the_environments_rubric(named: None, kind: str, 
         plays = EpisodeSampler(given.engine, given.rollouts, one)  # type: ignore[arg-type]
         asked = problems(one, 1, 2)
         sampling = SamplingParams(temperature=1.0, max_tokens=4, n=2, ignore_eos=True)
-        groups = plays.ask(asked, sampling, "policy", 7, "salt")
+        groups = plays.sample(asked, sampling, "policy", 7, "salt")
         for problem, group in zip(asked, groups, strict=True):
             said = 2 * turns - 1
             worth = said + float(ROWS[problem.metadata["seed"]]["answer"]) / 100
@@ -159,7 +159,7 @@ def test_what_an_environment_can_not_do_costs_its_episodes(
         given.session()
         plays = EpisodeSampler(given.engine, given.rollouts, one)  # type: ignore[arg-type]
         sampling = SamplingParams(temperature=1.0, max_tokens=4, n=2, ignore_eos=True)
-        (group,) = plays.ask(problems(one, 1), sampling, "policy", 7, "salt")
+        (group,) = plays.sample(problems(one, 1), sampling, "policy", 7, "salt")
         assert [answer.score for answer in group] == [None, None]
         assert why in caplog.text
         given.driver.settle()

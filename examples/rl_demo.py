@@ -28,13 +28,13 @@ from mlx_parallm.engine.start import start_engine
 from mlx_parallm.models.loader import load
 from mlx_parallm.training.alarms import Alarms
 from mlx_parallm.training.environments import make_task_sampler
+from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.loop import Loop
 from mlx_parallm.training.report import LOG, PLOT, Progress, plot
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.tasks import find_task
 
 GAIN = 0.15  # of the held-out score: what counts as learnt
 

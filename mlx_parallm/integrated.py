@@ -20,10 +20,11 @@ from mlx_parallm.runtime.startup import Runtime, start
 from mlx_parallm.server.run import HttpServer, listen
 from mlx_parallm.server.state import Dispatcher
 from mlx_parallm.training.environments import make_task_sampler
+from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.loop import Loop, StepReport
 from mlx_parallm.training.rewards import Score
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.tasks import Task, find_task
+from mlx_parallm.training.tasks import Task
 
 
 class RLIntegratedServer:

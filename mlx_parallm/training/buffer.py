@@ -90,7 +90,7 @@ class Buffer:
         for trajectory in trajectories:
             group = self._groups.setdefault(trajectory.group_id, [])
             if self._has(trajectory):
-                group[:] = [one for one in group if one.source != trajectory.source]  # a later word on the same
+                group[:] = [one for one in group if one.source != trajectory.source]  # the later reward counts
                 self._size -= 1
             group.append(trajectory)
             self._size += 1
@@ -106,7 +106,7 @@ class Buffer:
             self._changed.notify_all()
 
     def restore(self, trajectories: Sequence[Trajectory], counts: Mapping[str, int], later: int) -> None:
-        """Takes what an earlier process has kept; nobody is told. The last ones, `later`, were not counted yet."""
+        """Takes what an earlier process has kept, without `on_add`. The last ones, `later`, were not counted yet."""
         with self._changed:
             self.counts.restore(counts)
             self.counts.collected += later

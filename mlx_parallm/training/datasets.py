@@ -128,7 +128,10 @@ class DatasetReader:
     def preferences(self, path: Path | str) -> Dataset[Preference]:
         """For DPO: `prompt`, `chosen` and `rejected`."""
         return self._dataset(
-            path, self._preferences, lambda one: [one.chosen, one.rejected], lambda some: Preference(*some)
+            path,
+            self._preferences,
+            lambda one: [one.chosen, one.rejected],
+            lambda some: Preference(chosen=some[0], rejected=some[1]),
         )
 
     def _dataset(
@@ -168,16 +171,17 @@ class DatasetReader:
     def _preferences(self, row: DatasetRow) -> list[Preference]:
         if self._is_text(row, "prompt", "chosen", "rejected"):
             prompt = row.text("prompt")
-            return [Preference(*(self._text(prompt, row.text(name)) for name in ("chosen", "rejected")))]
+            chosen, rejected = (self._text(prompt, row.text(name)) for name in ("chosen", "rejected"))
+            return [Preference(chosen=chosen, rejected=rejected)]
         before = row.messages("prompt", "user")
-        pair = []
-        for name in ("chosen", "rejected"):
-            messages = before + row.messages(name, "assistant")
-            examples = self._turns(row, messages, len(before))
-            if len(examples) > 1:
-                raise row.error(f"the chat template renders the turns of field {name!r} differently as they go on")
-            pair += examples
-        return [Preference(*pair)]
+        return [Preference(chosen=self._answer(row, before, "chosen"), rejected=self._answer(row, before, "rejected"))]
+
+    def _answer(self, row: DatasetRow, before: list[Message], name: str) -> Example:
+        """The answer in a field, as one example."""
+        examples = self._turns(row, before + row.messages(name, "assistant"), len(before))
+        if len(examples) > 1:
+            raise row.error(f"the chat template renders the turns of field {name!r} differently as they go on")
+        return examples[0]
 
     def _is_text(self, row: DatasetRow, *names: str) -> bool:
         return not self._chat and all(isinstance(row.get(name), str) for name in names)

@@ -1,7 +1,7 @@
 """Parameters that learn, and their optimiser: gradients, clipped steps, undo, and the arrays of a checkpoint.
 
-The trainers of a policy, of SFT and DPO, and of a reward model have one each. An update is two calls, which may also be
-made apart: `forward_backward` adds a batch's gradient to what is accumulated, a micro-batch at a time, and `optim_step`
+The trainers of a policy, of SFT and DPO, and of a reward model have one each. An update is two calls, which may also
+come apart: `forward_backward` adds a batch's gradient to what is accumulated, a micro-batch at a time, and `optim_step`
 makes a step of it. Arrays of one shape are kept as one stack, so that a step takes a few operations and not a few for
 each array. AdamW has its bias corrected: a step is that of torch's. Engine thread only, but for the config.
 """
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_parallm.config.training import OptimizerConfig
 from mlx_parallm.errors import ConfigError
@@ -192,8 +192,7 @@ class Learner:
         paths = [path for path, _ in tree_flatten(self.optimizer.state)]
         if {name for path in paths for name in self.by_shape.paths(path)} != kept.keys():
             raise ConfigError("the checkpoint's optimiser is another than this one")
-        leaves = iter([mx.array(self.by_shape.together(path, kept)) for path in paths])
-        optimizer = tree_map(lambda _: next(leaves), self.optimizer.state)
+        optimizer = tree_unflatten([(path, mx.array(self.by_shape.together(path, kept))) for path in paths])
         if self.config.schedule == "constant" and not self.config.warmup_steps:
             optimizer["learning_rate"] = mx.array(self.config.learning_rate)  # what is asked for now, not then
         stacks = self.by_shape.join(parameters)
@@ -206,7 +205,7 @@ def number(value: mx.array) -> float:
 
 
 def schedule(config: OptimizerConfig) -> Any:
-    """The learning rate, or a function of the steps that were made."""
+    """The learning rate, or a function of the number of steps so far."""
     rate, steps = config.learning_rate, config.total_steps - config.warmup_steps
     main: Any = rate
     if config.schedule == "linear":

@@ -27,7 +27,7 @@ class Ledger:
 
     def __init__(self, max_tokens: int = MAX_KEPT_TOKENS) -> None:
         self._max_tokens = max_tokens
-        self.on_record: Callable[[Record], None] = lambda record: None  # is told of each answer that is kept
+        self.on_record: Callable[[Record], None] = lambda record: None  # called with each answer that is kept
         self._tokens = 0
         self._lock = threading.Lock()
         self._records: OrderedDict[ChoiceKey, Record] = OrderedDict()  # by the client's name of the request

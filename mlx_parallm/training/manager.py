@@ -1,6 +1,6 @@
 """Training beside serving, for one engine: the ledger, the scores, and a session for each adapter that learns.
 
-The server makes one at start. Without training it still keeps a ledger of what is asked to be recorded, so that
+`runtime.startup` makes one. Without training it still keeps a ledger of what is asked to be recorded, so that
 rollouts work; with it, every answer is recorded, and may be rewarded later.
 """
 
@@ -56,11 +56,11 @@ def environment_config(config: ServeConfig) -> EnvironmentConfig | None:
         )
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.http.host, config.http.host)
     return EnvironmentConfig(
-        config.training.environment,
-        Endpoint.parse(config.training.atropos_url).url,
-        f"http://{f'[{host}]' if ':' in host else host}:{config.http.port}",
-        Path(config.checkpoints.checkpoint_dir).expanduser() / "environment.log",
-        config.http.api_key,
+        command=config.training.environment,
+        api_url=Endpoint.parse(config.training.atropos_url).url,
+        server_url=f"http://{f'[{host}]' if ':' in host else host}:{config.http.port}",
+        log=Path(config.checkpoints.checkpoint_dir).expanduser() / "environment.log",
+        api_key=config.http.api_key,
     )
 
 
@@ -85,8 +85,8 @@ class TrainingManager:
         engine.recorder = self.ledger
 
     def start(self) -> None:
-        """Opens reward models, and has the adapters of the config learn, where it says so."""
-        environment = environment_config(self.config)  # what is wrong with it is said before anything else is done
+        """Opens reward models, and starts a session for each adapter that the config names."""
+        environment = environment_config(self.config)  # its errors come before anything else is done
         for name, path in self.config.training.rewards.named_reward_models().items():
             self.add_reward_model(name, once(partial(open_reward_model, self.engine.model, path)))
         if not self.config.trains:

@@ -23,6 +23,7 @@ from mlx_parallm.training.components import parse_components
 from mlx_parallm.training.datasets import Dataset, DatasetReader, split
 from mlx_parallm.training.engine_work import once, run_on_engine
 from mlx_parallm.training.environments import make_task_sampler
+from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.finetune import EpochConfig, FineTuning, check_free, save_adapter
 from mlx_parallm.training.loop import Loop
 from mlx_parallm.training.manager import TrainingManager
@@ -31,7 +32,7 @@ from mlx_parallm.training.report import LOG, Progress
 from mlx_parallm.training.reward_model import NAME, RewardModel
 from mlx_parallm.training.reward_trainer import RewardTrainer
 from mlx_parallm.training.supervised import DPO, SFT, Item, Supervised, SupervisedConfig
-from mlx_parallm.training.tasks import Rows, find_task
+from mlx_parallm.training.tasks import Rows
 
 
 def train_policy(manager: TrainingManager, config: TrainConfig) -> None:

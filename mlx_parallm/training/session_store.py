@@ -131,7 +131,7 @@ class SessionStore:
         self._changed.set()
 
     def record_trajectories(self, trajectories: Sequence[Trajectory]) -> None:
-        """Before anybody is told that they were taken."""
+        """Before `add` returns: what was acknowledged is on disk."""
         try:
             self.journal.append(*({"trajectory": one} for one in trajectories))
         except OSError as error:

@@ -219,35 +219,3 @@ def _problem(row: DatasetRow) -> Problem:
     messages = row.messages("prompt", "user")
     facts = {name: value for name, value in row.fields.items() if name != "prompt"}
     return Problem(tuple({"role": one["role"], "content": one["content"]} for one in messages), facts)
-
-
-def find_task(name: str) -> Task:
-    """A built-in task or environment, one of a package or a file, or one's own as `module:name` or `file.py:name`."""
-    from mlx_parallm.training.environments import BUILT_IN, Environment, EnvironmentTask
-
-    if name in TASKS:
-        return TASKS[name]
-    if name in BUILT_IN:
-        return EnvironmentTask(name, BUILT_IN[name])
-    kind, _, rest = name.partition(":")
-    if kind == "reasoning_gym" and rest:
-        return ReasoningGym(rest)
-    if kind == "gsm8k" and rest:
-        return Gsm8k(rest)
-    if kind == "verifiers" and rest:
-        from mlx_parallm.training.verifiers_env import VerifiersTask
-
-        return VerifiersTask(rest)
-    if rest:
-        from mlx_parallm.training.rewards import load_function
-
-        loaded = load_function(name)
-        if isinstance(loaded, type) and issubclass(loaded, Environment):
-            return EnvironmentTask(name, loaded)
-        task = loaded() if isinstance(loaded, type) else loaded
-        if isinstance(task, Task):
-            return task
-    raise ConfigError(
-        f"there is no task {name!r}; there is {', '.join([*TASKS, *BUILT_IN])}, reasoning_gym:NAME, gsm8k:FILE, "
-        "verifiers:NAME, and your own as module:Class or file.py:Class"
-    )

@@ -25,7 +25,7 @@ class Report:
     published: bool = False
     rolled_back: str = ""  # the alarm
     checkpoint: str | None = None
-    saved: bool = False  # in a checkpoint, before the caller was told
+    saved: bool = False  # in a checkpoint, before the update returned
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from mlx_parallm.training.objectives import divergence
 from mlx_parallm.training.policy_loss import LOGPROBS, LossTotals, PolicyLoss
 from mlx_parallm.training.trajectories import Trajectory
 
-MIN_ROUNDED = 1024  # where shapes are rounded: smaller pieces would take no less time
+MIN_ROUNDED = 1024  # where shapes are rounded: smaller micro-batches would take no less time
 REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
 CHECKED = 2  # answers by which an update is checked; where shapes are rounded, all of the first micro-batch
 
@@ -63,7 +63,7 @@ class CheckSample:
 
 @dataclass(slots=True)
 class BatchLoss:
-    """What the forward and backward pass over a batch told."""
+    """The result of a forward and backward pass over a batch."""
 
     totals: LossTotals
     sample: CheckSample

@@ -78,7 +78,7 @@ class Trajectory:
 
     @property
     def version(self) -> int:
-        """The oldest that made any of it."""
+        """The oldest that drew any of it."""
         return min((span.version for span in self.spans), default=0)
 
 

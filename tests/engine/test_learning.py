@@ -11,12 +11,13 @@ from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.models.loader import load
 from mlx_parallm.training.alarms import Alarms
 from mlx_parallm.training.environments import make_task_sampler
+from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.loop import Loop, StepReport
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.tasks import Problem, Task, find_task
+from mlx_parallm.training.tasks import Problem, Task
 from tests.engine.harness import driver_of
 
 pytestmark = pytest.mark.slow

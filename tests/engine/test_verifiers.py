@@ -10,7 +10,8 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.training.environments import EpisodeSampler
-from mlx_parallm.training.tasks import Task, find_task
+from mlx_parallm.training.find_task import find_task
+from mlx_parallm.training.tasks import Task
 from mlx_parallm.training.verifiers_env import VerifiersEpisode, VerifiersTask
 from mlx_parallm.types import SamplingParams
 from tests.engine.test_session import school

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.rewards import MAX_HANGING, Item, Rewards, load_function
-from mlx_parallm.training.tasks import TASKS, Rows, Task, find_task
+from mlx_parallm.training.tasks import TASKS, Rows, Task
 
 
 @pytest.mark.parametrize("name", list(TASKS))

@@ -62,7 +62,7 @@ class AtroposConfig:
 class AtroposCounts:
     batches: int = 0
     trajectories: int = 0
-    skipped: int = 0  # groups that made no sense
+    skipped: int = 0  # groups that could not be read
     reconnects: int = 0  # registrations after the first
     failures: int = 0  # calls that came to nothing
 
@@ -85,7 +85,7 @@ class AtroposClient:
         self._registrations = 0
         self._known = False  # to the API
         self._next_check = 0.0
-        self._api_step = 0  # the highest that the API has told since we registered
+        self._api_step = 0  # the highest that the API has reported since the registration
         # No connection is kept: between two batches there may be minutes, and another API.
         self._http = httpx.Client(
             base_url=self.url,

@@ -1,7 +1,7 @@
 """Every example of README.md and docs/*.md, run as a reader would: `doc_examples` says what counts as one.
 
 A section is a test. Its examples run in order in a folder that looks like the repository after `make`, with the server
-that the page has started last. Port 8000 is another one here. README and GUIDE are served by the embedded model, the
+that the page has started last. Ports 8000 and 8001 are others here. README and GUIDE are served by the embedded model, the
 other pages by a tiny one of random weights.
 """
 
@@ -40,7 +40,7 @@ class Reader:
 
     def __init__(self, page: str, folder: Path, tiny_folder: Path) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port, self.second_port = free_port(), free_port()
         self._serving: Block | None = None
         self._server = ExitStack()
         embedded = page in EMBEDDED_PAGES
@@ -53,14 +53,15 @@ class Reader:
             "PYTHONPATH": str(ROOT),
             "CURL_HOME": str(folder / ".venv"),
             "PARALLM_PORT": str(self.port),
+            "COLUMNS": "200",
             **({} if embedded else {"PARALLM_MODEL_PATH": str(tiny_folder)}),
         }
 
     def rewritten(self, text: str) -> str:
-        """With this test's port in place of 8000, written or meant."""
+        """With this test's ports in place of 8000, written or meant, and 8001."""
         url = f"http://127.0.0.1:{self.port}"
         text = re.sub(r"\b(parallm (?:adapters|chat|bench))\b(?!.* --url)", rf"\1 --url {url}", text)
-        return re.sub(r"\b8000\b", str(self.port), text)
+        return re.sub(r"\b8001\b", str(self.second_port), re.sub(r"\b8000\b", str(self.port), text))
 
     def serve(self, block: Block | None) -> None:
         """Has the server of this block run, and no other."""

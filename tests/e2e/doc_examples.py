@@ -134,7 +134,7 @@ def _unlike(expected: Any, found: Any, path: str) -> str:
         case "…":
             return ""
         case dict():
-            if not isinstance(found, dict) or (missing := [key for key in expected if key not in found]):
+            if not isinstance(found, dict) or not expected.keys() <= found.keys():
                 return f"{path or 'the answer'}: expected the keys {list(expected)}, found {found!r}"
             several = (_unlike(value, found[key], f"{path}.{key}") for key, value in expected.items())
         case list():

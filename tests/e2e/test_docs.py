@@ -1,8 +1,8 @@
 """Every example of README.md and docs/*.md, run as a reader would: `doc_examples` says what counts as one.
 
 A section is a test. Its examples run in order in a folder that looks like the repository after `make`, with the server
-that the page has started last. Ports 8000 and 8001 are others here. README and GUIDE are served by the embedded model, the
-other pages by a tiny one of random weights.
+that the page has started last. Ports 8000 and 8001 are others here. README and GUIDE are served by the embedded model,
+the other pages by a tiny one of random weights.
 """
 
 import json

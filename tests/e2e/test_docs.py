@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks.servers import ServerProcess, free_port, running
+from tests.support.servers import ServerProcess, free_port, running
 from tests.e2e.doc_examples import PAGES, ROOT, Block, Section, difference, sections
 from tests.tiny import save_tiny, tiny
 

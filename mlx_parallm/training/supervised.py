@@ -79,7 +79,7 @@ class BatchSums:
 
     def add(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+            self.sums[name] = float(np.float32(self.sums.get(name, 0.0)) + np.float32(value))  # in their own precision
 
 
 class Supervised(ABC, Generic[Item]):

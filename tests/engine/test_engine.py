@@ -233,7 +233,7 @@ def test_a_model_that_fails_to_load_is_an_error_of_start() -> None:
 
 
 def test_an_engine_can_be_stopped_before_it_starts() -> None:
-    config, before = ServeConfig(ssd=False), threading.active_count()
+    config, before = ServeConfig.of(ssd=False), threading.active_count()
     never = StartingEngine(tiny, config, deliver)
     never.stop()
     waiting = StartingEngine(tiny, config, deliver)
@@ -245,7 +245,7 @@ def test_an_engine_can_be_stopped_before_it_starts() -> None:
 
 
 def test_a_started_engine_can_be_stopped_by_who_started_it() -> None:
-    config = ServeConfig(ssd=False)
+    config = ServeConfig.of(ssd=False)
     starting = StartingEngine(tiny, config, deliver)
     engine = starting.start(plan_engines([starting.load()], config)[0])
     starting.stop()
@@ -261,7 +261,7 @@ def test_whatever_goes_wrong_on_the_way_up_is_an_error_of_start(monkeypatch: pyt
     before = mx.set_cache_limit(1 << 20)
     monkeypatch.setattr(build, "warm_up", fail)
     with pytest.raises(ModelLoadError, match="the model can't be loaded: out of luck"):
-        start_engine(tiny, ServeConfig(ssd=False), deliver)
+        start_engine(tiny, ServeConfig.of(ssd=False), deliver)
     assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
     assert mx.set_cache_limit(before) == 1 << 20, "what it was allowed to keep is still allowed"
 

@@ -12,13 +12,13 @@ BIN := $(VENV)/bin
 TESTS = MKL_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --constraint constraints.txt
 
-.PHONY: help serve chat test test-all mutate check format bench rl-demo rl-demo-long clean
+.PHONY: help serve chat test test-fast test-all mutate check format bench rl-demo rl-demo-long clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make serve     install what is missing, then serve on http://127.0.0.1:8000 (flags in ARGS=)"
 	@echo "make chat      talk to a running server"
-	@echo "make test      the tests that take seconds; test-all: all of them"
+	@echo "make test      the tests that take seconds; test-fast: the quickest, in two minutes; test-all: all of them"
 	@echo "make mutate    faults put into the code, and how many the tests catch (modules in ARGS=; all: an hour and more)"
 	@echo "make check     ruff, mypy and the import layers; format: let ruff rewrite"
 	@echo "make bench     this server against mlx_lm.server (flags in ARGS=)"
@@ -30,6 +30,9 @@ serve: $(VENV)/.installed
 
 chat: $(VENV)/.installed
 	@exec $(BIN)/parallm chat $(ARGS)
+
+test-fast: $(VENV)/.installed-dev
+	$(TESTS) -m "not slow and not long" tests/unit tests/engine $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(TESTS) -m "not slow" $(ARGS)

@@ -1,37 +1,32 @@
 """The grammar that a call's output must follow: its structure, its tools, and what comes before them."""
 
-from mlx_parallm.server.call import ChatTurn, GenerationCall, Structure
+from functools import partial
+
+from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.models import ServedModel
-from mlx_parallm.text.grammar import after_thinking, either, in_final_channel, tool_grammar
+from mlx_parallm.server.tokenizers import TokenizerPool
+from mlx_parallm.text.grammar import AnswerFormat, answer_grammar
 
 
-def grammar_of(call: GenerationCall, served: ServedModel, *, inside_thinking: bool = False) -> Structure | None:
-    """None where the output is free. Compiling it is left to the caller."""
-    if call.chat is None:
-        return call.structure
-    found = call.structure
-    if found is not None and served.tool_format.kind == "harmony":
-        found = Structure(in_final_channel(found.grammar, served.vocabulary), found.param)
-    if call.chat.conversation.tools and (call.chat.must_call or found is not None):
-        calls = _tool_grammar(call.chat, served)
-        # Free to choose, a model may still call a tool instead of answering in the format.
-        if call.chat.must_call or found is None:
-            found = Structure(calls, "tools")
-        else:
-            found = Structure(either(found.grammar, calls), found.param)
-    if found is None or served.thinking is None:
-        return found
-    grammar = after_thinking(
-        found.grammar, served.thinking, served.vocabulary, "inside" if inside_thinking else "before"
-    )
-    return Structure(grammar, found.param)
-
-
-def _tool_grammar(chat: ChatTurn, served: ServedModel) -> str:
-    return tool_grammar(
-        chat.conversation.tools,
-        served.tool_format,
-        served.vocabulary,
-        name=chat.tool_name,
-        parallel=chat.parallel_calls,
-    )
+async def compiled_grammar(
+    call: GenerationCall, served: ServedModel, inside_thinking: bool, pool: TokenizerPool
+) -> str | None:
+    """None where the output is free. It is compiled once here, off the event loop, so that errors are the client's."""
+    structure, param, chat = call.structure, "tools", call.chat
+    grammar = None if structure is None else structure.grammar
+    if chat is not None:
+        answers = AnswerFormat(served.tool_format, served.thinking, served.vocabulary, inside_thinking)
+        grammar = answer_grammar(
+            grammar,
+            answers,
+            chat.conversation.tools,
+            must_call=chat.must_call,
+            tool_name=chat.tool_name,
+            parallel=chat.parallel_calls,
+        )
+    if grammar is None:
+        return None
+    if structure is not None and not (chat is not None and chat.must_call and chat.conversation.tools):
+        param = structure.param
+    await pool.run(partial(served.client.check_grammar, grammar, param))
+    return grammar

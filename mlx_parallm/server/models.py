@@ -59,6 +59,13 @@ class ServedModel:
     def context_length(self) -> int:
         return self.model.context_length
 
+    def beginning(self) -> list[int]:
+        """What an empty text begins with: a model can't continue nothing at all."""
+        token = self.tokenizer.bos_token_id
+        if token is None:
+            raise InvalidRequestError("the prompt is empty, and this model has no token to begin with", param="prompt")
+        return [token]
+
     def _mark_tokens(self) -> frozenset[int]:
         marks = [*self.tool_format.marks, *self.tokenizer.structural_markers]
         if self.thinking is not None:

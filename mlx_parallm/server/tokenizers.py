@@ -1,4 +1,4 @@
-"""Rendering and tokenising off the event loop, where a text is long enough to hold it up."""
+"""From a call's prompts or conversation to token ids: off the event loop, where a text is long enough to hold it up."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,8 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.text.prompts import Conversation, Prompt
+from mlx_parallm.validation import check_ids
 
 LONG_TEXT = 4_000  # characters; about a millisecond of tokenising
 
@@ -19,8 +22,34 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizedPrompts:
+    tokens: list[list[int]]
+    inside_thinking: bool = False  # the prompt ends where the model is reasoning already
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerPool:
     pool: ThreadPoolExecutor = field(default_factory=_threads)
+
+    async def prompts(self, call: GenerationCall, served: ServedModel) -> "TokenizedPrompts":
+        """A call's prompts as token ids that the model knows, and that fit its context."""
+        keep = call.truncate_prompt_tokens  # a prompt of which only the end is kept may be of any length
+        limit = served.context_length if keep is None else None
+        if call.chat is not None:
+            prompt = await self.render(served, call.chat.conversation, call.add_special_tokens, limit)
+            return TokenizedPrompts([prompt.tokens if keep is None else prompt.tokens[-keep:]], prompt.inside_thinking)
+        prompts: list[list[int]] = []
+        for text in call.prompts:
+            if isinstance(text, str):
+                tokens = await self.encode(served, text, call.add_special_tokens, limit) or served.beginning()
+            else:
+                tokens = text
+            prompts.append(tokens if keep is None else tokens[-keep:])
+        for number, prompt_ids in enumerate(prompts):
+            if len(prompt_ids) >= served.context_length:
+                raise ContextLengthError.of(served.context_length, len(prompt_ids))
+            check_ids(prompt_ids, served.model.vocab_size, "prompt" if len(prompts) == 1 else f"prompt.{number}")
+        return TokenizedPrompts(prompts)
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)

@@ -9,6 +9,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import llguidance
@@ -41,6 +42,39 @@ def regex_grammar(pattern: str) -> str:
 
 def choice_grammar(choices: Sequence[str]) -> str:
     return "start: " + " | ".join(_quoted(choice) for choice in choices)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes its answers: its tool calls and its reasoning."""
+
+    tool_format: ToolFormat
+    thinking: Thinking | None
+    vocabulary: Vocabulary
+    inside_thinking: bool  # its prompt has it reasoning already
+
+
+def answer_grammar(
+    structure: str | None,
+    answers: AnswerFormat,
+    tools: Sequence[Tool],
+    *,
+    must_call: bool,
+    tool_name: str | None,
+    parallel: bool,
+) -> str | None:
+    """Of an answer in a chat, by the structure and the calls that are asked for; None where it is free."""
+    grammar, vocabulary = structure, answers.vocabulary
+    if grammar is not None and answers.tool_format.kind == "harmony":
+        grammar = in_final_channel(grammar, vocabulary)
+    if tools and (must_call or grammar is not None):
+        calls = tool_grammar(tools, answers.tool_format, vocabulary, name=tool_name, parallel=parallel)
+        # Free to choose, a model may still call a tool instead of answering in the format.
+        grammar = calls if must_call or grammar is None else either(grammar, calls)
+    if grammar is None or answers.thinking is None:
+        return grammar
+    place: Literal["before", "inside"] = "inside" if answers.inside_thinking else "before"
+    return after_thinking(grammar, answers.thinking, vocabulary, place)
 
 
 def tool_grammar(

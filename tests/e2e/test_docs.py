@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.support.servers import ServerProcess, free_port, running
 from tests.e2e.doc_examples import PAGES, ROOT, Block, Section, difference, sections
+from tests.support.servers import ServerProcess, free_port, running
 from tests.tiny import save_tiny, tiny
 
 EMBEDDED_PAGES = ("README.md", "docs/GUIDE.md")

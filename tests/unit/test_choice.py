@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_parallm.server.generation import ChoiceStream, Collected
+from mlx_parallm.server.choices import ChoiceStream, Collected
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.text.parsers.chat import ChatParser, Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat

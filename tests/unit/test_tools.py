@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, mistral, pythonic, qwen3_coder
 
-from mlx_parallm.server.generation import ChoiceStream, Collected
+from mlx_parallm.server.choices import ChoiceStream, Collected
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.text.parsers import harmony
 from mlx_parallm.text.parsers.calls import CallDelta, Piece

@@ -18,9 +18,10 @@ from mlx_parallm.server.api.openai.completions import CompletionBody, completion
 from mlx_parallm.server.api.openai.messages import ChatMessage, ToolDefinition, conversation
 from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.api.ops import Flushed, Health, Operations
+from mlx_parallm.server.choices import Collected
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.generation import Collected, Collector
+from mlx_parallm.server.responses import Collector
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import MAX_PROMPTS, MAX_TOOLS, AnswerBody, Body, Status, read_prompt
 from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob

@@ -10,7 +10,8 @@ from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.structure import StructureBody, structure_of
 from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.call import GenerationCall
-from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected, Generation
+from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.schema import Body, LogitBias, Stop, TokenId, read_prompt
 from mlx_parallm.types import INT64, MAX_LOGPROBS, SamplingParams
 

@@ -10,7 +10,8 @@ from pydantic_core import PydanticCustomError
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import CompletionBody
 from mlx_parallm.server.api.openai.writer import finite
-from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected, Generation
+from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.schema import read_prompt
 from mlx_parallm.types import TokenLogprob
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected, Generation
-from mlx_parallm.server.sse import DONE, event
+from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.responses import DONE, event
 
 
 class GenerateWriter:

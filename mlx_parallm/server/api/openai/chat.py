@@ -8,14 +8,14 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of, sampling_of
+from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
 from mlx_parallm.server.api.openai.messages import TemplateBody, conversation
 from mlx_parallm.server.api.openai.writer import ResponseWriter, finite, prompt_logprobs
 from mlx_parallm.server.call import ChatTurn, GenerationCall
-from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.responses import event, respond
 from mlx_parallm.server.schema import Body
-from mlx_parallm.server.service import GenerationService, respond
-from mlx_parallm.server.sse import event
+from mlx_parallm.server.service import GenerationService
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.calls import CallDelta
 from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
@@ -52,6 +52,14 @@ class ChatBody(GenerationBody, TemplateBody):
     add_special_tokens: bool = Field(False, description="Have the tokenizer add its own to the template's")
     separate_reasoning: bool = Field(True, description="False: reasoning stays in the content, marks and all")
 
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        kwargs = dict(self.chat_template_kwargs)
+        if self.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", self.reasoning_effort)
+            kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
+        return kwargs
+
     @field_validator("top_logprobs")
     @classmethod
     def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -86,36 +94,29 @@ class ChatBody(GenerationBody, TemplateBody):
 
 
 def chat_call(body: ChatBody) -> GenerationCall:
-    field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    return call_of(
-        body,
-        chat=_turn(body),
-        sampling=sampling_of(body, max_tokens=getattr(body, field), logprobs=top),
-        add_special_tokens=body.add_special_tokens,
-        max_tokens_field=field,
-    )
-
-
-def _turn(body: ChatBody) -> ChatTurn:
-    kwargs = dict(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-        kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
-    rendered = conversation(
-        body.messages,
-        body.tools if body.tool_choice != "none" else [],
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=kwargs,
-    )
     named = body.tool_choice if isinstance(body.tool_choice, NamedToolChoice) else None
-    return ChatTurn(
-        conversation=rendered,
+    turn = ChatTurn(
+        conversation=conversation(
+            body.messages,
+            body.tools if body.tool_choice != "none" else [],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.template_kwargs,
+        ),
         must_call=named is not None or body.tool_choice == "required",
         tool_name=named.function.name if named is not None else None,
         parallel_calls=body.parallel_tool_calls,
         separate_reasoning=body.separate_reasoning,
+    )
+    field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+    return call_of(
+        body,
+        max_tokens=getattr(body, field),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        chat=turn,
+        add_special_tokens=body.add_special_tokens,
+        max_tokens_field=field,
     )
 
 
@@ -203,9 +204,10 @@ class ChatRoutes:
 
     async def complete(self, body: ChatBody, request: Request) -> Response:
         """Answers the conversation, `n` times. With `stream`, chunks arrive as server-sent events."""
-        generation = await self._service.prepare(chat_call(body), request, "chatcmpl")
-        name = f"chatcmpl-{request.scope['request_id']}"
-        return await respond(generation, ChatWriter(name, generation, options_of(body, body.logprobs)), request)
+        call, options = chat_call(body), options_of(body, body.logprobs)
+        generation = await self._service.prepare(call, request, "chatcmpl")
+        writer = ChatWriter(f"chatcmpl-{request.scope['request_id']}", generation, options)
+        return await respond(generation, writer, request)
 
 
 def _token(vocabulary: Vocabulary, token: int, logprob: float) -> dict[str, Any]:

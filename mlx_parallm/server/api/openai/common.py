@@ -107,8 +107,11 @@ class GenerationBody(PolicyBody, StructureBody):
         return value
 
 
-def sampling_of(body: "GenerationBody", *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    return SamplingParams(
+def call_of(
+    body: "GenerationBody", *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, **fields: Any
+) -> GenerationCall:
+    """The call that a body makes; `fields` are those that only one of the two routes knows."""
+    sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         temperature=body.temperature,
@@ -126,13 +129,10 @@ def sampling_of(body: "GenerationBody", *, max_tokens: int | None, logprobs: int
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         processed_logprobs=body.logprobs_mode == "processed",
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
-
-
-def call_of(body: "GenerationBody", **fields: Any) -> GenerationCall:
-    """The call that a body makes; `fields` are those that only one of the two routes knows."""
     return GenerationCall(
+        sampling=sampling,
         structure=structure_of(body),
         model=body.model,
         lora_adapter=body.lora_adapter,

@@ -1,7 +1,6 @@
 """`/v1/completions`: its body, its answers, how they are written, and the route."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
@@ -10,13 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.server.api.openai.answers import REWARDS, PolicyAnswer, PolicyChoice, PromptLogprobs, Usage
-from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of, sampling_of
+from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
 from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, finite, prompt_logprobs
 from mlx_parallm.server.call import GenerationCall
-from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected, Generation
+from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.responses import event, respond
 from mlx_parallm.server.schema import AnswerBody, PromptInput
-from mlx_parallm.server.service import GenerationService, respond
-from mlx_parallm.server.sse import event
+from mlx_parallm.server.service import GenerationService
 from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
 
 
@@ -67,16 +67,15 @@ COMPLETION_TOKENS = 16  # OpenAI's default
 
 
 def completion_call(body: CompletionBody, default_max_tokens: int = COMPLETION_TOKENS) -> GenerationCall:
-    logprobs, prompt_logprobs = body.logprobs, body.prompt_logprobs
-    if body.echo and logprobs is not None:
-        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    sampling = replace(
-        sampling_of(body, max_tokens=body.max_tokens, logprobs=logprobs), prompt_logprobs=prompt_logprobs
-    )
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     return call_of(
         body,
+        max_tokens=body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
         prompts=body.prompt,
-        sampling=sampling,
         add_special_tokens=body.add_special_tokens,
         default_max_tokens=default_max_tokens,
     )

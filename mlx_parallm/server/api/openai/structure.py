@@ -1,5 +1,6 @@
 """The ways in which OpenAI's and vLLM's clients ask for structured output, and the grammar of each."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import orjson
@@ -10,6 +11,13 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.call import Structure
 from mlx_parallm.server.schema import Body
 from mlx_parallm.text.grammar import choice_grammar, json_grammar, regex_grammar
+
+GRAMMARS: dict[str, Callable[[Any], str]] = {
+    "json": json_grammar,
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": str,  # Lark, as it is
+}
 
 
 class StructuredOutputs(Body):
@@ -57,43 +65,33 @@ class StructureBody(Body):
 
 def structure_of(body: StructureBody) -> Structure | None:
     """The one structure that a body asks for."""
-    found = list(_structures(body))
-    if len(found) > 1:
-        first, second = (one.param.split(".")[0] for one in found[:2])
+    asked = _asked(body)
+    if len(asked) > 1:
+        first, second = (param.split(".")[0] for param in list(asked)[:2])
         raise InvalidRequestError(f"{first} and {second} can't both shape the output", param=second)
-    return found[0] if found else None
+    for param, (kind, value) in asked.items():
+        return Structure(GRAMMARS[kind](value), param)
+    return None
 
 
-def _structures(body: StructureBody) -> list[Structure]:
-    found: list[Structure] = []
-    wanted_format = body.response_format
-    if wanted_format is not None and wanted_format.type == "json_object":
-        found.append(Structure(json_grammar({"type": "object"}), "response_format"))
-    if wanted_format is not None and wanted_format.type == "json_schema":
-        assert wanted_format.json_schema is not None
-        assert wanted_format.json_schema.schema_ is not None
-        found.append(Structure(json_grammar(wanted_format.json_schema.schema_), "response_format.json_schema.schema"))
-    if (wanted := body.structured_outputs) is not None:
-        schema = {"type": "object"} if wanted.json_object else wanted.json_
-        found += _from_fields("structured_outputs.", schema, wanted.regex, wanted.choice, wanted.grammar)
-    found += _from_fields("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
-    return found
-
-
-def _from_fields(
-    prefix: str, schema: dict[str, Any] | str | None, regex: str | None, choice: list[str] | None, lark: str | None
-) -> list[Structure]:
-    """vLLM's four ways to ask for structure, under either of its spellings."""
-    found: list[Structure] = []
-    if schema is not None:
-        found.append(Structure(json_grammar(_schema(schema, f"{prefix}json")), f"{prefix}json"))
-    if regex is not None:
-        found.append(Structure(regex_grammar(regex), f"{prefix}regex"))
-    if choice is not None:
-        found.append(Structure(choice_grammar(choice), f"{prefix}choice"))
-    if lark is not None:
-        found.append(Structure(lark, f"{prefix}grammar"))
-    return found
+def _asked(body: StructureBody) -> dict[str, tuple[str, Any]]:
+    """Fields that ask for a structure, each with its kind and value, in all spellings."""
+    asked: dict[str, tuple[str, Any]] = {}
+    shape, wanted = body.response_format, body.structured_outputs
+    if shape is not None and shape.type == "json_object":
+        asked["response_format"] = "json", {"type": "object"}
+    if shape is not None and shape.json_schema is not None and shape.type == "json_schema":
+        asked["response_format.json_schema.schema"] = "json", shape.json_schema.schema_
+    if wanted is not None and wanted.json_object:
+        asked["structured_outputs.json"] = "json", {"type": "object"}
+    fields = {f"guided_{kind}": (kind, getattr(body, f"guided_{kind}")) for kind in GRAMMARS}
+    if wanted is not None:
+        values = {"json": wanted.json_, "regex": wanted.regex, "choice": wanted.choice, "grammar": wanted.grammar}
+        fields = {f"structured_outputs.{kind}": (kind, value) for kind, value in values.items()} | fields
+    for param, (kind, value) in fields.items():
+        if value is not None:
+            asked[param] = kind, _schema(value, param) if kind == "json" else value
+    return asked
 
 
 def _schema(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:

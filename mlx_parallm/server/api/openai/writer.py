@@ -12,8 +12,9 @@ from typing import Any
 import orjson
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Collected, Generation
-from mlx_parallm.server.sse import DONE, event
+from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.responses import DONE, event
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.types import TokenLogprob
 

@@ -36,8 +36,8 @@ from mlx_parallm.server.api.training.bodies import (
 )
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.limits import completion_length
 from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.service import completion_length
 from mlx_parallm.types import RolloutCall, RolloutSample, SamplingParams
 from mlx_parallm.validation import check_ids
 

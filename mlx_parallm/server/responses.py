@@ -1,18 +1,23 @@
-"""Server-sent events, lean: bytes are made where a delta arrives, and sent by one task per stream.
+"""How a generation is answered: as a stream of events, or whole. Dialects call `respond` with their writer.
 
-`EventStream` is the response of streaming routes. Nothing is sent before the first update, so that an error until then
-has its own HTTP status; later ones are an event. A client that disconnects cancels its rows at once.
+Streams are lean: bytes are made where a delta arrives, and sent by one task per stream. Nothing is sent before the
+first update, so that an error until then has its own HTTP status; later ones are an event. A client that disconnects
+cancels its rows at once.
 """
 
 import asyncio
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.generation import ChoiceStream, ChoiceUpdate, Generation, client_left
+from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.errors import ClientLeft, JSONResponse
+from mlx_parallm.server.generation import Generation
 
 HEADERS = [
     (b"cache-control", b"no-cache"),
@@ -36,6 +41,19 @@ class StreamWriter(Protocol):
     def chunk(self, choice: ChoiceStream, update: ChoiceUpdate) -> bytes: ...
     def closing(self) -> bytes: ...
     def failure(self, error: ParallmError) -> bytes: ...
+
+
+class AnswerWriter(StreamWriter, Protocol):
+    """How a dialect answers: whole, and in chunks."""
+
+    def answer(self, results: Sequence[Collected]) -> Any: ...
+
+
+async def respond(generation: Generation, writer: AnswerWriter, request: Request) -> Response:
+    """Runs a generation: as a stream where the call asks for one, else until the answer is whole."""
+    if generation.call.stream:
+        return EventStream(generation, writer)
+    return JSONResponse(writer.answer(await Collector(generation).collect(request.receive)))
 
 
 class EventStream(Response):
@@ -113,3 +131,44 @@ class EventStream(Response):
             self._left = True
             self._generation.cancel()
             self._wake()
+
+
+class Collector:
+    """Waits for the whole answer, unless the client leaves before it is there."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.results = [Collected() for _ in generation.choices]
+
+    async def collect(self, receive: Receive) -> list[Collected]:
+        watcher = asyncio.ensure_future(client_left(receive))
+        watcher.add_done_callback(self._on_left)
+        try:
+            self._generation.start(self)
+            await self._done
+        finally:
+            watcher.cancel()
+            self._generation.cancel()
+        return self.results
+
+    def on_update(self, choice: ChoiceStream, update: ChoiceUpdate) -> None:
+        self.results[choice.index].add(update)
+
+    def on_end(self, error: ParallmError | None) -> None:
+        if self._done.done():
+            return
+        if error is not None:
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
+
+    def _on_left(self, watcher: "asyncio.Future[None]") -> None:
+        if not watcher.cancelled() and not self._done.done():
+            self._done.set_exception(ClientLeft())
+
+
+async def client_left(receive: Receive) -> None:
+    """Returns when the client has disconnected. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        continue

@@ -41,7 +41,7 @@ class GenerationCall:
     policy_version: int | None = None
     follow_policy: bool = False
 
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # None: to prompts; a chat template has them already
     truncate_prompt_tokens: int | None = None
     default_max_tokens: int | None = None  # unless sampling or the server's settings say how many
     max_tokens_field: str = "max_tokens"  # what the dialect calls it, for errors

@@ -187,7 +187,7 @@ def _extend(piece: Piece, more: Piece) -> None:
 class Collected:
     """All that one choice has said, for an answer in one piece."""
 
-    __slots__ = ("calls", "content", "finish_reason", "logprobs", "reasoning", "scores", "tokens")
+    __slots__ = ("calls", "content", "logprobs", "reasoning", "scores", "tokens")
 
     def __init__(self) -> None:
         self.content: list[str] = []

@@ -36,12 +36,13 @@ class TokenizerPool:
         keep = call.truncate_prompt_tokens  # a prompt of which only the end is kept may be of any length
         limit = served.context_length if keep is None else None
         if call.chat is not None:
-            prompt = await self.render(served, call.chat.conversation, call.add_special_tokens, limit)
+            prompt = await self.render(served, call.chat.conversation, call.add_special_tokens is True, limit)
             return TokenizedPrompts([prompt.tokens if keep is None else prompt.tokens[-keep:]], prompt.inside_thinking)
         prompts: list[list[int]] = []
         for text in call.prompts:
             if isinstance(text, str):
-                tokens = await self.encode(served, text, call.add_special_tokens, limit) or served.beginning()
+                tokens = await self.encode(served, text, call.add_special_tokens is not False, limit)
+                tokens = tokens or served.beginning()
             else:
                 tokens = text
             prompts.append(tokens if keep is None else tokens[-keep:])

@@ -111,6 +111,7 @@ def test_more_adapters_than_places(running: Driver, bare: dict[str | None, Bare]
         running.engine.adapters.unload(f"n{number}")
 
 
+@pytest.mark.long
 def test_equal_requests_for_other_weights_of_one_name_share_nothing(
     bare: dict[str | None, Bare], folders: dict[str, Path]
 ) -> None:

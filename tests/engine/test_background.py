@@ -22,6 +22,7 @@ def busy(steps: int, seconds: float) -> Generator[None, None, int]:
     return steps
 
 
+@pytest.mark.long
 def test_work_is_done_beside_requests_and_without() -> None:
     with driver("llama") as running:
         assert running.engine.work(busy(3, 0.001)).result(30) == 3
@@ -33,6 +34,7 @@ def test_work_is_done_beside_requests_and_without() -> None:
         assert running.engine.metrics.background.steps >= 203
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.9])
 def test_serving_has_its_share_while_both_have_work(share: float) -> None:
     with driver("llama", inference_share=share) as running:

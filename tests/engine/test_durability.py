@@ -74,6 +74,7 @@ def test_without_a_farewell_nothing_that_was_taken_is_lost_and_no_number_is_used
         assert session.update(at_most=8).version == 4, "3 was another policy"
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_written_a_while_after_a_change(tmp_path: Path) -> None:
     with school() as one:
         session = one.session(folder=tmp_path, checkpoint_seconds=0.3, **RARELY)

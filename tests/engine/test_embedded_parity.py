@@ -41,6 +41,7 @@ REQUESTS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trace=st.lists(REQUESTS, min_size=2, max_size=6))
 def test_rows_equal_the_bare_model(pair: tuple[Driver, Bare], trace: list[dict]) -> None:

@@ -122,6 +122,7 @@ def test_equal_requests_share_one_computation_when_asked_to() -> None:
         assert running.engine.metrics.prompt_tokens == 2 * len(PROMPT)
 
 
+@pytest.mark.long
 def test_rows_that_outgrow_memory_take_turns_and_answer_the_same() -> None:
     prompts = [[20 + i, *PROMPT] for i in range(6)]
     options = {"max_tokens": 300, "ignore_eos": True}

@@ -71,6 +71,7 @@ def test_a_model_kind_predicts(runtime: Runtime) -> None:
     assert predictor.predict([[4.0]]).result(60) == [8.0], "what failed has harmed nobody"
 
 
+@pytest.mark.long
 async def test_a_dialect_answers(runtime: Runtime, dispatcher: Dispatcher) -> None:
     app = create_app(runtime, ServeConfig.of(), dispatcher)
     dispatcher.bind(asyncio.get_running_loop())

@@ -42,6 +42,7 @@ REQUESTS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trace=st.lists(REQUESTS, min_size=1, max_size=14))
 def test_greedy_rows_of_a_changing_batch_equal_the_bare_model(pair: tuple[Driver, Bare], trace: list[dict]) -> None:
@@ -86,6 +87,7 @@ SAMPLED = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trace=st.lists(st.tuples(SAMPLED, st.integers(1, 70)), min_size=2, max_size=8))
 def test_every_sampled_row_equals_itself_alone(pair: tuple[Driver, Bare], trace: list[tuple[dict, int]]) -> None:

@@ -14,6 +14,7 @@ PROMPT = list(range(30, 60))
 LONG = 300
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", [None, GPU], ids=["cpu", "gpu"])
 def test_keep(profile: object) -> None:
     bare = Bare(tiny())
@@ -36,6 +37,7 @@ def test_keep(profile: object) -> None:
         running.settle()
 
 
+@pytest.mark.long
 def test_a_request_whose_time_is_over_during_a_pause_is_told_at_once() -> None:
     with driver("llama", max_batch_size=1) as running:
         first = running.submit(PROMPT, max_tokens=2000, ignore_eos=True, stream=True, timeout=1.0)[1]

@@ -62,6 +62,7 @@ def recomputed(kinds: list[tuple[int, Bare]], prompt: list[int], tokens: list[in
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:9]])
 def test_a_row_that_follows_moves_on_and_says_where(
     running: Driver, adapters: dict[str, Adapter], bare: dict[str | None, Bare], prompt: list[int]
@@ -97,6 +98,7 @@ def test_a_row_that_follows_moves_on_and_says_where(
         assert again.tokens == bare[kind].greedy(prompt + moved.tokens[:100], 5, ignore_eos=True)[0]
 
 
+@pytest.mark.long
 def test_followers_wait_for_a_place(running: Driver, adapters: dict[str, Adapter]) -> None:
     """Two places, taken by two versions that stay: who follows moves when one of them has ended."""
     engine = running.engine
@@ -225,6 +227,7 @@ def test_the_token_that_ends_a_row_has_its_logprob(running: Driver) -> None:
     assert answer.last.stop_logprob.logprob == pytest.approx(logprobs[tokens.index(tokens[4])], abs=1e-4)
 
 
+@pytest.mark.long
 def test_followers_that_lose_their_place(adapters: dict[str, Adapter]) -> None:
     """With memory for some of the rows: all end, each token has one version, and they come in order."""
     prompts = [[10 + n, *PROMPT, *PROMPT[: 2 * n]] for n in range(12)]
@@ -328,6 +331,7 @@ def test_a_version_that_was_replaced_leaves_the_device(profile: DeviceProfile | 
         assert registry.resident_bytes == 0
 
 
+@pytest.mark.long
 def test_a_hundred_adapters_on_eight_places() -> None:
     layout = Layout(tiny().module)
     adapters = [random_adapter(layout, ("q_proj", "v_proj"), seed, rank=4, size=0.2) for seed in range(100)]

@@ -88,6 +88,7 @@ def hold(asked: Asked, bare: Bare) -> None:
         bare.hold(prompt, tokens, logprobs, [scored.logprob for scored in answer.logprobs])
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=TURNS, seed=st.integers(0, 3))
 def test_conversations_that_grow_and_branch(pair: tuple[Driver, Bare], turns: list, seed: int) -> None:
@@ -105,6 +106,7 @@ RESTARTED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "blocks"), RESTARTED)
 def test_conversations_over_restarts_and_with_an_ssd(kind: str, blocks: int | None, tmp_path: Path) -> None:
     bare = Bare(tiny(kind))
@@ -147,6 +149,7 @@ def test_a_prompt_is_known_after_a_restart(kind: str, tmp_path: Path) -> None:
         assert running.ask(PROMPT, max_tokens=10).deltas[0].cached_tokens == 0
 
 
+@pytest.mark.long
 def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssd_transfers, "FETCH_SECONDS", 1.0)
     monkeypatch.setattr(ssd_transfers, "SAVE_SECONDS", 0.5)
@@ -188,6 +191,7 @@ def test_models_that_can_not_be_cut_reuse_their_beginnings(kind: str) -> None:
         running.settle()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "hybrid"])
 def test_rows_that_lose_their_place_go_on_as_if_nothing_had_happened(kind: str) -> None:
     prompts = [random.Random(seed).choices(range(3, 250), k=100 + 9 * seed) for seed in range(32)]
@@ -292,6 +296,7 @@ def test_prompt_shapes_are_warmed_up() -> None:
     assert all(width % 16 == capacity % 16 == 0 for (_, width), capacity in seen)
 
 
+@pytest.mark.long
 def test_prompts_that_come_again_together_answer_the_same() -> None:
     """Beginnings of many lengths, shortened to share passes: waves of the same prompts, in other orders."""
     profile = replace(GPU, match_step=32, min_match=32, pass_tokens=128)

@@ -50,6 +50,7 @@ def faulty(kind: str = "llama", **config: object) -> Iterator[tuple[Driver, Sabo
         yield drive, saboteur
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "hybrid", "gemma3"])
 def test_rows_go_on_after_a_fault(kind: str) -> None:
     with faulty(kind) as (drive, saboteur):

@@ -91,6 +91,7 @@ def test_what_stands_behind_a_text_does_not_matter() -> None:
     assert rewards.scores([[*short, 0]])[0] != pytest.approx(alone, abs=1e-3)  # a token that is there counts
 
 
+@pytest.mark.long
 def test_learns_which_text_is_better() -> None:
     rewards = RewardModel(tiny(), LoRAConfig(8, 16, ("q_proj", "k_proj", "v_proj", "o_proj")))
     held_out = made(200, seed=1)

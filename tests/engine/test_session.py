@@ -120,6 +120,7 @@ def test_rollouts_are_the_trees_own_numbers_before_and_after_each_publish() -> N
         one.driver.settle()
 
 
+@pytest.mark.long
 def test_requests_go_on_while_it_learns_and_keep_their_version() -> None:
     with school() as one:
         session = one.session()
@@ -238,6 +239,7 @@ def random_trajectories(seed: int) -> list[Trajectory]:
     ]
 
 
+@pytest.mark.long
 def test_an_alarm_after_a_restart_goes_back_as_far_as_without(tmp_path: Path) -> None:
     calm, alarmed = Alarms(kl=None, entropy=None, reward_drop=None), Alarms(entropy=100.0)
 
@@ -313,6 +315,7 @@ def run_loop(one: School, session: Session, **options: object) -> list[StepRepor
     return Loop(session, sampler, LoopConfig(**settings)).run()  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_the_loop_goes_on_after_a_restart_as_if_nothing_had_happened(tmp_path: Path) -> None:
     with school() as one:
         session = one.session(folder=tmp_path / "whole")
@@ -330,6 +333,7 @@ def test_the_loop_goes_on_after_a_restart_as_if_nothing_had_happened(tmp_path: P
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
 
 
+@pytest.mark.long
 def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None:
     options = {"learning_rate": 1e-2, "alarms": Alarms(kl=0.4, reward_drop=0.1)}
     with school() as one:
@@ -348,6 +352,7 @@ def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
 
 
+@pytest.mark.long
 def test_placebos_and_levels() -> None:
     with school() as one:
         still = one.session("still", learning_rate=0.0)
@@ -365,6 +370,7 @@ def test_placebos_and_levels() -> None:
             LoopConfig(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_what_learns_from_its_own_answers_gets_better() -> None:
     with school() as one:
         session = one.session(learning_rate=5e-3)
@@ -444,6 +450,7 @@ def test_updates_are_made_while_requests_are_paused() -> None:
         one.driver.settle()
 
 
+@pytest.mark.long
 def test_the_embedded_models_rollouts_are_the_trainers_numbers(own_cache: None) -> None:
     """From cached prompts too, and again after a publish: within 1e-4 in float32."""
     with driver_of(lambda: load(None, name="embedded")) as driver:

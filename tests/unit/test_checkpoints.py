@@ -156,6 +156,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_kills_while_it_writes(tmp_path: Path) -> None:
     chance, last = random.Random(0), 0
     for _ in range(6):

@@ -74,6 +74,7 @@ def test_a_checkpoint_reaches_the_drive_itself(monkeypatch: pytest.MonkeyPatch, 
     assert len(synced) == 1
 
 
+@pytest.mark.long
 def test_mlx_lm_leaves_the_limit_of_open_files_alone() -> None:
     """It sets 2048 and 4096 as it is imported: an error where 256 are allowed, a loss where more are."""
     code = "import mlx_parallm, mlx_lm, resource as r; print(*r.getrlimit(r.RLIMIT_NOFILE))"

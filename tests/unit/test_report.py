@@ -21,6 +21,7 @@ NEWS = [
 ]
 
 
+@pytest.mark.long
 def test_a_run_s_log_and_plot(tmp_path: Path) -> None:
     with Progress(tmp_path, 2, "sft", report_to=["none"]) as progress:
         for news in NEWS:

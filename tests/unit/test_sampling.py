@@ -113,6 +113,7 @@ def check(token: int, scores: TokenLogprob, params: SamplingParams, expected: Re
     assert close(scores.logprob, shown[token])
 
 
+@pytest.mark.long
 @checked
 @given(batch=batches())
 def test_any_batch_is_sampled_as_the_reference_says(batch: Batch) -> None:

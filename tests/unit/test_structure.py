@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
+import pytest
 
 PACKAGE = Path(__file__).parents[2] / "mlx_parallm"
 MAX_FILE = 400  # lines
@@ -22,6 +23,7 @@ def test_files_are_short() -> None:
     assert [(name, lines) for name, _, lines in modules() if lines > MAX_FILE] == []
 
 
+@pytest.mark.long
 def test_functions_are_short() -> None:
     long = [
         (name, node.name, node.end_lineno - node.lineno + 1)
@@ -34,6 +36,7 @@ def test_functions_are_short() -> None:
     assert long == []
 
 
+@pytest.mark.long
 def test_a_class_name_means_one_class() -> None:
     places = defaultdict(list)
     for name, tree, _ in modules():
@@ -43,6 +46,7 @@ def test_a_class_name_means_one_class() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+@pytest.mark.long
 def test_every_module_says_what_it_owns() -> None:
     assert [name for name, tree, _ in modules() if not ast.get_docstring(tree)] == []
 

@@ -440,6 +440,7 @@ def test_special_tokens_of_deepseek_are_read_and_not_shown(fence: str) -> None:
     assert choice.finish_reason == "tool_calls"
 
 
+@pytest.mark.long
 def test_long_calls_take_linear_time() -> None:
     """One character at a time; with work that grows by the square, this would take minutes."""
     long = "x{" * 20_000

@@ -8,8 +8,8 @@ ARGS ?=
 PIP_FLAGS ?= --quiet
 VENV := .venv
 BIN := $(VENV)/bin
-# Two processes share the tests, file by file, with a thread each for their matrix products.
-TESTS = MKL_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Two processes share the tests, file by file, with a thread each for their matrix products. The longest files come first.
+TESTS = MKL_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --constraint constraints.txt
 
 .PHONY: help serve chat test test-fast test-all mutate check format bench rl-demo rl-demo-long clean

@@ -17,7 +17,8 @@ from mlx_parallm.config.train import LoopConfig
 from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.runtime.startup import Runtime, start
-from mlx_parallm.server.run import HttpServer, listen
+from mlx_parallm.server.run import HttpServer
+from mlx_parallm.server.sockets import listen
 from mlx_parallm.server.state import Dispatcher
 from mlx_parallm.training.environments import make_task_sampler
 from mlx_parallm.training.find_task import find_task

@@ -13,7 +13,8 @@ from mlx_parallm.runtime.startup import start
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_exposure, keys_of
 from mlx_parallm.server.banner import progress
-from mlx_parallm.server.run import HttpServer, listen
+from mlx_parallm.server.run import HttpServer
+from mlx_parallm.server.sockets import listen
 from mlx_parallm.server.state import Dispatcher
 from mlx_parallm.training.manager import TrainingManager
 

@@ -93,6 +93,15 @@ class Engine:
         """Takes requests that arrive at one moment: all or none."""
         self._parts.intake.submit_all(requests, on_delta)
 
+    def run(self, work: Callable[[], T]) -> T:
+        """Has the engine thread do something short beside serving, and waits for it. Never on that thread itself."""
+
+        def step() -> Steps[T]:
+            yield from ()
+            return work()
+
+        return self.work(step()).result()
+
     def cancel(self, request_id: str, index: int | None = None, visible: int | None = None) -> None:
         """Frees the rows of a request, or of one of its choices, within a step.
 

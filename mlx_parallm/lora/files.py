@@ -62,6 +62,16 @@ def read_folder(folder: Path, max_bytes: int) -> tuple[Adapter, dict[str, Any]]:
     return parse(config, _bytes_of(weights_file, max_bytes), max_bytes), config
 
 
+def read_adapter(path: str, max_bytes: int) -> tuple[Adapter, dict[str, Any], str]:
+    """The adapter in a folder that somebody has named, its config, and the folder; AdapterError where it can't be."""
+    try:
+        folder = Path(path).expanduser()
+        adapter, config = read_folder(folder, max_bytes)
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder that is closed to us
+        raise AdapterError(f"{path[:200]!r} can't be read: {error}", param="path") from error
+    return adapter, config, str(folder)
+
+
 def parse_config(data: bytes) -> dict[str, Any]:
     try:
         config = json.loads(data)

@@ -5,13 +5,11 @@ belongs to its trainer.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConflictError, InvalidRequestError
-from mlx_parallm.lora.files import parse, parse_config, read_folder, usual_config
-from mlx_parallm.lora.weights import AdapterError
+from mlx_parallm.lora.files import parse, parse_config, read_adapter, usual_config
 from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.types import AdapterVersion
 
@@ -22,16 +20,6 @@ REPLACED = (
 UNLOADED = "it stays while the server runs; start it without this --train-adapter"
 
 
-def load_adapter(engine: Engine, name: str, path: str, limit: int, number: int | None = None) -> AdapterVersion:
-    """Publishes the adapter in a folder, in mlx-lm's or PEFT's format. `limit`: of its files, in bytes."""
-    try:
-        folder = Path(path).expanduser()
-        adapter, config = read_folder(folder, limit)
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder that is closed to us
-        raise AdapterError(f"{path[:200]!r} can't be read: {error}", param="path") from error
-    return engine.adapters.publish(name, adapter, str(folder), number, config)
-
-
 class LocalAdapters:
     def __init__(self, engines: Mapping[str, Engine], training: TrainingManager, limit: int) -> None:
         self._engines = engines
@@ -40,7 +28,8 @@ class LocalAdapters:
 
     def load(self, model: str, name: str, path: str, number: int | None = None) -> AdapterVersion:
         self._check_untrained(name, REPLACED)
-        return load_adapter(self._engines[model], name, path, self._limit, number)
+        adapter, config, folder = read_adapter(path, self._limit)
+        return self._engines[model].adapters.publish(name, adapter, folder, number, config)
 
     def publish(
         self, model: str, name: str, data: bytes, config: Mapping[str, Any] | bytes | None, number: int | None

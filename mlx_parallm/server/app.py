@@ -31,7 +31,7 @@ def create_app(
     runtime: RuntimeClient, config: ServeConfig, dispatcher: Dispatcher, state: ServerState | None = None
 ) -> FastAPI:
     """Over models that have started; their deltas come through `dispatcher`."""
-    tokenizers = TokenizerPool()
+    middleware, tokenizers = _middleware(config), TokenizerPool()
     models = ModelTable({name: ServedModel(name, client) for name, client in runtime.models.items()})
     service = GenerationService(models, config, tokenizers, runtime.training)
     context = ServerContext(runtime, config, state or ServerState(), models, tokenizers, service)
@@ -47,7 +47,7 @@ def create_app(
         version=__version__,
         description=DESCRIPTION,
         lifespan=lifespan,
-        middleware=_middleware(config),
+        middleware=middleware,
         redoc_url=None,
     )
     errors.add_handlers(app)

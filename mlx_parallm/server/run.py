@@ -5,7 +5,6 @@ admission (503) and waits for running requests; a second ends the process there 
 """
 
 import asyncio
-import errno
 import logging
 import os
 import signal
@@ -13,12 +12,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
+from mlx_parallm.errors import ParallmError, UnavailableError
 from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.banner import ready_lines, say
@@ -31,28 +29,6 @@ Companion = Callable[[], int | None]
 # The engine thread builds its graphs in Python: it must not wait 5 ms for another thread to give way.
 SWITCH_INTERVAL = 0.0005
 LAST_BYTES_SECONDS = 5  # for responses to be written out once the engines have stopped
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Port 0 lets the system choose."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if port and _somebody_answers(family, address):
-            raise OSError(errno.EADDRINUSE, "another server answers there already; --port chooses another")
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
-    return listener
-
-
-def _somebody_answers(family: int, address: Any) -> bool:
-    """A Mac lets us listen on 127.0.0.1 beside somebody who listens on all addresses: one of us would get nothing."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex((host, *address[1:])) == 0
 
 
 class HttpServer(uvicorn.Server):

@@ -16,7 +16,6 @@ from typing import Any, Generic
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.training.checkpoints import STATE, Checkpoints, adapter_files
-from mlx_parallm.training.engine_work import run_on_engine
 from mlx_parallm.training.learner import LearnerState
 from mlx_parallm.training.supervised import Item, Supervised
 
@@ -122,7 +121,7 @@ class FineTuning(Generic[Item]):
             self._on_step(report)
         best = self._best
         if best is not None and self._worse:
-            run_on_engine(self._engine, lambda: self._trainer.learner.go_back(best.state))
+            self._engine.run(lambda: self._trainer.learner.go_back(best.state))
         return reports
 
     def _batches(self) -> list[list[Item]]:
@@ -148,7 +147,7 @@ class FineTuning(Generic[Item]):
 
     def _judge(self, loss: float) -> None:
         if self._best is None or loss < self._best.loss:
-            self._best = BestLoss(loss, run_on_engine(self._engine, self._trainer.learner.snapshot))
+            self._best = BestLoss(loss, self._engine.run(self._trainer.learner.snapshot))
             self._worse = 0
             return
         self._worse += 1
@@ -159,7 +158,7 @@ class FineTuning(Generic[Item]):
 def save_adapter(folder: Path, engine: Engine, trainer: Supervised[Any], kind: str, metrics: Mapping[str, Any]) -> Path:
     """Writes it as mlx-lm does, whole or not at all, in the place of an earlier result of such a run."""
     check_free(folder)
-    adapter = run_on_engine(engine, trainer.adapter)
+    adapter = engine.run(trainer.adapter)
     files = adapter_files(adapter, trainer.lora.scale, trainer.lora.rank, engine.model.source)
     state = {"kind": kind, "updates": trainer.learner.updates, "model": engine.model.source, "metrics": dict(metrics)}
     # Its neighbours are none of our business.

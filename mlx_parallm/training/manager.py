@@ -6,7 +6,7 @@ rollouts work; with it, every answer is recorded, and may be rewarded later.
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,11 @@ from mlx_parallm.errors import (
     ParallmError,
     UnavailableError,
 )
-from mlx_parallm.http_client import Endpoint
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.training.answers import AnswerFile
 from mlx_parallm.training.atropos.client import AtroposClient, AtroposConfig
 from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig
 from mlx_parallm.training.checkpoints import Checkpoints
-from mlx_parallm.training.engine_work import once
 from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger
 from mlx_parallm.training.records import Record, RewardedRecord
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
@@ -43,29 +41,9 @@ log = logging.getLogger(__name__)
 NOT_ENABLED = "this server does not train: start it with --enable-rl-training"
 
 
-def environment_config(config: ServeConfig) -> EnvironmentConfig | None:
-    """Of the environment to start, where the config names one."""
-    if config.training.environment is None or not config.trains:
-        return None
-    if config.training.atropos_url is None:
-        raise ConfigError("--environment needs --enable-rl-training and the --atropos-url that it sends its groups to")
-    if config.http.port == 0:
-        raise ConfigError(
-            "--environment needs a fixed --port: the environment is started with the server's address, and --port 0 "
-            "lets the system choose one later"
-        )
-    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.http.host, config.http.host)
-    return EnvironmentConfig(
-        command=config.training.environment,
-        api_url=Endpoint.parse(config.training.atropos_url).url,
-        server_url=f"http://{f'[{host}]' if ':' in host else host}:{config.http.port}",
-        log=Path(config.checkpoints.checkpoint_dir).expanduser() / "environment.log",
-        api_key=config.http.api_key,
-    )
-
-
 class TrainingManager:
     def __init__(self, engine: Engine, config: ServeConfig) -> None:
+        self._environment_config = EnvironmentConfig.of(config)  # its errors come before anything else is done
         self.engine = engine
         self.config = config
         self.ledger = Ledger()
@@ -86,9 +64,8 @@ class TrainingManager:
 
     def start(self) -> None:
         """Opens reward models, and starts a session for each adapter that the config names."""
-        environment = environment_config(self.config)  # its errors come before anything else is done
         for name, path in self.config.training.rewards.named_reward_models().items():
-            self.add_reward_model(name, once(partial(open_reward_model, self.engine.model, path)))
+            self.add_reward_model(name, partial(open_reward_model, self.engine.model, path))
         if not self.config.trains:
             return
         self.engine.records_all = True
@@ -98,8 +75,8 @@ class TrainingManager:
             self.add(name, serve=name == names[0])
         if self.config.training.atropos_url is not None:
             self._follow_atropos(self.config.training.atropos_url)
-        if environment is not None:
-            self.environment = AtroposProcess(environment, self.engine.model.tokenizer.save_pretrained)
+        if self._environment_config is not None:
+            self.environment = AtroposProcess(self._environment_config, self.engine.model.tokenizer.save_pretrained)
             self.environment.start()
 
     def _keep_answers(self) -> None:
@@ -168,13 +145,12 @@ class TrainingManager:
             checkpoint_interval=kept.checkpoint_interval,
             checkpoint_seconds=kept.checkpoint_seconds,
             update_trajectories=training.update_frequency or None,
+            follows_buffer=training.update_frequency > 0,
             buffer_size=training.trajectory_buffer_size,
             max_staleness=training.max_staleness,
             memory=self._memory_of_one(),
         )
         session.start(resume=kept.resume, serve=serve)
-        if training.update_frequency:
-            session.follow_buffer(training.update_frequency)
         self.sessions[name] = session
         return session
 
@@ -182,9 +158,9 @@ class TrainingManager:
         """Bytes for each adapter that learns; None where the memory was not planned for it."""
         return self.engine.memory.training // max(1, len(self.config.training.adapters)) or None
 
-    def add_reward_model(self, name: str, steps: Generator[None, None, RewardModel]) -> RewardModel:
-        """One that scores from now on; `steps` make it, on the engine."""
-        reward_model = self.engine.work(steps).result()
+    def add_reward_model(self, name: str, make: Callable[[], RewardModel]) -> RewardModel:
+        """One that scores from now on; `make` runs on the engine."""
+        reward_model = self.engine.run(make)
         self.reward_models[name] = reward_model
         self.rewards.add_model(name, lambda texts: self.engine.work(reward_model.score_steps(texts)).result())
         return reward_model

@@ -21,7 +21,6 @@ from mlx_parallm.text.prompts import Prompts
 from mlx_parallm.training.checkpoints import peft_files
 from mlx_parallm.training.components import parse_components
 from mlx_parallm.training.datasets import Dataset, DatasetReader, split
-from mlx_parallm.training.engine_work import once, run_on_engine
 from mlx_parallm.training.environments import make_task_sampler
 from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.finetune import EpochConfig, FineTuning, check_free, save_adapter
@@ -50,7 +49,7 @@ def train_policy(manager: TrainingManager, config: TrainConfig) -> None:
         manager.on_close = loop.stop
         loop.run()
         session.checkpoint()
-    adapter = manager.engine.work(session.adapter_steps()).result()
+    adapter = session.adapter()
     _export_peft(config, adapter, session.lora.rank, manager.engine.model.source)
 
 
@@ -107,7 +106,7 @@ def fine_tune(manager: TrainingManager, config: TrainConfig) -> None:
         stop_at_signals(tuning.stop)
         reports = tuning.run()
     path = save_adapter(folder, engine, trainer, config.mode, reports[-1].flat())
-    _export_peft(config, run_on_engine(engine, trainer.adapter), trainer.lora.rank, engine.model.source)
+    _export_peft(config, engine.run(trainer.adapter), trainer.lora.rank, engine.model.source)
     console.print(f"written to {path}: serve it with --lora-path {path}, train on with --init-adapter {path}")
 
 
@@ -137,7 +136,7 @@ def _make_trainer(engine: Engine, config: TrainConfig, steps: int) -> Supervised
             trainer.start_from(start)
         return trainer
 
-    return run_on_engine(engine, make)
+    return engine.run(make)
 
 
 def train_reward_model(manager: TrainingManager, config: TrainConfig) -> None:
@@ -148,7 +147,7 @@ def train_reward_model(manager: TrainingManager, config: TrainConfig) -> None:
     count = len(pairs) // 10
     held_out, learnt = pairs[:count], pairs[count:]
     make = partial(RewardModel, engine.model, training.lora, training.rl.seed)
-    reward_model = manager.add_reward_model(NAME, once(make))
+    reward_model = manager.add_reward_model(NAME, make)
     trainer = RewardTrainer(
         reward_model,
         learning_rate=training.rl.learning_rate,
@@ -165,7 +164,7 @@ def train_reward_model(manager: TrainingManager, config: TrainConfig) -> None:
         right = _ranked_right(engine, reward_model, held_out)
         console.print(f"held out: {right} of {len(held_out)} ranked right")
     folder = Path(config.checkpoints.checkpoint_dir).expanduser()
-    path = run_on_engine(engine, reward_model.pack).save(folder / NAME)
+    path = engine.run(reward_model.pack).save(folder / NAME)
     console.print(f"written to {path}: serve it with --reward-model {path}")
 
 

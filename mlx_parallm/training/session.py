@@ -8,7 +8,7 @@ disk. Any thread but the engine's; one update at a time.
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ from mlx_parallm.models.device import device_kind
 from mlx_parallm.training.alarms import Alarms, PolicyMonitor
 from mlx_parallm.training.buffer import Buffer
 from mlx_parallm.training.checkpoints import BEST, LATEST, Checkpoint, Checkpoints, check_name
-from mlx_parallm.training.engine_work import once, run_on_engine
 from mlx_parallm.training.follower import BufferFollower
 from mlx_parallm.training.learner import LearnerState
 from mlx_parallm.training.session_store import Captured, SessionState, SessionStore
@@ -51,6 +50,7 @@ class Session:
         checkpoint_interval: int = 500,
         checkpoint_seconds: float = 60.0,
         update_trajectories: int | None = None,  # that an update takes from the buffer; None: the config's batch_size
+        follows_buffer: bool = False,  # updates whenever so many are ready, on a thread of its own
         buffer_size: int = 1000,
         max_staleness: int | None = None,
         alarms: Alarms | None = None,
@@ -73,6 +73,7 @@ class Session:
         self._interval = checkpoint_interval
         self._seconds = checkpoint_seconds
         self._update_trajectories = update_trajectories or config.batch_size
+        self._follows = follows_buffer
         self._follower: BufferFollower | None = None
         self._lock = threading.Lock()
 
@@ -87,7 +88,16 @@ class Session:
             self._on_engine(self.trainer.warm_up)
         number, served = None, None
         if self.checkpoints is not None:
-            self.store = self._open_store(self.checkpoints)
+            self.store = SessionStore(
+                self.engine,
+                self.trainer,
+                self.checkpoints,
+                name=self.name,
+                seconds=self._seconds,
+                lock=self._lock,
+                capture=self._capture,
+            )
+            self.versions.record = self.store.record_version
             checkpoint = self._recover(self.store, resume)
             if checkpoint is not None:
                 number, served = checkpoint.served_version, self.store.served_state(checkpoint)
@@ -99,19 +109,10 @@ class Session:
         if self.store is not None:
             self.buffer.on_add = self.store.record_trajectories
             self.store.start()
-
-    def _open_store(self, checkpoints: Checkpoints) -> SessionStore:
-        store = SessionStore(
-            self.engine,
-            self.trainer,
-            checkpoints,
-            name=self.name,
-            seconds=self._seconds,
-            lock=self._lock,
-            capture=self._capture,
-        )
-        self.versions.record = store.record_version
-        return store
+        if self._follows:
+            count = self._update_trajectories
+            self._follower = BufferFollower(self.name, self.buffer, count, partial(self.update, at_most=count))
+            self._follower.start()
 
     def _recover(self, store: SessionStore, resume: bool) -> Checkpoint | None:
         """Goes on from the last checkpoint and from the journal; the checkpoint."""
@@ -143,12 +144,6 @@ class Session:
             return self.trainer.adapter()
         finally:
             self.trainer.go_back(now)
-
-    def follow_buffer(self, update_frequency: int) -> None:
-        """Updates whenever so many trajectories are ready, on a thread of its own."""
-        update = partial(self.update, at_most=update_frequency)
-        self._follower = BufferFollower(self.name, self.buffer, update_frequency, update)
-        self._follower.start()
 
     def close(self) -> None:
         """Ends what runs, and writes a checkpoint where something has changed. The engine must still run."""
@@ -372,12 +367,12 @@ class Session:
         )
         return Captured(policy.state, policy.adapter, good, served, frozen.waiting, state)
 
-    def adapter_steps(self) -> Generator[None, None, Adapter]:
-        """For the engine: the parameters as they are now."""
-        return once(self.trainer.adapter)
+    def adapter(self) -> Adapter:
+        """The parameters as they are now."""
+        return self._on_engine(self.trainer.adapter)
 
     def _on_engine(self, work: Callable[[], T]) -> T:
-        return run_on_engine(self.engine, work)
+        return self.engine.run(work)
 
     def status(self) -> dict[str, Any]:
         return {

@@ -18,7 +18,6 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ParallmError, UnavailableError
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.training.checkpoints import BUFFER, LATEST, Checkpoint, Checkpoints, adapter_files
-from mlx_parallm.training.engine_work import run_on_engine
 from mlx_parallm.training.journal import Journal
 from mlx_parallm.training.learner import LearnerState
 from mlx_parallm.training.trainer import Trainer
@@ -167,7 +166,7 @@ class SessionStore:
     def load(self, checkpoint: Checkpoint) -> None:
         """Takes the trainer to where it was."""
         updates = SessionState.of_json(checkpoint.state).updates
-        run_on_engine(self._engine, lambda: self._trainer.load_state(checkpoint.arrays, updates))
+        self._engine.run(lambda: self._trainer.load_state(checkpoint.arrays, updates))
 
     def good_state(self, checkpoint: Checkpoint) -> LearnerState | None:
         """The last good version, where it is another than the trainer's own state."""
@@ -182,7 +181,7 @@ class SessionStore:
         arrays = {name.removeprefix(prefix): array for name, array in named if name.startswith(prefix)}
         if not arrays or updates is None:
             return None
-        return run_on_engine(self._engine, lambda: self._trainer.snapshot_of(arrays, updates))
+        return self._engine.run(lambda: self._trainer.snapshot_of(arrays, updates))
 
     # Writing.
 
@@ -214,7 +213,7 @@ class SessionStore:
             return None
 
     def _write(self, name: str, captured: Captured) -> str:
-        arrays = run_on_engine(self._engine, lambda: self._arrays(captured))
+        arrays = self._engine.run(lambda: self._arrays(captured))
         lora, source = self._trainer.lora, self._engine.model.source
         files = adapter_files(captured.adapter, lora.scale, lora.rank, source)
         files[BUFFER] = b"".join(orjson.dumps(one) + b"\n" for one in captured.waiting)

@@ -77,8 +77,9 @@ class Trainer:
         self.lora = lora
         mx.random.seed(config.seed)
         self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
+        reference = shared_tree(model)
         self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters)
-        self.loss = PolicyLoss(self.tree, shared_tree(model), config)
+        self.loss = PolicyLoss(self.tree, reference, config)
         self.kept_snapshots = 0  # that somebody holds beside it
         self.activation_bytes = 0  # most that a micro-batch has taken
         self._shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # that have occurred, where they are rounded

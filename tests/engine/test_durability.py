@@ -210,8 +210,7 @@ def test_a_line_that_a_kill_has_cut_off_harms_no_other(tmp_path: Path) -> None:
 
 def test_the_buffer_gives_an_update_as_many_as_it_waited_for() -> None:
     with school() as one:
-        session = one.session(batch_size=2)
-        session.follow_buffer(16)
+        session = one.session(batch_size=2, follows_buffer_at=16)
         session.buffer.add([Trajectory(one.prompt_ids, one.completion_ids, one.reward, f"{seed} {one.group_id}")
                             for seed in (0, 1) for one in random_trajectories(seed)])  # fmt: skip
         for _ in range(200):

@@ -10,7 +10,6 @@ from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.training.datasets import Example
-from mlx_parallm.training.engine_work import once
 from mlx_parallm.training.finetune import EpochConfig, FineTuning, RunReport, check_free, save_adapter
 from mlx_parallm.training.supervised import SFT, SupervisedConfig
 from tests.engine.harness import Driver, driver
@@ -20,7 +19,7 @@ from tests.engine.test_supervised import examples
 def trainer(drive: Driver, rate: float) -> SFT:
     config = SupervisedConfig(learning_rate=rate, microbatch_tokens=64)
     engine = drive.engine
-    return engine.work(once(lambda: SFT(engine.model, LoRAConfig(rank=4, alpha=8), config))).result()
+    return engine.run(lambda: SFT(engine.model, LoRAConfig(rank=4, alpha=8), config))
 
 
 def tuned(
@@ -39,7 +38,7 @@ def test_epochs_looks_and_repetition() -> None:
         assert [news.step for news in told] == list(range(7))
         assert [bool(news.held_out) for news in told] == [True, False, False, True, False, False, True]
         assert told[-1].epoch == 2
-        states = [drive.engine.work(once(run[1].learner.state)).result() for run in runs]
+        states = [drive.engine.run(run[1].learner.state) for run in runs]
         assert all(np.array_equal(array, states[1][name]) for name, array in states[0].items())
         assert [news.metrics["loss"] for news in told[1:]] == [news.metrics["loss"] for news in runs[1][2][1:]]
         every = tuned(drive, 1e-3, examples(3, seed=1), eval_every=2)[2]
@@ -57,7 +56,7 @@ def test_patience_ends_a_run_with_its_best_parameters(tmp_path: Path) -> None:
         after = drive.engine.work(made.evaluate(held_out)).result()["loss"]
         assert after == pytest.approx(min(losses), rel=1e-4)
         path = save_adapter(tmp_path / "one", drive.engine, made, "sft", told[-1].flat())
-        own = drive.engine.work(once(made.adapter)).result()
+        own = drive.engine.run(made.adapter)
         for name, part in read_folder(path, 1 << 20)[0].parts.items():
             np.testing.assert_allclose(part.b, own.parts[name].b, rtol=1e-6)
         save_adapter(tmp_path / "one", drive.engine, made, "sft", {})  # in the place of an earlier result

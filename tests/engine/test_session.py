@@ -59,6 +59,7 @@ class School:
         interval = options.pop("checkpoint_interval", 1)
         seconds = options.pop("checkpoint_seconds", 60.0)
         resume = bool(options.pop("resume", True))
+        at_most = options.pop("follows_buffer_at", None)
         config = RLConfig(**{"learning_rate": 1e-3, "microbatch_tokens": 64, "max_kl": 100.0, **options})  # type: ignore[arg-type]
         checkpoints = None if folder is None else Checkpoints(folder, 3)
         found = Session(
@@ -70,6 +71,8 @@ class School:
             checkpoint_interval=interval,  # type: ignore[arg-type]
             checkpoint_seconds=seconds,  # type: ignore[arg-type]
             alarms=alarms,  # type: ignore[arg-type]
+            update_trajectories=at_most,  # type: ignore[arg-type]
+            follows_buffer=at_most is not None,
         )
         found.start(resume=resume)
         return found

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import httpx
 
+from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.http_client import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,29 @@ class EnvironmentConfig:
     api_key: str | None = None
     model: str = "default"
     grace_seconds: float = 5.0  # from being asked to end to being ended
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> "EnvironmentConfig | None":
+        """Of the environment to start, where the config names one."""
+        if config.training.environment is None or not config.trains:
+            return None
+        if config.training.atropos_url is None:
+            raise ConfigError(
+                "--environment needs --enable-rl-training and the --atropos-url that it sends its groups to"
+            )
+        if config.http.port == 0:
+            raise ConfigError(
+                "--environment needs a fixed --port: the environment is started with the server's address, and "
+                "--port 0 lets the system choose one later"
+            )
+        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.http.host, config.http.host)
+        return cls(
+            command=config.training.environment,
+            api_url=Endpoint.parse(config.training.atropos_url).url,
+            server_url=f"http://{f'[{host}]' if ':' in host else host}:{config.http.port}",
+            log=Path(config.checkpoints.checkpoint_dir).expanduser() / "environment.log",
+            api_key=config.http.api_key,
+        )
 
     def __post_init__(self) -> None:
         program = self.program[0]

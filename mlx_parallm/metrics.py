@@ -149,6 +149,7 @@ class EngineMetrics:
     prefix: PrefixMetrics = field(default_factory=PrefixMetrics)
     ssd: DiskMetrics = field(default_factory=DiskMetrics)
     background: BackgroundMetrics = field(default_factory=BackgroundMetrics)
+    predictions: BackgroundMetrics = field(default_factory=BackgroundMetrics)
     decode: StepMetrics = field(default_factory=StepMetrics)
     prefill: StepMetrics = field(default_factory=StepMetrics)
     prompt_rate: Rate = field(default_factory=Rate)

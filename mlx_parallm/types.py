@@ -114,6 +114,34 @@ class ModelInfo:
     vocab_size: int  # the width of the logits, at least the tokenizer's
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictorInfo:
+    """A served model that predicts, as every process may know it. Kinds with more to say extend it."""
+
+    kind: str  # "embedding", "classifier", "reward", "network", "policy": what /v1/models says
+    source: str = ""  # the path or hub id it came from
+    precision: str = "float32"
+    weight_bytes: int = 0
+    context_length: int | None = None  # most tokens of an input, where inputs are texts
+    vocab_size: int | None = None
+    signature: Mapping[str, Any] | None = None  # names, shapes and dtypes of inputs and outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingInfo(PredictorInfo):
+    dimensions: int
+    trained_dimensions: tuple[int, ...] = ()  # sizes that a vector may be cut to
+    prompts: Mapping[str, str] = field(default_factory=dict)  # what stands before an input, by name
+    default_prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierInfo(PredictorInfo):
+    labels: tuple[str, ...]
+    problem: Literal["single_label", "multi_label", "regression"] = "single_label"
+    per_token: bool = False  # a label for each token, not for the whole text
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class AdapterVersion:
     """One set of an adapter's weights, with what has become of it since it was published."""

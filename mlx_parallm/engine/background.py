@@ -1,4 +1,5 @@
-"""Work that shares the engine's time with serving, in short steps: training. The engine knows no more of it than that.
+"""Work that shares the engine's time with generating, in short steps: training, and models that predict. The engine
+knows no more of either than that.
 
 Serving has its share of the time while both have work; either takes all when the other has none. The account is kept in
 seconds: serving earns the other side its part, and a step is paid for after it has run.
@@ -16,6 +17,9 @@ from mlx_parallm.metrics import BackgroundMetrics
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 MAX_CREDIT = 1.0  # seconds: who has not asked for long does not get it all at once
+IDLE_SLICE = 0.25  # seconds of a step that nobody waits for; somebody may come
+SERVING_SLICE = 0.8  # of a turn of serving: the next token then comes in less than twice its time
+WEIGHT_OF_NEWEST = 0.2  # in the moving average of a turn
 
 
 class Background:
@@ -26,6 +30,8 @@ class Background:
         self._credit = 0.0
         self._tasks: deque[tuple[Steps[Any], Future[Any]]] = deque()
         self._closed = False
+        self._turn = 0.0  # seconds that serving takes between two of our steps
+        self.slice_seconds = IDLE_SLICE  # that the step which runs now should take, for work that can choose
         self.metrics = metrics
 
     @property
@@ -40,6 +46,7 @@ class Background:
 
     def served(self, seconds: float) -> None:
         """Serving has taken so long, while there was other work to do."""
+        self._turn += (seconds - self._turn) * (WEIGHT_OF_NEWEST if self._turn else 1.0)
         if self._tasks:
             self.metrics.serving_seconds += seconds
             self._credit = min(MAX_CREDIT, self._credit + seconds * (1 - self._share) / self._share)
@@ -51,6 +58,7 @@ class Background:
     def step(self, serving: bool) -> None:
         """Runs one step of the work that has waited longest."""
         steps, future = self._tasks.popleft()
+        self.slice_seconds = min(IDLE_SLICE, self._turn * SERVING_SLICE) if serving else IDLE_SLICE
         begun = time.perf_counter()
         try:
             next(steps)

@@ -58,7 +58,8 @@ class BaseParts:
     outbox: Outbox
     allocator_cache: AllocatorCache
     live: LiveRequests
-    background: Background
+    background: Background  # training
+    predictions: Background  # models that predict
     metrics: EngineMetrics
     recording: Recording = field(default_factory=Recording)
 

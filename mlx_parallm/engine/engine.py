@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.engine.background import Steps
+from mlx_parallm.engine.background import Background, Steps
 from mlx_parallm.engine.build import EngineParts
 from mlx_parallm.engine.delivery import Recorder
 from mlx_parallm.engine.describe import describe
@@ -100,7 +100,7 @@ class Engine:
             yield from ()
             return work()
 
-        return self.work(step()).result()
+        return self._hand_in(self._parts.base.predictions, step()).result()
 
     def cancel(self, request_id: str, index: int | None = None, visible: int | None = None) -> None:
         """Frees the rows of a request, or of one of its choices, within a step.
@@ -114,11 +114,23 @@ class Engine:
 
         It may be asked for until the engine stops: training writes its state when all requests have ended.
         """
+        return self._hand_in(self._parts.base.background, steps)
+
+    @property
+    def slice_seconds(self) -> float:
+        """How long the step of a prediction that runs now should take."""
+        return self._parts.base.predictions.slice_seconds
+
+    def predict(self, steps: "Steps[T]") -> "Future[T]":
+        """As `work`, with the share of the time that models have which predict."""
+        return self._hand_in(self._parts.base.predictions, steps)
+
+    def _hand_in(self, background: Background, steps: "Steps[T]") -> "Future[T]":
         future: Future[T] = Future()
         if self._thread.stopping or self.failure is not None:
             future.set_exception(self._thread.unavailable())
         else:
-            self._thread.inbox.put(lambda: self._parts.base.background.add(steps, future))
+            self._thread.inbox.put(lambda: background.add(steps, future))
         return future
 
     def drain(self, timeout: float) -> bool:

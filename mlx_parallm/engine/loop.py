@@ -27,7 +27,7 @@ class EngineLoop:
         self._pipeline = parts.pipeline
         self._delivery = parts.delivery
         self._outbox = parts.base.outbox
-        self._background = parts.base.background
+        self._backgrounds = (parts.base.predictions, parts.base.background)
         self._accounts = parts.accounts
         self._idle = parts.idle
         self._pause = parts.pause
@@ -48,7 +48,8 @@ class EngineLoop:
         except BaseException as error:
             self._recovery.die(error)
         finally:
-            self._background.close()
+            for background in self._backgrounds:
+                background.close()
             self._idle.end()
             self._pause.release_waiting()
 
@@ -60,8 +61,7 @@ class EngineLoop:
         self._delivery.expire()
         if self._pause.active:
             self._pipeline.finish_all()
-            if self._background.due(serving=False):  # nobody is served, so nobody waits for it
-                self._run_background_step(serving=False)
+            self._run_due(serving=False)  # nobody is served, so nobody waits for it
             return
         scheduler, in_flight = self._scheduler, self._pipeline.in_flight
         begun, serving = time.perf_counter(), not scheduler.idle or bool(in_flight)
@@ -73,7 +73,8 @@ class EngineLoop:
         if not in_flight:
             self._outbox.flush()
         if serving:
-            self._background.served(time.perf_counter() - begun)
+            for background in self._backgrounds:
+                background.served(time.perf_counter() - begun)
         self._run_background()
         if not scheduler.admitting and not scheduler.running and not scheduler.partial:
             self._pause.enter()
@@ -90,23 +91,26 @@ class EngineLoop:
 
     def _run_background(self) -> None:
         serving = not self._scheduler.idle
-        if not self._background.due(serving):
+        if not any(background.due(serving) for background in self._backgrounds):
             return
         self._pipeline.finish_all()  # rows get what is theirs before they wait
         if not serving and not self._idle.reached:
             self._idle.enter()
-        self._run_background_step(serving)
-        while serving and self._background.due(serving):  # steps that are shorter than what serving has earned them
-            self._run_background_step(serving)
+        self._run_due(serving)
         self._pipeline.read_at = time.perf_counter()
 
-    def _run_background_step(self, serving: bool) -> None:
-        with self._accounts.background_work():
-            self._background.step(serving)
+    def _run_due(self, serving: bool) -> None:
+        """A step of each that is due; while rows wait for it, more of them, if they are short: what it has earned."""
+        for background in self._backgrounds:
+            again = background.due(serving)
+            while again:
+                with self._accounts.background_work():
+                    background.step(serving)
+                again = serving and background.due(serving)
 
     def _read_inbox(self) -> None:
         """Does what was handed in; sleeps while there is nothing else to do."""
-        scheduler, busy = self._scheduler, self._pipeline.in_flight or self._background.waiting
+        scheduler, busy = self._scheduler, self._pipeline.in_flight or any(one.waiting for one in self._backgrounds)
         if self._pause.active and not busy:
             try:
                 self._inbox.get(timeout=DEADLINE_CHECK_SECONDS if len(self._live) else None)()

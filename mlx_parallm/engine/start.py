@@ -32,6 +32,7 @@ from mlx_parallm.types import MemoryPlan
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+GENERATING_SHARE = 0.6  # of the time, where models that predict have work too
 
 
 def start_engine(
@@ -146,6 +147,7 @@ class StartingEngine:
             allocator_cache=self._allocator_cache,
             live=LiveRequests(share=config.batch.dedupe),
             background=Background(config.serving_share, metrics.background),
+            predictions=Background(GENERATING_SHARE, metrics.predictions),
             metrics=metrics,
         )
 

@@ -19,6 +19,7 @@ from mlx_parallm.types import (
     ModelInfo,
     OnDelta,
     PauseMode,
+    PredictorInfo,
     Request,
     RolloutCall,
     RolloutSample,
@@ -108,8 +109,16 @@ class PredictorClient(Protocol):
     """One model that predicts: a batch of plain values in, a batch out."""
 
     @property
-    def kind(self) -> str: ...
-    def predict(self, batch: Sequence[Any]) -> "Future[list[Any]]": ...
+    def info(self) -> PredictorInfo: ...
+    @property
+    def tokenizer(self) -> Any:
+        """A `tokenizers.Tokenizer`, where inputs are texts."""
+        ...
+
+    def predict(self, inputs: Sequence[Any], timeout: float | None = None) -> "Future[list[Any]]":
+        """An output for each input, in batches with those of other clients; QueueFullError. Cancelling the future takes
+        those that still wait out of the queue."""
+        ...
 
 
 class AdapterClient(Protocol):

@@ -5,40 +5,22 @@ runs on the default engine's thread, in its turn between decode steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.background import Steps
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.start import StartingEngine, plan_engines
 from mlx_parallm.errors import ConfigError, ModelLoadError, ParallmError
-from mlx_parallm.models.kinds import Predictor, kind_of
+from mlx_parallm.models.kinds import kind_of
 from mlx_parallm.models.loader import load
 from mlx_parallm.models.memory import size_text
+from mlx_parallm.runtime.predicting import LocalPredictor
 
 Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow step of a start as it begins
-
-
-@dataclass(frozen=True, slots=True)
-class LocalPredictor:
-    """A predictor, and the engine whose thread it runs on."""
-
-    kind: str
-    predictor: Predictor
-    engine: Engine
-
-    def predict(self, batch: Sequence[Any]) -> "Future[list[Any]]":
-        return self.engine.work(self._steps(batch))
-
-    def _steps(self, batch: Sequence[Any]) -> Steps[list[Any]]:
-        yield from ()
-        return self.predictor.predict(batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +51,7 @@ def load_pool(config: ServeConfig, deliver: Callable[[StepEvents], None], progre
                 folder = Path(str(config.named_models()[name])).expanduser()
                 with progress(f"loading {name} from {folder}"):
                     predictor = pool.default.run(partial(kind.load, folder))
-                predictors[name] = LocalPredictor(kind.__name__.rpartition(".")[2], predictor, pool.default)
+                predictors[name] = LocalPredictor(predictor, pool.default, config.batch.max_queue_size)
     except ParallmError:
         pool.stop()
         raise

@@ -12,7 +12,8 @@ from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.lora.files import read_adapter
 from mlx_parallm.runtime.adapters import LocalAdapters
-from mlx_parallm.runtime.pool import LocalPredictor, Pool, Progress, load_pool
+from mlx_parallm.runtime.pool import Pool, Progress, load_pool
+from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.service import TrainingService
 

@@ -18,6 +18,7 @@ from mlx_parallm.server.api import routers
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
 from mlx_parallm.server.models import ModelTable, ServedModel
+from mlx_parallm.server.predictors import PredictorTable
 from mlx_parallm.server.service import GenerationService
 from mlx_parallm.server.state import Dispatcher, ServerState
 from mlx_parallm.server.tokenizers import TokenizerPool
@@ -34,7 +35,8 @@ def create_app(
     middleware, tokenizers = _middleware(config), TokenizerPool()
     models = ModelTable({name: ServedModel(name, client) for name, client in runtime.models.items()})
     service = GenerationService(models, config, tokenizers, runtime.training)
-    context = ServerContext(runtime, config, state or ServerState(), models, tokenizers, service)
+    predictors = PredictorTable(runtime, config)
+    context = ServerContext(runtime, config, state or ServerState(), models, tokenizers, service, predictors)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.server.models import ModelTable
+from mlx_parallm.server.predictors import PredictorTable
 from mlx_parallm.server.service import GenerationService
 from mlx_parallm.server.state import ServerState
 from mlx_parallm.server.tokenizers import TokenizerPool
@@ -18,3 +19,4 @@ class ServerContext:
     models: ModelTable
     tokenizers: TokenizerPool
     service: GenerationService
+    predictors: PredictorTable

@@ -64,7 +64,7 @@ def runtime(extended: Path, dispatcher: Dispatcher) -> Iterator[Runtime]:
 def test_a_model_kind_predicts(runtime: Runtime) -> None:
     assert list(runtime.models) == ["tiny"]
     predictor = runtime.predictors["mean"]
-    assert predictor.kind == "mean"
+    assert predictor.info.kind == "mean"
     assert predictor.predict([[1.0, 2.0], [5.0]]).result(60) == [3.0, 10.0]
     with pytest.raises(ValueError, match="Invalid type str"):
         predictor.predict(["no vector"]).result(60)

@@ -11,13 +11,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from mlx_parallm.types import PredictorInfo
 
-class Predictor(Protocol):
-    """A loaded model. All of its MLX happens in `predict` and `load`, on the engine's thread."""
+
+class Predictor:
+    """A loaded model. Its weights are evaluated in `load`; both run on an engine's thread, which may change between two
+    calls, so nothing lazy may be kept."""
+
+    info: PredictorInfo
+    tokenizer: Any = None  # a `tokenizers.Tokenizer`, where inputs are texts: the server tokenises, off that thread
+
+    def cost(self, item: Any) -> int:
+        """What an input weighs in a batch: its tokens, where it has any. Batches are of inputs of similar cost."""
+        return 1
 
     def predict(self, batch: Sequence[Any]) -> list[Any]:
-        """An output for each input; both are plain values."""
-        ...
+        """An output for each input. Both are plain values or NumPy arrays, never MLX's. The batch may be of several
+        clients: what is wrong with an input is found before it comes here, or raised, and then each is tried alone."""
+        raise NotImplementedError
 
 
 class Kind(Protocol):

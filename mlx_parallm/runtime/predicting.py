@@ -1,0 +1,203 @@
+"""Models that predict: the inputs of all clients wait in one queue, and leave it in batches of similar length.
+
+A batch takes about as long as a decode step of the rows that run beside it, so that these keep their pace; with nobody
+beside it, it is larger. The pool makes a `LocalPredictor` of each loaded model; the server calls `predict`.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from mlx_parallm.engine.background import Steps
+from mlx_parallm.errors import QueueFullError, RequestTimeoutError, UnavailableError
+from mlx_parallm.models.kinds import Predictor
+from mlx_parallm.types import PredictorInfo
+
+T = TypeVar("T")
+WINDOW = 512  # inputs among which those of similar cost are looked for
+FIRST_COST = 256  # of a batch, before it is known how long one takes
+MAX_COST = 1 << 14
+MAX_PADDING = 1.25  # cost of a batch with its padding, to that without
+FREE_COST = 64  # of a batch so small that its padding does not matter
+WEIGHT_OF_NEWEST = 0.3  # in the moving average of the speed
+
+
+class PredictionHost(Protocol):
+    """A thread on which models predict, in steps between those of other work."""
+
+    @property
+    def slice_seconds(self) -> float:
+        """How long the step that runs now should take."""
+        ...
+
+    def predict(self, steps: "Steps[None]") -> "Future[None]": ...
+    def run(self, work: Callable[[], T]) -> T: ...
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """The inputs of one client, and what has come of them so far."""
+
+    results: list[Any]
+    left: int
+    deadline: float
+    future: "Future[list[Any]]" = field(default_factory=Future)
+
+    def fail(self, error: BaseException) -> None:
+        try:
+            self.future.set_exception(error)
+        except InvalidStateError:  # it has failed already, or its client has left
+            return
+
+    def put(self, index: int, result: Any) -> None:
+        self.results[index] = result
+        self.left -= 1
+        if self.left == 0 and not self.future.done():
+            try:
+                self.future.set_result(self.results)
+            except InvalidStateError:
+                return
+
+
+@dataclass(slots=True, eq=False)
+class Input:
+    call: Call
+    index: int
+    value: Any
+    cost: int
+    alone: bool = False  # a batch that it was in has failed
+
+
+class LocalPredictor:
+    """A model of this process that predicts. `predict` may be called from any thread."""
+
+    def __init__(self, predictor: Predictor, host: PredictionHost, max_queue_size: int) -> None:
+        self.predictor = predictor
+        self.host = host
+        self._max_queue_size = max_queue_size
+        self._lock = threading.RLock()  # futures call back while it is held
+        self._waiting: deque[Input] = deque()
+        self._calls: set[Call] = set()
+        self._running = False  # steps of ours are on the host
+        self._speed = 0.0  # cost per second
+
+    @property
+    def info(self) -> PredictorInfo:
+        return self.predictor.info
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.predictor.tokenizer
+
+    @property
+    def idle(self) -> bool:
+        with self._lock:
+            return not self._calls
+
+    def predict(self, inputs: Sequence[Any], timeout: float | None = None) -> "Future[list[Any]]":
+        """An output for each input. Cancelling the future takes those that still wait out of the queue."""
+        call = Call([None] * len(inputs), len(inputs), time.monotonic() + (timeout or math.inf))
+        if not inputs:
+            call.future.set_result([])
+            return call.future
+        with self._lock:
+            if len(self._calls) >= self._max_queue_size:
+                raise QueueFullError(f"{len(self._calls)} requests wait for this model; try again later")
+            self._calls.add(call)
+        call.future.add_done_callback(lambda _: self._forget(call))
+        cost = self.predictor.cost
+        entries = [Input(call, index, value, cost(value)) for index, value in enumerate(inputs)]
+        with self._lock:
+            self._waiting.extend(entries)
+            if not self._running:
+                self._start()
+        return call.future
+
+    def _forget(self, call: Call) -> None:
+        with self._lock:
+            self._calls.discard(call)
+
+    def _start(self) -> None:
+        self._running = True
+        self.host.predict(self._steps()).add_done_callback(self._ended)
+
+    def _ended(self, steps: "Future[None]") -> None:
+        """The host has stopped, or something is wrong with our own code: nobody may wait for ever."""
+        error = steps.exception()
+        if error is None:
+            return
+        with self._lock:
+            calls, self._running = list(self._calls), False
+            self._waiting.clear()
+        for call in calls:
+            call.fail(error if isinstance(error, UnavailableError) else UnavailableError(f"the model failed: {error}"))
+
+    # The host's thread from here on.
+
+    def _steps(self) -> "Steps[None]":
+        while batch := self._take(self.host.slice_seconds):
+            self._run(batch)
+            yield
+
+    def _take(self, seconds: float) -> list[Input]:
+        """The input that has waited longest, and others of similar cost, as many as fit into the time."""
+        budget = min(MAX_COST, max(1, int(self._speed * seconds) if self._speed else FIRST_COST))
+        with self._lock:
+            window = self._pop_window()
+            if not window:
+                self._running = False
+                return []
+            first, others = window[0], [one for one in window if not one.alone]
+            batch = [first] if first.alone else _similar(first, others, budget)
+            chosen = set(map(id, batch))
+            self._waiting.extendleft(one for one in reversed(window) if id(one) not in chosen)
+        return batch
+
+    def _pop_window(self) -> list[Input]:
+        """The first that wait, without those whose clients have left or whose time is up."""
+        now = time.monotonic()
+        window: list[Input] = []
+        while self._waiting and len(window) < WINDOW:
+            one = self._waiting.popleft()
+            if one.call.deadline < now:
+                one.call.fail(RequestTimeoutError("the request took longer than the server allows"))
+            if not one.call.future.done():
+                window.append(one)
+        return window
+
+    def _run(self, batch: list[Input]) -> None:
+        begun = time.perf_counter()
+        try:
+            results = self.predictor.predict([one.value for one in batch])
+            assert len(results) == len(batch), f"{len(results)} outputs for {len(batch)} inputs"
+        except Exception as error:  # of one input perhaps, which the others must not pay for
+            if len(batch) == 1:
+                batch[0].call.fail(error)
+                return
+            for one in batch:
+                one.alone = True
+            with self._lock:
+                self._waiting.extendleft(reversed(batch))
+            return
+        speed = sum(one.cost for one in batch) / max(1e-6, time.perf_counter() - begun)
+        self._speed += (speed - self._speed) * WEIGHT_OF_NEWEST if self._speed else speed
+        for one, result in zip(batch, results, strict=True):
+            one.call.put(one.index, result)
+
+
+def _similar(first: Input, window: Sequence[Input], budget: int) -> list[Input]:
+    """`first` and the nearest to it in cost. Padded to the longest, they cost at most `budget`, little padding."""
+    batch: list[Input] = []
+    longest = total = 0
+    for one in sorted(window, key=lambda one: abs(one.cost - first.cost)):  # stable: those that wait longest come first
+        longest, total = max(longest, one.cost), total + one.cost
+        padded = longest * (len(batch) + 1)
+        if batch and (padded > budget or padded > max(FREE_COST, total * MAX_PADDING)):
+            break
+        batch.append(one)
+    return batch

@@ -1,0 +1,139 @@
+"""Batches of predictions: inputs of several clients together, by similar cost; nobody pays for another's mistake."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, wait
+from typing import Any
+
+import pytest
+
+from mlx_parallm.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnavailableError
+from mlx_parallm.models.kinds import Predictor
+from mlx_parallm.runtime.predict_thread import PredictThread
+from mlx_parallm.runtime.predicting import LocalPredictor
+from mlx_parallm.types import PredictorInfo
+
+
+class Lengths(Predictor):
+    """The length of a text; it remembers its batches, and may be held up."""
+
+    info = PredictorInfo(kind="lengths")
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def cost(self, item: str) -> int:
+        return len(item)
+
+    def predict(self, batch: Sequence[Any]) -> list[Any]:
+        self.gate.wait(10)
+        self.batches.append(list(batch))
+        if "bad" in batch:
+            raise InvalidRequestError("this one is bad", param="input")
+        return [len(item) for item in batch]
+
+
+@pytest.fixture
+def host() -> Iterator[PredictThread]:
+    host = PredictThread()
+    yield host
+    host.stop()
+
+
+@pytest.fixture
+def lengths() -> Lengths:
+    return Lengths()
+
+
+@pytest.fixture
+def model(host: PredictThread, lengths: Lengths) -> LocalPredictor:
+    return LocalPredictor(lengths, host, max_queue_size=4)
+
+
+def held_up(model: LocalPredictor, lengths: Lengths) -> Any:
+    """A call that the model is busy with, so that others wait."""
+    lengths.gate.clear()
+    first = model.predict(["first"])
+    while model._waiting:
+        time.sleep(0.001)
+    return first
+
+
+def test_outputs_come_in_the_order_of_inputs(model: LocalPredictor) -> None:
+    texts = ["x" * (index * 7 % 40 + 1) for index in range(200)]
+    assert model.predict(texts).result(10) == [len(text) for text in texts]
+    assert model.predict([]).result(10) == []
+    assert model.idle
+
+
+def test_calls_that_wait_are_batched_by_length(model: LocalPredictor, lengths: Lengths) -> None:
+    first = held_up(model, lengths)
+    calls = [model.predict(["a" * 100, "b"]), model.predict(["c" * 101, "d" * 2])]
+    lengths.gate.set()
+    assert [call.result(10) for call in (first, *calls)] == [[5], [100, 1], [101, 2]]
+    assert lengths.batches[1] == ["a" * 100, "c" * 101], "the first of those that wait, and the nearest in length"
+    assert lengths.batches[2] == ["b", "d" * 2]
+
+
+def test_a_batch_that_fails_is_tried_input_by_input(model: LocalPredictor, lengths: Lengths) -> None:
+    first = held_up(model, lengths)
+    bad, good = model.predict(["bad"]), model.predict(["one", "two"])
+    lengths.gate.set()
+    assert first.result(10) == [5]
+    assert good.result(10) == [3, 3]
+    with pytest.raises(InvalidRequestError, match="this one is bad"):
+        bad.result(10)
+    assert model.predict(["again"]).result(10) == [5], "what failed has harmed nobody"
+    assert model.idle
+
+
+def test_the_queue_has_an_end(model: LocalPredictor, lengths: Lengths) -> None:
+    calls = [held_up(model, lengths), *(model.predict(["x"]) for _ in range(3))]
+    with pytest.raises(QueueFullError, match="4 requests wait"):
+        model.predict(["one too many"])
+    lengths.gate.set()
+    wait(calls, 10)
+    assert model.predict(["x"]).result(10) == [1]
+
+
+def test_what_its_client_has_left_is_not_computed(model: LocalPredictor, lengths: Lengths) -> None:
+    first, left = held_up(model, lengths), model.predict(["left"])
+    assert left.cancel()
+    lengths.gate.set()
+    assert first.result(10) == [5]
+    assert model.predict(["stays"]).result(10) == [5]
+    with pytest.raises(CancelledError):
+        left.result(10)
+    assert ["left"] not in lengths.batches
+    assert model.idle
+
+
+def test_a_call_waits_no_longer_than_it_may(model: LocalPredictor, lengths: Lengths) -> None:
+    first, late = held_up(model, lengths), model.predict(["late"], timeout=0.01)
+    time.sleep(0.02)
+    lengths.gate.set()
+    assert first.result(10) == [5]
+    with pytest.raises(RequestTimeoutError):
+        late.result(10)
+
+
+def test_a_host_that_stops_leaves_nobody_waiting(model: LocalPredictor, lengths: Lengths, host: PredictThread) -> None:
+    first, waiting = held_up(model, lengths), model.predict(["waits"])
+    threading.Timer(0.05, lengths.gate.set).start()
+    host.stop()
+    for call in (first, waiting):
+        assert isinstance(call.exception(10), UnavailableError | None)
+    with pytest.raises(UnavailableError):
+        model.predict(["too late"]).result(10)
+
+
+def test_a_batch_is_as_long_as_the_step_may_take(model: LocalPredictor, lengths: Lengths) -> None:
+    model._speed = 40.0  # ten of cost one in a quarter of a second
+    lengths.gate.clear()
+    calls = [model.predict(["x"]) for _ in range(4)]
+    lengths.gate.set()
+    wait(calls, 10)
+    assert all(len(batch) <= 10 for batch in lengths.batches)

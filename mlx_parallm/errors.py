@@ -15,6 +15,7 @@ ParallmError                     500 server_error
 ├── RequestTimeoutError          504 timeout_error
 ├── UnavailableError             503 the server drains, or its engine has died
 ├── ModelLoadError               a model that can't be loaded: names the file, architecture or tensor type
+│   └── MemoryLimitError         it does not fit into the memory that the process may hold
 └── ConfigError                  a flag, variable or config key that is wrong
 """
 
@@ -124,6 +125,10 @@ class UnavailableError(ParallmError):
 
 
 class ModelLoadError(ParallmError):
+    pass
+
+
+class MemoryLimitError(ModelLoadError):
     pass
 
 

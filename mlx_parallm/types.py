@@ -112,6 +112,28 @@ class ModelInfo:
     precision: str  # "float32", "bfloat16", "4-bit" …: what start-up prints
     context_length: int
     vocab_size: int  # the width of the logits, at least the tokenizer's
+    kind: str = "chat"  # "vision": its prompts may hold images
+
+
+ModelState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    """A model of the pool, loaded or not."""
+
+    name: str
+    kind: str
+    status: ModelState
+    source: str
+    created: int  # seconds since the epoch
+    progress: float = 0.0  # of loading, up to 1
+    error: str | None = None  # why it has failed
+    pinned: bool = False  # stays in memory
+    users: int = 0  # requests that use it
+    bytes: int = 0  # of its weights; of one that is not loaded, what they will be, where that is known
+    context_length: int | None = None
+    signature: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

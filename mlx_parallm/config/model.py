@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm.config.options import check_at_least, option, parse_bool, parse_bytes, parse_list
+from mlx_parallm.config.options import check_at_least, check_positive, option, parse_bool, parse_bytes, parse_list
 from mlx_parallm.errors import ConfigError
 
 EMBEDDED = "SmolLM2-135M-Instruct"
@@ -26,15 +26,24 @@ class ModelConfig:
     max_model_len: int | None = option(
         None, "most tokens of a prompt and its answer together (default: the model's own context)", parse=int
     )
+    model_dir: str | None = option(
+        None, "folder of models, each a folder or a .gguf file in it, that load on their first request"
+    )
+    idle_unload_seconds: float | None = option(
+        None,
+        "seconds without a request after which a model leaves memory until the next request for it (default: never)",
+        parse=float,
+    )
     trust_remote_code: bool = option(False, "run Python code that comes with the model", parse=parse_bool)
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_model_len")
+        check_positive(self, "idle_unload_seconds")
 
     def named_models(self) -> dict[str, str | None]:
         """Name to source for each model to serve; None is the embedded default."""
         if not self.model_path:
-            return {EMBEDDED: None}
+            return {EMBEDDED: None} if self.model_dir is None else {}
         models: dict[str, str | None] = {}
         for entry in self.model_path:
             name, found, path = entry.partition("=")

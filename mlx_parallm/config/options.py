@@ -119,7 +119,8 @@ def check_at_least(config: Any, least: float, *names: str) -> None:
 
 def check_positive(config: Any, *names: str) -> None:
     for name in names:
-        if not getattr(config, name) > 0:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
             raise ConfigError(f"{_name_of(config, name)} must be above 0, and is {getattr(config, name)}")
 
 

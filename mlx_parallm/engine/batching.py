@@ -22,7 +22,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.runner import Runner
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.errors import MemoryLimitError, ModelLoadError
 from mlx_parallm.kv.attention import MIN_BLOCKS, attend
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.disk import DiskTier
@@ -71,7 +71,7 @@ def check_room(cache: BatchCache, plan: MemoryPlan, context: int) -> None:
     """A budget that holds no row would refuse every prompt: better not to start."""
     needed = cache.smallest_bytes
     if plan.rows < needed:
-        raise ModelLoadError(
+        raise MemoryLimitError(
             f"{size_text(plan.rows)} for running rows is too little: one row of {min(256, context)} tokens takes "
             f"{size_text(needed)}. Give --kv-cache-memory {size_flag(needed)} or more"
             f"{f', or --memory-limit {size_flag(plan.limit + 2 * needed)}' if plan.limit else ''}"

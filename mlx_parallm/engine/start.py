@@ -53,10 +53,13 @@ def start_engine(
         raise
 
 
-def plan_engines(loaded: Sequence[LoadedModel], config: ServeConfig) -> list[MemoryPlan]:
+def plan_engines(
+    loaded: "Sequence[LoadedModel | Engine]", config: ServeConfig, *, limit: int | None = None, predictors: int = 0
+) -> list[MemoryPlan]:
     """How loaded models share the memory; the first is the one that trains."""
     weights = [one.model.weight_bytes for one in loaded]
-    return plan_memory(weights, [one.layout.adapter_bytes(LORA_RANK) for one in loaded], config)
+    adapters = [one.layout.adapter_bytes(LORA_RANK) for one in loaded]
+    return plan_memory(weights, adapters, config, limit=limit, predictors=predictors)
 
 
 class StartingEngine:
@@ -112,7 +115,7 @@ class StartingEngine:
         # MLX aborts the process at exit when a thread leaves streams behind.
         mx.synchronize()
         mx.clear_streams()
-        self._allocator_cache.release(self)
+        self._allocator_cache.release(self._thread)
 
     def _bring_up(self) -> EngineLoop | None:
         """Loads and builds, and tells whoever waits for that; None where it has failed or was stopped."""
@@ -126,7 +129,7 @@ class StartingEngine:
                 self._fail(self._thread.unavailable())
                 return None
             wire_memory()
-            self._allocator_cache.allow(self, plan.kept)
+            self._allocator_cache.allow(self._thread, plan.kept)
             parts = build(self._base(profile), loaded, plan)
             self._started.set_result(Engine(parts))
             return EngineLoop(parts)

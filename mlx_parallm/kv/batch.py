@@ -44,6 +44,7 @@ class BatchCache(Protocol):
     """What the runner needs of the running rows' caches, whatever the model keeps in them."""
 
     stages_many: bool  # whether several prompts can be prefilled in one pass
+    max_bytes: int  # may change while rows run: those beyond it are preempted
 
     @property
     def positions(self) -> int: ...  # rows in the batch, free ones among them

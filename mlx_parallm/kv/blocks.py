@@ -72,6 +72,7 @@ class Match:
 class BlockPool:
     def __init__(self, total: int, size: int) -> None:
         self.total = total
+        self.limit = total  # places that may be used: the first ones
         self.size = size
         self.evictions = 0
         self._free = list(range(total - 1, -1, -1))
@@ -126,6 +127,8 @@ class BlockPool:
             assert block.refs >= 0, f"block {id_} is released twice"
             if not block.refs:
                 self._unused[id_] = None
+                if id_ >= self.limit:
+                    self._forget(id_)
         match.ids, match.length = [], 0
 
     def commit(
@@ -173,7 +176,7 @@ class BlockPool:
 
     def clear(self) -> None:
         """Forgets all blocks; nobody may use one any more."""
-        self._free = list(range(self.total - 1, -1, -1))
+        self._free = list(range(self.limit - 1, -1, -1))
         self._blocks.clear()
         self._unused.clear()
         self._by_hash.clear()
@@ -185,8 +188,20 @@ class BlockPool:
             self._forget(id_)
             self._free.append(id_)
 
+    def set_limit(self, limit: int) -> int:
+        """Uses only the first `limit` places from now on, and forgets what nobody uses in the others.
+
+        Returns how many places are in use: what is beyond the limit and still held goes when it is released.
+        """
+        self.limit = min(self.total, max(1, limit))
+        for id_ in [id_ for id_ in self._unused if id_ >= self.limit]:
+            self._forget(id_)
+        self._free = [id_ for id_ in range(self.limit - 1, -1, -1) if id_ not in self._blocks]
+        return max(self.limit, max(self._blocks, default=-1) + 1)
+
     def check_integrity(self) -> None:
-        assert len(self._free) + len(self._blocks) == self.total, "a block is lost"
+        beyond = sum(id_ >= self.limit for id_ in self._blocks)
+        assert len(self._free) + len(self._blocks) - beyond == self.limit, "a block is lost"
         assert not set(self._free) & set(self._blocks), "a block is both free and cached"
         for id_, block in self._blocks.items():
             assert self._by_hash.get(block.hash) == id_, "a block can't be found by its hash"

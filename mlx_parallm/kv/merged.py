@@ -23,7 +23,7 @@ class _RowCaches:
     def __init__(self, make_cache: Callable[[], list[Any]], max_slots: int, max_bytes: int) -> None:
         self.make_cache = make_cache
         self._max_slots = max_slots
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._used: list[bool] = []
         self._bytes_per_row = 0.0  # the largest seen at a join
         self._bytes_per_token = 0.0
@@ -41,12 +41,12 @@ class _RowCaches:
         return self.make_cache()
 
     def fits(self, rows: int, longest: int) -> bool:
-        return rows * max(self._bytes_per_row, longest * self._bytes_per_token) <= self._max_bytes
+        return rows * max(self._bytes_per_row, longest * self._bytes_per_token) <= self.max_bytes
 
     def max_length(self, rows: int) -> int:
-        if rows * self._bytes_per_row > self._max_bytes:
+        if rows * self._bytes_per_row > self.max_bytes:
             return 0
-        return int(self._max_bytes / (rows * self._bytes_per_token)) if self._bytes_per_token else 1 << 62
+        return int(self.max_bytes / (rows * self._bytes_per_token)) if self._bytes_per_token else 1 << 62
 
     @property
     def smallest_bytes(self) -> int:

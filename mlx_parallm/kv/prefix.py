@@ -69,6 +69,10 @@ class Prefix(Protocol):
         """Hands a little of what is worth keeping to the disk's thread."""
         ...
 
+    def set_max_bytes(self, max_bytes: int) -> None:
+        """Holds no more than that from now on; what is in use may stay until it is released."""
+        ...
+
     def flush(self) -> None: ...
 
     def reset(self) -> None:
@@ -227,6 +231,13 @@ class BlockPrefix:
         self._down.clear()
         self._rescued.clear()
         self._store.clear()
+        self.gauge()
+
+    def set_max_bytes(self, max_bytes: int) -> None:
+        """Holds no more than that from now on, and never more than at first."""
+        self._store.drop_from(self._pool.set_limit(max_bytes // self._store.block_bytes))
+        self.max_bytes = self._pool.limit * self._store.block_bytes
+        self.metrics.blocks_total = self._pool.limit
         self.gauge()
 
     def flush(self) -> None:

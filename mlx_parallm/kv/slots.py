@@ -161,7 +161,7 @@ class SlotCache:
         self._longest = 0
         self._expected = 0
         self._max_slots = max_slots
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._view_step = view_step  # attention reads whole multiples of this
         self._idle_steps = 0
         self.bytes_per_token = 0  # of one row, all layers; known once a row has joined
@@ -189,7 +189,7 @@ class SlotCache:
 
     def max_length(self, rows: int) -> int:
         per_token = self._slots_for(rows) * self.bytes_per_token
-        return self._max_bytes // per_token // CAPACITY_STEP * CAPACITY_STEP if per_token else 1 << 62
+        return self.max_bytes // per_token // CAPACITY_STEP * CAPACITY_STEP if per_token else 1 << 62
 
     @property
     def smallest_bytes(self) -> int:

@@ -182,15 +182,24 @@ class SnapshotPrefix:
     def _insert(self, hash_: bytes, snapshot: Snapshot) -> None:
         self._snapshots[hash_] = snapshot
         self._snapshots.move_to_end(hash_)
+        self._evict(snapshot)
+
+    def set_max_bytes(self, max_bytes: int) -> None:
+        """Holds no more than that from now on."""
+        self.max_bytes = max_bytes
+        self._evict(None)
+
+    def _evict(self, newest: Snapshot | None) -> None:
+        """The longest unused go, as many as must; all but `newest` to the disk, where there is one."""
         self.gauge()
         self._arrays = sum(one.arrays for one in self._snapshots.values())
-        while self.metrics.bytes > self.max_bytes or self._arrays > MAX_ARRAYS:
+        while self._snapshots and (self.metrics.bytes > self.max_bytes or self._arrays > MAX_ARRAYS):
             gone, old = self._snapshots.popitem(last=False)
             self.metrics.evictions += 1
             self.metrics.bytes -= old.nbytes
             self._arrays -= old.arrays
             self.metrics.snapshots -= 1
-            if old is not snapshot:
+            if old is not newest:
                 self._keep(gone, old)
 
     def _keep(self, hash_: bytes, snapshot: Snapshot) -> None:

@@ -93,6 +93,11 @@ class BlockStore:
     def clear(self) -> None:
         self._segments.clear()
 
+    def drop_from(self, block: int) -> None:
+        """Frees the segments that hold no block before this one."""
+        for number in [number for number in self._segments if number * self._per_segment >= block]:
+            del self._segments[number]
+
     def write(self, sides: Sequence[mx.array], row: int, numbers: Sequence[int], ids: Sequence[int]) -> None:
         """Copies blocks of one row of `sides` (B, H, T, D), given by their numbers in it, in ascending order."""
         for group, (side, members) in enumerate(self._groups.items()):

@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.errors import MemoryLimitError, ModelLoadError
 from mlx_parallm.models.device import DeviceKind, device_kind
 from mlx_parallm.types import MemoryPlan
 
@@ -27,18 +27,32 @@ SYSTEM_SHARE = 8  # a Mac keeps one part in so many for itself, and at least …
 SYSTEM_BYTES = 2 << 30
 
 
-def plan_memory(weights: Sequence[int], adapters: Sequence[int], config: ServeConfig) -> list[MemoryPlan]:
+def memory_limit(config: ServeConfig) -> int:
+    """Bytes that the process may hold: what the flag says, or what the machine leaves us."""
+    return config.cache.memory_limit or usable_memory(device_kind())
+
+
+def plan_memory(
+    weights: Sequence[int],
+    adapters: Sequence[int],
+    config: ServeConfig,
+    *,
+    limit: int | None = None,
+    predictors: int = 0,
+) -> list[MemoryPlan]:
     """A plan for each model, given the bytes of its weights and of one adapter of it; the first is the one that trains.
 
+    `limit`: of the whole process, where it is known already. `predictors`: what other models hold, and compute in.
     Raises where what is asked for can't work, with the number that would.
     """
     kind = device_kind()
-    limit = config.cache.memory_limit or usable_memory(kind)
-    at_hand = limit - sum(weights)
+    limit = limit or memory_limit(config)
+    held = sum(weights) + predictors
+    at_hand = limit - held
     if at_hand <= 0:
-        raise ModelLoadError(
-            f"the weights take {size_text(sum(weights))} and the process may hold {size_text(limit)}: "
-            f"--memory-limit {size_flag(sum(weights) * 5 // 4)} would leave some for requests"
+        raise MemoryLimitError(
+            f"the weights take {size_text(held)} and the process may hold {size_text(limit)}: "
+            f"--memory-limit {size_flag(held * 5 // 4)} would leave some for requests"
         )
     kept = at_hand // (12 if kind == "cpu" else 6)
     if config.cache.kv_cache_memory:  # rows that may hold little leave little behind

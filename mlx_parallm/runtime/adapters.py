@@ -7,10 +7,10 @@ belongs to its trainer.
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConflictError, InvalidRequestError
 from mlx_parallm.lora.files import parse, parse_config, read_adapter, usual_config
-from mlx_parallm.training.manager import TrainingManager
+from mlx_parallm.runtime.pool import ModelPool
+from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types import AdapterVersion
 
 REPLACED = (
@@ -21,21 +21,21 @@ UNLOADED = "it stays while the server runs; start it without this --train-adapte
 
 
 class LocalAdapters:
-    def __init__(self, engines: Mapping[str, Engine], training: TrainingManager, limit: int) -> None:
-        self._engines = engines
+    def __init__(self, pool: ModelPool, training: TrainingService, limit: int) -> None:
+        self._pool = pool
         self._training = training
         self._limit = limit  # bytes of an adapter's file
 
     def load(self, model: str, name: str, path: str, number: int | None = None) -> AdapterVersion:
         self._check_untrained(name, REPLACED)
         adapter, config, folder = read_adapter(path, self._limit)
-        return self._engines[model].adapters.publish(name, adapter, folder, number, config)
+        return self._pool.generators[model].adapters.publish(name, adapter, folder, number, config)
 
     def publish(
         self, model: str, name: str, data: bytes, config: Mapping[str, Any] | bytes | None, number: int | None
     ) -> AdapterVersion:
         self._check_untrained(name, REPLACED)
-        registry = self._engines[model].adapters
+        registry = self._pool.generators[model].adapters
         if isinstance(config, bytes):
             config = parse_config(config)
         if config is None and name in registry:
@@ -44,7 +44,7 @@ class LocalAdapters:
         return registry.publish(name, parse(known, data, self._limit), "upload", number, known)
 
     def unload(self, model: str, name: str) -> AdapterVersion:
-        registry = self._engines[model].adapters
+        registry = self._pool.generators[model].adapters
         version = registry.find(name)
         self._check_untrained(name, UNLOADED)
         registry.unload(name)
@@ -52,7 +52,7 @@ class LocalAdapters:
 
     def rollback(self, model: str, name: str, number: int | None, checkpoint: str | None) -> tuple[AdapterVersion, str]:
         """Back to an earlier version; the training of an adapter goes back too, with its optimiser."""
-        registry = self._engines[model].adapters
+        registry = self._pool.generators[model].adapters
         session = self._training.sessions.get(name)
         if session is not None:
             restored = session.rollback(number) if checkpoint is None else session.restore(checkpoint, number)

@@ -17,6 +17,7 @@ from mlx_parallm.types import (
     Collection,
     FeedbackReport,
     ModelInfo,
+    ModelStatus,
     OnDelta,
     PauseMode,
     PredictorInfo,
@@ -172,9 +173,33 @@ class TrainingClient(Protocol):
         ...
 
 
-class RuntimeClient(Protocol):
-    """The models that generate, by name, the default first; those that predict; adapters; and training."""
+class PoolClient(Protocol):
+    """Which models there are, loaded or not, and how they come and go."""
 
+    on_failure: Callable[[str], None] | None  # is told why a model has stopped for good, on its thread
+
+    def statuses(self) -> Sequence[ModelStatus]: ...
+    def acquire(self, name: str) -> "Future[None]":
+        """Holds a model for a request, until `release`; loads it first where it is not loaded."""
+        ...
+
+    def release(self, name: str) -> None: ...
+    def load(self, name: str, source: str | None = None, pin: bool | None = None) -> "Future[None]":
+        """Loads a model that is known, or the one at `source` under a new name. `pin`: whether it must stay."""
+        ...
+
+    def unload(self, name: str, timeout: float) -> None:
+        """Waits so long for the requests that use a model, and frees its memory."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class RuntimeClient(Protocol):
+    """The models that generate and are loaded, by name, the default first; those that predict; adapters; training."""
+
+    @property
+    def pool(self) -> PoolClient: ...
     @property
     def models(self) -> Mapping[str, ModelClient]: ...
     @property

@@ -1,94 +1,355 @@
-"""The models of this process, by name. Loading and unloading while it runs will live here.
+"""The models of this process, by name: loaded at the start or on their first request, unloaded when memory is short.
 
-Two shapes: a generator has a KV cache, and an engine with a thread of its own; a predictor has `predict(batch)`, and
-runs on the default engine's thread, in its turn between decode steps.
+A request holds the model that it uses; one that is not loaded is, while the request waits. Models leave memory, the
+longest unused first, when another needs their place, or after `--idle-unload-seconds`; those that are pinned, that
+train, or that have adapters stay. Any thread may call the pool; models come and go on a thread of its own, one by one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+
+import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.start import StartingEngine, plan_engines
-from mlx_parallm.errors import ConfigError, ModelLoadError, ParallmError
-from mlx_parallm.models.kinds import kind_of
-from mlx_parallm.models.loader import load
+from mlx_parallm.errors import (
+    ConflictError,
+    MemoryLimitError,
+    ModelLoadError,
+    ModelNotFoundError,
+    ParallmError,
+    QueueFullError,
+    UnavailableError,
+)
+from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.memory import size_text
+from mlx_parallm.runtime.entries import Entry, kind_name, models_in
+from mlx_parallm.runtime.loading import Loader, Progress
 from mlx_parallm.runtime.predicting import LocalPredictor
+from mlx_parallm.runtime.weights import weight_bytes
+from mlx_parallm.types import ModelStatus
 
-Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow step of a start as it begins
+log = logging.getLogger(__name__)
+
+ROOM_SHARE = 10  # one part in so many of the memory is kept for requests, where models can leave for it
+IDLE_CHECKS = 4  # in the time after which an idle model goes
+LOOK_SECONDS = 1.0  # between two looks into the folder of models
+SHUTTING_DOWN = "the server is shutting down"
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    generators: Mapping[str, Engine]
-    predictors: Mapping[str, LocalPredictor]
+def _silent(what: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class ModelPool:
+    def __init__(self, config: ServeConfig, deliver: Callable[[StepEvents], None]) -> None:
+        self._config = config
+        self._loader = Loader(config, deliver)
+        self._folder = None if config.model.model_dir is None else Path(config.model.model_dir).expanduser()
+        self._changed = threading.Condition(threading.RLock())
+        self._entries: dict[str, Entry] = {}
+        self._jobs = ThreadPoolExecutor(1, thread_name_prefix="pool")
+        self._closing = threading.Event()
+        self._looked = -LOOK_SECONDS  # when, into the folder of models
+        self.on_failure: Callable[[str], None] | None = None  # when an engine has died
+        self.on_change: Callable[[], None] = lambda: None  # when models came or went; on the pool's thread
+        for name, source in config.named_models().items():
+            self._entries[name] = Entry(name, source, kind_name(source))
+
+    def start(self, progress: Progress = _silent) -> None:
+        """Loads the models that the config names, as many as there is memory for; raises what is wrong with one."""
+        for entry in list(self._entries.values()):
+            if not self._fits(self._size_of(entry)) and (self._loader.engines or self._loader.predictors):
+                log.warning("%s does not fit beside the others: it is loaded when it is asked for", entry.name)
+            else:
+                self._bring_up(entry, progress)
+        if self._config.model.idle_unload_seconds is not None:
+            threading.Thread(target=self._watch_idle, name="idle models", daemon=True).start()
 
     @property
-    def default(self) -> Engine:
-        return next(iter(self.generators.values()))
+    def generators(self) -> Mapping[str, Engine]:
+        """Those that are loaded, in the order of the config."""
+        with self._changed:
+            return {name: one.model for name, one in self._entries.items() if isinstance(one.model, Engine)}
+
+    @property
+    def predictors(self) -> Mapping[str, LocalPredictor]:
+        with self._changed:
+            return {name: one.model for name, one in self._entries.items() if isinstance(one.model, LocalPredictor)}
+
+    def statuses(self) -> list[ModelStatus]:
+        """Of all models, loaded or not, those in the folder of models included."""
+        held = mx.get_active_memory()
+        with self._changed:
+            self._look_into_folder(at_most_every=LOOK_SECONDS)
+            return [entry.describe(held) for entry in self._entries.values()]
+
+    def acquire(self, name: str) -> "Future[None]":
+        """Holds a model for a request, until `release`; loads it where it is not. Its future can be cancelled."""
+        future: Future[None] = Future()
+        with self._changed:
+            entry = self._find(name)
+            entry.used = time.monotonic()
+            if entry.status == "ready":
+                entry.users += 1
+                future.set_result(None)
+            elif entry.error is not None:
+                raise _failure(entry)
+            else:
+                if len(entry.waiting) >= self._config.batch.max_queue_size:
+                    raise QueueFullError(f"{len(entry.waiting)} requests wait for {name!r} to load; try again later")
+                self._await(entry, future)
+        return future
+
+    def release(self, name: str) -> None:
+        with self._changed:
+            entry = self._entries[name]
+            entry.users -= 1
+            entry.used = time.monotonic()
+            assert entry.users >= 0, f"{name} is released twice"
+            self._changed.notify_all()
+
+    def load(self, name: str, source: str | None = None, pin: bool | None = None) -> "Future[None]":
+        """Loads a model: one that is known, or the one at `source` under a new name. `pin`: whether it must stay."""
+        future: Future[None] = Future()
+        with self._changed:
+            entry = self._find(name) if source is None else self._entry_of(name, source)
+            entry.pinned = entry.pinned if pin is None else pin
+            if entry.status == "ready":
+                future.set_result(None)
+                return future
+            if entry.status == "failed":
+                entry.status, entry.error = "unloaded", None
+            future.add_done_callback(lambda done: None if done.exception() else self.release(name))
+            self._await(entry, future)
+        return future
+
+    def unload(self, name: str, timeout: float) -> None:
+        """Waits for the requests that use a model, no longer than that, and frees its memory. Blocks."""
+        with self._changed:
+            entry = self._find(name)
+            if entry.status == "ready":
+                if self._is_fixed(entry):
+                    raise ConflictError(f"{name!r} trains, or scores for training: it stays", param="model")
+                entry.status = "unloading"
+                job = self._jobs.submit(self._unload, entry, timeout, True)
+            elif entry.status in ("unloaded", "failed"):
+                entry.status, entry.error = "unloaded", None
+                job = None
+            else:
+                raise ConflictError(f"{name!r} is {entry.status} now; try again when it is done", param="model")
+        if job is not None:
+            job.result()
+        with self._changed:
+            if not entry.lasting and entry.status == "unloaded" and not entry.waiting:
+                self._entries.pop(name, None)
 
     def stop(self) -> None:
-        """Ends the engines; what still runs is cut off."""
-        for engine in self.generators.values():
-            engine.stop()
+        """Ends all engines; what still runs is cut off, who waits for a model is told."""
+        self._closing.set()
+        with self._changed:
+            for entry in self._entries.values():
+                entry.wake(UnavailableError(SHUTTING_DOWN))
+            self._changed.notify_all()
+        self._jobs.shutdown(wait=True, cancel_futures=True)
+        self._loader.stop()
 
+    # With the lock.
 
-def load_pool(config: ServeConfig, deliver: Callable[[StepEvents], None], progress: Progress) -> Pool:
-    """Loads all models that the config names: the predictors onto the thread of the first that generates."""
-    kinds = {name: kind_of(source) for name, source in config.named_models().items()}
-    if all(kinds.values()):
-        raise ConfigError(f"{', '.join(kinds)} can't generate text: serve a language model beside them")
-    pool = Pool(_start_engines(config, [name for name, kind in kinds.items() if kind is None], deliver, progress), {})
-    try:
-        predictors = {}
-        for name, kind in kinds.items():
-            if kind is not None:
-                folder = Path(str(config.named_models()[name])).expanduser()
-                with progress(f"loading {name} from {folder}"):
-                    predictor = pool.default.run(partial(kind.load, folder))
-                predictors[name] = LocalPredictor(predictor, pool.default, config.batch.max_queue_size)
-    except ParallmError:
-        pool.stop()
-        raise
-    except Exception as error:
-        pool.stop()
-        raise ModelLoadError(f"{folder} can't be loaded: {type(error).__name__}: {error}") from error
-    except BaseException:
-        pool.stop()
-        raise
-    return Pool(pool.generators, predictors)
+    def _find(self, name: str) -> Entry:
+        if name not in self._entries:
+            self._look_into_folder()
+        if name not in self._entries:
+            known = ", ".join(self._entries) or "none"
+            raise ModelNotFoundError(f"there is no model {name!r} here; there is {known}", param="model")
+        return self._entries[name]
 
+    def _look_into_folder(self, at_most_every: float = 0.0) -> None:
+        if self._folder is None or time.monotonic() - self._looked < at_most_every:
+            return
+        self._looked = time.monotonic()
+        found, named = dict(models_in(self._folder)), self._config.named_models()
+        for name, path in found.items():
+            if name not in self._entries:
+                self._entries[name] = Entry(name, path, kind_name(path), bytes=weight_bytes(path, device_kind()))
+        for name, entry in list(self._entries.items()):
+            gone = entry.lasting and name not in named and name not in found
+            if gone and entry.status in ("unloaded", "failed") and not entry.waiting:
+                del self._entries[name]
 
-def _start_engines(
-    config: ServeConfig, names: Sequence[str], deliver: Callable[[StepEvents], None], progress: Progress
-) -> Mapping[str, Engine]:
-    """All models are in memory before any plans what is left of it."""
-    starting: dict[str, StartingEngine] = {}
-    loaded, engines = [], {}
-    try:
-        for name in names:
-            source = config.named_models()[name]
-            loader = partial(
-                load,
-                source,
-                name=name,
-                dtype=config.model.dtype,
-                max_model_len=config.model.max_model_len,
-                trust_remote_code=config.model.trust_remote_code,
+    def _entry_of(self, name: str, source: str) -> Entry:
+        """For a model at a path: the one that is known by this name, or a new one."""
+        self._look_into_folder()
+        known = self._entries.get(name)
+        if known is not None and known.source == source:
+            return known
+        if known is not None and (known.lasting or known.status not in ("unloaded", "failed")):
+            raise ConflictError(f"{name!r} is the model at {known.source}; take another name", param="model")
+        size = weight_bytes(source, device_kind())
+        entry = self._entries[name] = Entry(name, source, kind_name(source), lasting=False, bytes=size)
+        return entry
+
+    def _await(self, entry: Entry, future: "Future[None]") -> None:
+        if self._closing.is_set():
+            raise UnavailableError(SHUTTING_DOWN)
+        entry.waiting.append(future)
+        if entry.status == "unloaded":
+            self._begin(entry)
+
+    def _begin(self, entry: Entry) -> None:
+        entry.status, entry.held_before = "loading", mx.get_active_memory()
+        self._jobs.submit(self._load, entry)
+
+    def _is_fixed(self, entry: Entry) -> bool:
+        """Whether it is the one that trains: that state is bound to it."""
+        training = self._config.trains or bool(self._config.training.rewards.named_reward_models())
+        return training and bool(self._loader.engines) and entry.model is self._loader.engines[0]
+
+    def _may_leave(self, entry: Entry) -> bool:
+        stays = entry.pinned or entry.has_adapters or self._is_fixed(entry)
+        return entry.status == "ready" and not stays
+
+    # On the pool's thread.
+
+    def _load(self, entry: Entry) -> None:
+        begun = time.monotonic()
+        try:
+            self._make_room(entry)
+            self._bring_up_beside_others(entry)
+        except Exception as error:
+            if not isinstance(error, ParallmError):
+                log.exception("loading %s has failed", entry.name)
+                error = ModelLoadError(f"{type(error).__name__}: {error}")
+            self._fail(entry, error)
+        else:
+            log.info("%s is loaded, after %.1f s", entry.name, time.monotonic() - begun)
+
+    def _bring_up_beside_others(self, entry: Entry) -> None:
+        """Others leave where its weights fit, and what is left is too little to work in."""
+        while True:
+            try:
+                return self._bring_up(entry)
+            except MemoryLimitError:
+                if not self._have_one_leave():
+                    if self._loader.weight_bytes:
+                        raise self._no_room(entry) from None
+                    raise
+
+    def _bring_up(self, entry: Entry, progress: Progress = _silent) -> None:
+        model = self._loader.bring_up(entry.name, entry.source, progress)
+        with self._changed:
+            if isinstance(model, Engine):
+                model.on_failure = lambda reason: self.on_failure(reason) if self.on_failure is not None else None
+                entry.kind, entry.bytes = model.model.kind, model.model.weight_bytes
+            else:
+                entry.kind, entry.bytes = model.info.kind, model.info.weight_bytes
+            entry.model = model
+        try:
+            self.on_change()
+        except BaseException:
+            with self._changed:
+                entry.model = None
+            self._loader.take_down(model)
+            raise
+        with self._changed:
+            entry.status, entry.error, entry.used = "ready", None, time.monotonic()
+            entry.wake(None)
+            self._changed.notify_all()
+
+    def _fail(self, entry: Entry, error: ParallmError) -> None:
+        log.error("%s can't be loaded: %s", entry.name, error.message)
+        with self._changed:
+            if isinstance(error, UnavailableError):  # there was no memory for it: there may be, later
+                entry.status = "unloaded"
+                entry.wake(error)
+            else:
+                entry.status, entry.error = "failed", error
+                entry.wake(_failure(entry))
+            self._changed.notify_all()
+
+    def _unload(self, entry: Entry, timeout: float, cut_off: bool) -> bool:
+        """Waits until nobody uses a model, and takes it out of memory; False where it is still used and not cut off."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._changed.wait_for(lambda: not entry.users or self._closing.is_set(), timeout)
+            model = entry.model
+            if model is None or (entry.users and not cut_off) or self._closing.is_set():
+                entry.status = "ready" if model is not None else entry.status
+                entry.wake(None if model is not None else UnavailableError(SHUTTING_DOWN))
+                return False
+            entry.model = None
+        if isinstance(model, Engine):
+            model.drain(max(0.0, deadline - time.monotonic()))
+        self._loader.take_down(model)
+        self.on_change()
+        del model
+        self._loader.reclaim()
+        log.info("%s has left memory", entry.name)
+        with self._changed:
+            entry.status = "unloaded"
+            if entry.waiting:
+                self._begin(entry)
+            self._changed.notify_all()
+        return True
+
+    def _size_of(self, entry: Entry) -> int:
+        return entry.bytes or (weight_bytes(entry.source, device_kind()) if entry.source is not None else 0)
+
+    def _fits(self, size: int) -> bool:
+        limit = self._loader.limit
+        return self._loader.weight_bytes + size <= limit - limit // ROOM_SHARE
+
+    def _make_room(self, entry: Entry) -> None:
+        """Has others leave, the longest unused first, until the model's weights fit beside the rest."""
+        size, limit = self._size_of(entry), self._loader.limit
+        if size > limit:
+            raise MemoryLimitError(
+                f"its weights take {size_text(size)}, and the process may hold {size_text(limit)} (--memory-limit)"
             )
-            starting[name] = StartingEngine(loader, config, deliver)
-            with progress(f"loading {name}" + (", the embedded model" if source is None else f" from {source}")):
-                loaded.append(starting[name].load())
-        for name, model, plan in zip(starting, loaded, plan_engines(loaded, config), strict=True):
-            with progress(f"warming up {name}, {size_text(model.model.weight_bytes)} of weights"):
-                engines[name] = starting[name].start(plan)
-    except ParallmError:
-        for one in starting.values():
-            one.stop()
-        raise
-    return engines
+        while not self._fits(size) and self._have_one_leave():
+            continue
+        if self._loader.weight_bytes + size > limit:
+            raise self._no_room(entry)
+
+    def _have_one_leave(self) -> bool:
+        """The longest unused that may; one that is in use when its requests have ended, while new ones wait."""
+        with self._changed:
+            leaving = [one for one in self._entries.values() if self._may_leave(one)]
+            if not leaving:
+                return False
+            first = min(leaving, key=lambda one: (one.users > 0, one.used))
+            first.status = "unloading"
+        return self._unload(first, self._config.batch.request_timeout_seconds or 600.0, False)
+
+    def _no_room(self, entry: Entry) -> UnavailableError:
+        size, limit, held = self._size_of(entry), self._loader.limit, self._loader.weight_bytes
+        return UnavailableError(
+            f"there is no memory for {entry.name!r}: its weights take {size_text(size)}, {size_text(limit - held)} of "
+            f"{size_text(limit)} is left, and no other model can leave; unload or unpin one, or raise --memory-limit",
+            code="out_of_memory",
+        )
+
+    def _watch_idle(self) -> None:
+        """Has models leave that nobody has asked for in a while."""
+        patience = self._config.model.idle_unload_seconds
+        assert patience is not None
+        while not self._closing.wait(patience / IDLE_CHECKS):
+            with self._changed:
+                for entry in self._entries.values():
+                    idle = not entry.users and time.monotonic() - entry.used > patience
+                    if idle and self._may_leave(entry):
+                        entry.status = "unloading"
+                        self._jobs.submit(self._unload, entry, 0.0, False)
+
+
+def _failure(entry: Entry) -> UnavailableError:
+    assert entry.error is not None
+    return UnavailableError(
+        f"{entry.name!r} can't be loaded: {entry.error.message}; POST /v1/models/load tries again", code="model_failed"
+    )

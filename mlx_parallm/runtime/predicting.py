@@ -78,7 +78,7 @@ class LocalPredictor:
 
     def __init__(self, predictor: Predictor, host: PredictionHost, max_queue_size: int) -> None:
         self.predictor = predictor
-        self.host = host
+        self._host = host
         self._max_queue_size = max_queue_size
         self._lock = threading.RLock()  # futures call back while it is held
         self._waiting: deque[Input] = deque()
@@ -118,17 +118,26 @@ class LocalPredictor:
                 self._start()
         return call.future
 
+    def move(self, host: PredictionHost) -> None:
+        """Predicts on another thread from the next batch on."""
+        with self._lock:
+            self._host = host
+
     def _forget(self, call: Call) -> None:
         with self._lock:
             self._calls.discard(call)
 
     def _start(self) -> None:
-        self._running = True
-        self.host.predict(self._steps()).add_done_callback(self._ended)
+        self._running, host = True, self._host
+        host.predict(self._steps(host)).add_done_callback(lambda steps: self._ended(steps, host))
 
-    def _ended(self, steps: "Future[None]") -> None:
-        """The host has stopped, or something is wrong with our own code: nobody may wait for ever."""
+    def _ended(self, steps: "Future[None]", host: PredictionHost) -> None:
+        """After a move it goes on there. Has the host stopped, or is our own code wrong, nobody may wait for ever."""
         error = steps.exception()
+        with self._lock:
+            if self._running and self._host is not host:
+                self._start()
+                return
         if error is None:
             return
         with self._lock:
@@ -139,8 +148,8 @@ class LocalPredictor:
 
     # The host's thread from here on.
 
-    def _steps(self) -> "Steps[None]":
-        while batch := self._take(self.host.slice_seconds):
+    def _steps(self, host: PredictionHost) -> "Steps[None]":
+        while self._host is host and (batch := self._take(host.slice_seconds)):
             self._run(batch)
             yield
 

@@ -5,27 +5,30 @@ The server, `LLM`, `RLIntegratedServer` and `mlx_parallm_train` call `start`, an
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.errors import ConfigError, UnavailableError
 from mlx_parallm.lora.files import read_adapter
 from mlx_parallm.runtime.adapters import LocalAdapters
-from mlx_parallm.runtime.pool import Pool, Progress, load_pool
+from mlx_parallm.runtime.loading import Progress
+from mlx_parallm.runtime.pool import ModelPool
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.service import TrainingService
 
 
-@dataclass(slots=True)
 class Runtime:
     """Models that serve, their adapters, and training, which is of the default model."""
 
-    pool: Pool
-    manager: TrainingManager
-    training: TrainingService  # what clients ask of the manager
-    adapters: LocalAdapters
+    def __init__(self, config: ServeConfig, pool: ModelPool) -> None:
+        self.pool = pool
+        self.training = TrainingService()  # what clients ask of the manager
+        self.adapters = LocalAdapters(pool, self.training, config.adapters.max_lora_bytes)
+        self._config = config
+        self._manager: TrainingManager | None = None
+        pool.on_change = self._follow
 
     @property
     def models(self) -> Mapping[str, Engine]:
@@ -38,7 +41,25 @@ class Runtime:
     @property
     def engine(self) -> Engine:
         """The default model's."""
-        return self.pool.default
+        return self.manager.engine
+
+    @property
+    def manager(self) -> TrainingManager:
+        if self._manager is None:
+            raise UnavailableError("no model that generates text is loaded")
+        return self._manager
+
+    def _follow(self) -> None:
+        """The default model has come, or gone: training, and the adapters that the config names, are its own."""
+        default = next(iter(self.pool.generators.values()), None)
+        if self._manager is not None and self._manager.engine is default:
+            return
+        if default is not None:
+            for name, path in self._config.named_adapters().items():
+                adapter, its_config, folder = read_adapter(path, self._config.adapters.max_lora_bytes)
+                default.adapters.publish(name, adapter, folder, config=its_config)
+        self._manager = None if default is None else TrainingManager(default, self._config)
+        self.training.bind(self._manager)
 
     def close(self) -> None:
         """Writes training's state and ends the engines; what still runs is cut off."""
@@ -57,16 +78,16 @@ def start(
 
     `learn`: False where the caller trains by other means, so that no adapter begins to.
     """
-    adapters, limit = config.named_adapters(), config.adapters.max_lora_bytes  # wrong ones are errors before any load
-    pool = load_pool(config, deliver, progress)
+    config.named_adapters()  # wrong ones are errors before any load
+    pool = ModelPool(config, deliver)
+    runtime = Runtime(config, pool)
     try:
-        for name, path in adapters.items():
-            adapter, its_config, folder = read_adapter(path, limit)
-            pool.default.adapters.publish(name, adapter, folder, config=its_config)
-        manager = TrainingManager(pool.default, config)
-        if learn:
-            manager.start()
+        pool.start(progress)
+        if learn and runtime.models:
+            runtime.manager.start()
+        elif not runtime.models and (config.trains or config.named_adapters()):
+            raise ConfigError("training and adapters need a model that generates text: name it with --model-path")
     except BaseException:
         pool.stop()
         raise
-    return Runtime(pool, manager, TrainingService(manager), LocalAdapters(pool.generators, manager, limit))
+    return runtime

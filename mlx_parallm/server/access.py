@@ -37,6 +37,7 @@ UPLOAD_TYPES = frozenset(
 )
 CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
+ADMIN_PATHS = frozenset({"/v1/models/load", "/v1/models/unload"})  # GET /v1/models/NAME is for users
 ADMIN_PREFIXES = (
     "/debug/",
     "/v1/adapters/",
@@ -120,7 +121,7 @@ class Authentication:
 
     def _refusal(self, scope: Scope) -> ParallmError | None:
         path = scope["path"]
-        admin = path.startswith(ADMIN_PREFIXES)
+        admin = path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)
         if path in OPEN_PATHS or not self._keys or not (self._guards_users or admin):
             return None
         kind, _, token = Headers(scope=scope).get("authorization", "").partition(" ")

@@ -17,7 +17,7 @@ from mlx_parallm.server.access import Authentication, OriginGuard, is_loopback, 
 from mlx_parallm.server.api import routers
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
-from mlx_parallm.server.models import ModelTable, ServedModel
+from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.predictors import PredictorTable
 from mlx_parallm.server.service import GenerationService
 from mlx_parallm.server.state import Dispatcher, ServerState
@@ -33,7 +33,7 @@ def create_app(
 ) -> FastAPI:
     """Over models that have started; their deltas come through `dispatcher`."""
     middleware, tokenizers = _middleware(config), TokenizerPool()
-    models = ModelTable({name: ServedModel(name, client) for name, client in runtime.models.items()})
+    models = ModelTable(runtime, config.batch.request_timeout_seconds or None)
     service = GenerationService(models, config, tokenizers, runtime.training)
     predictors = PredictorTable(runtime, config)
     context = ServerContext(runtime, config, state or ServerState(), models, tokenizers, service, predictors)

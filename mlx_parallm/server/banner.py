@@ -9,6 +9,7 @@ from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.runtime.client import ModelClient, RuntimeClient, TrainingClient
 from mlx_parallm.server.access import is_loopback, keys_of
+from mlx_parallm.types import ModelStatus
 
 SLOW_SECONDS = 1.0  # a step that takes longer says so when it is done
 
@@ -31,6 +32,7 @@ def progress(what: str) -> Iterator[None]:
 def ready_lines(runtime: RuntimeClient, config: ServeConfig, url: str) -> list[str]:
     models = list(runtime.models.values())
     rows = [row for model in models for row in model.describe()]
+    rows += [(status.kind, _other(status)) for status in runtime.pool.statuses() if status.name not in runtime.models]
     rows += [
         ("scheduler", _scheduler(config)),
         ("adapters", _adapters(models, config)),
@@ -39,6 +41,13 @@ def ready_lines(runtime: RuntimeClient, config: ServeConfig, url: str) -> list[s
         ("URL", f"{url}  (described at {url}/docs)"),
     ]
     return [f"MLX ParaLLM {__version__} is ready", *(f"  {label:<10} {value}" for label, value in rows)]
+
+
+def _other(status: ModelStatus) -> str:
+    """A model that predicts, or one that is not loaded yet."""
+    if status.status == "ready":
+        return f"{status.name} from {status.source}"
+    return f"{status.name}, loaded on its first request"
 
 
 def _scheduler(config: ServeConfig) -> str:

@@ -55,6 +55,8 @@ class RequestLog:
                 error = ParallmError("the server has failed at this request; its log says why")
                 await error_response(error)(scope, receive, send_with_id)
         finally:
+            for release in scope.get("held_models", ()):
+                release()
             self._log(scope, status or CLIENT_LEFT, time.perf_counter() - started)
             request_id.reset(token)
 

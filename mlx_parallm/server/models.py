@@ -1,14 +1,19 @@
 """The served models, each with its text tools. `app` makes the table of them, routes look them up."""
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+from starlette.requests import Request
 
 from mlx_parallm import __version__
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
-from mlx_parallm.runtime.client import AdapterTable, ModelClient
+from mlx_parallm.runtime.client import AdapterTable, ModelClient, RuntimeClient
+from mlx_parallm.server.loading import acquire
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.chat import Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat
@@ -16,6 +21,7 @@ from mlx_parallm.text.prompts import Prompts
 from mlx_parallm.types import AdapterVersion, ModelInfo
 
 DEFAULT = "default"
+GENERATING = ("chat", "vision")  # kinds of models that generate text
 BASE = "base"  # as an adapter: none
 
 
@@ -75,29 +81,71 @@ class ServedModel:
 
 
 class ModelTable:
-    """Served models by name; `default` is the first."""
+    """Served models by name; `default` is the first. Those that are not loaded come with `use`."""
 
-    def __init__(self, served: Mapping[str, ServedModel]) -> None:
-        assert served
-        self._served = dict(served)
+    def __init__(self, runtime: RuntimeClient, timeout: float | None = None) -> None:
+        self._runtime = runtime
+        self._timeout = timeout  # seconds for which a request waits for a model
+        self._known: dict[str, ServedModel] = {}
+        self._served  # noqa: B018  the tools of what is loaded are made before the first request
+
+    @property
+    def _served(self) -> dict[str, ServedModel]:
+        clients = self._runtime.models
+        for name, client in clients.items():
+            if name not in self._known or self._known[name].client is not client:
+                self._known[name] = ServedModel(name, client)
+        return {name: self._known[name] for name in clients}
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._served.values())
 
     @property
     def default(self) -> ServedModel:
-        return next(iter(self._served.values()))
+        for served in self:
+            return served
+        raise ModelNotFoundError("no model that generates text is loaded here", param="model")
+
+    async def use(self, name: str, request: Request) -> None:
+        """Holds the model of this name, or of the adapter of this name, until the request is answered.
+
+        One that is not loaded is loaded now, and the request waits for it.
+        """
+        own = self._name_of(name)
+        await acquire(self._runtime.pool, own, request, self._timeout)
+        request.scope.setdefault("held_models", []).append(partial(self._runtime.pool.release, own))
+        if own not in self._known:
+            await asyncio.to_thread(lambda: self._served)
+
+    def _name_of(self, name: str) -> str:
+        """A model's own name: of `default`, of an adapter, or of a model that is not loaded."""
+        served = self._served
+        if name in served:
+            return name
+        statuses = {status.name: status for status in self._runtime.pool.statuses()}
+        if name in statuses:
+            if statuses[name].kind not in GENERATING:
+                raise InvalidRequestError(
+                    f"{name!r} is a model of the kind {statuses[name].kind}, which generates no text", param="model"
+                )
+            return name
+        if name == DEFAULT:
+            names = [*served, *(one.name for one in statuses.values() if one.kind in GENERATING)]
+            return names[0] if names else self.default.name
+        return self.find(name).name
 
     def find(self, name: str) -> ServedModel:
-        if name in self._served:
-            return self._served[name]
+        served = self._served
+        if name in served:
+            return served[name]
         if name == DEFAULT:
             return self.default
-        for served in self:
-            if name in served.adapters:
-                return served
-        known = ", ".join([*self._served, *(name for served in self for name in served.adapters.names), DEFAULT])
-        raise ModelNotFoundError(f"there is no model {name!r} here; there is {known}", param="model")
+        for one in served.values():
+            if name in one.adapters:
+                return one
+        known = [*served, *(name for one in served.values() for name in one.adapters.names), DEFAULT]
+        known = list(dict.fromkeys([*known, *(status.name for status in self._runtime.pool.statuses())]))
+        raise ModelNotFoundError(f"there is no model {name!r} here; there is {', '.join(known)}", param="model")
 
     def with_adapter(self, name: str) -> ServedModel:
         for served in self:
@@ -107,7 +155,8 @@ class ModelTable:
 
     def check_free(self, name: str) -> None:
         """A model's name can't be an adapter's."""
-        if name in self._served or name in (DEFAULT, BASE):
+        names = {status.name for status in self._runtime.pool.statuses()}
+        if name in names or name in (DEFAULT, BASE):
             raise InvalidRequestError(f"{name!r} is the name of a model", param="name")
 
     def version_of(

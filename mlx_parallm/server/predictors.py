@@ -15,8 +15,10 @@ from starlette.requests import Request
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.runtime.client import PredictorClient, RuntimeClient
+from mlx_parallm.server.disconnect import client_left
 from mlx_parallm.server.errors import ClientLeft
-from mlx_parallm.server.responses import client_left
+from mlx_parallm.server.loading import acquire
+from mlx_parallm.server.models import GENERATING
 from mlx_parallm.types import PredictorInfo
 
 
@@ -54,27 +56,46 @@ class PredictorTable:
         self._timeout = config.batch.request_timeout_seconds or None
 
     @asynccontextmanager
-    async def use(self, name: str | None, *kinds: str, param: str = "model") -> AsyncIterator[ServedPredictor]:
+    async def use(
+        self, name: str | None, *kinds: str, request: Request, param: str = "model"
+    ) -> AsyncIterator[ServedPredictor]:
         """The model of this name, or the first of these kinds where no name is given; it stays loaded meanwhile.
 
-        ModelNotFoundError; InvalidRequestError where the model is of another kind.
+        One that is not loaded is loaded now, and the request waits for it. ModelNotFoundError; InvalidRequestError
+        where the model is of another kind.
         """
-        yield self._find(name, kinds, param)
+        pool, found = self._runtime.pool, self._find(name, kinds, param)
+        await acquire(pool, found, request, self._timeout)
+        try:
+            client = self._runtime.predictors[found]
+            if client.info.kind not in kinds:  # known for certain now that it is loaded
+                raise _wrong_kind(found, client.info.kind, kinds, (), param)
+            yield ServedPredictor(found, client, self._timeout)
+        finally:
+            pool.release(found)
 
-    def _find(self, name: str | None, kinds: Sequence[str], param: str) -> ServedPredictor:
-        predictors, wanted = self._runtime.predictors, " or ".join(kinds)
-        fitting = [name for name, client in predictors.items() if client.info.kind in kinds]
+    def _find(self, name: str | None, kinds: Sequence[str], param: str) -> str:
+        known = {status.name: status for status in self._runtime.pool.statuses()}
+        fitting = [one.name for one in known.values() if one.kind in kinds]
+        if name in fitting:
+            return str(name)
         if name is None or (name == "default" and fitting):
             if not fitting:
-                raise ModelNotFoundError(f"no {wanted} model is served here; start one with --model-path", param=param)
-            name = fitting[0]
-        if name in fitting:
-            return ServedPredictor(name, predictors[name], self._timeout)
-        found = predictors[name].info.kind if name in predictors else "chat" if name in self._runtime.models else None
-        if found is not None:
-            known = f"; there is {', '.join(fitting)}" if fitting else ""
-            raise InvalidRequestError(
-                f"{name!r} is a {found} model, and this route takes a {wanted} model{known}", param=param
-            )
-        known = f"; there is {', '.join(fitting)}" if fitting else ""
-        raise ModelNotFoundError(f"there is no {wanted} model {name!r} here{known}", param=param)
+                wanted = " or ".join(kinds)
+                raise ModelNotFoundError(f"no {wanted} model is served here; name one with --model-path", param=param)
+            return next((one for one in fitting if known[one].status == "ready"), fitting[0])
+        if name in known:
+            if known[name].status != "ready" and known[name].kind not in GENERATING:
+                return name  # its kind is certain only when it is loaded
+            raise _wrong_kind(name, known[name].kind, kinds, fitting, param)
+        if name in self._runtime.models:
+            raise _wrong_kind(name, "chat", kinds, fitting, param)
+        there = f"; there is {', '.join(fitting)}" if fitting else ""
+        raise ModelNotFoundError(f"there is no {' or '.join(kinds)} model {name!r} here{there}", param=param)
+
+
+def _wrong_kind(name: str, found: str, kinds: Sequence[str], fitting: Sequence[str], param: str) -> InvalidRequestError:
+    there = f"; there is {', '.join(fitting)}" if fitting else ""
+    return InvalidRequestError(
+        f"{name!r} is a {found} model, and this route takes a {' or '.join(kinds)} model{there}", param=param
+    )

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.disconnect import client_left
 from mlx_parallm.server.errors import ClientLeft, JSONResponse
 from mlx_parallm.server.generation import Generation
 
@@ -166,9 +167,3 @@ class Collector:
     def _on_left(self, watcher: "asyncio.Future[None]") -> None:
         if not watcher.cancelled() and not self._done.done():
             self._done.set_exception(ClientLeft())
-
-
-async def client_left(receive: Receive) -> None:
-    """Returns when the client has disconnected. The body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        continue

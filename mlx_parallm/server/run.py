@@ -84,8 +84,7 @@ class HttpServer(uvicorn.Server):
         def on_failure(reason: str) -> None:  # on the engine thread
             loop.call_soon_threadsafe(self._on_failure, reason)
 
-        for model in self._runtime.models.values():
-            model.on_failure = on_failure
+        self._runtime.pool.on_failure = on_failure
         await self.serve(sockets=[self._listener])
         return self._exit_code
 
@@ -144,7 +143,7 @@ class HttpServer(uvicorn.Server):
         if not all(drained):
             log.warning("requests that still ran after %gs are cut off", self._patience)
         await asyncio.to_thread(self._runtime.training.close)
-        await asyncio.gather(*(asyncio.to_thread(model.stop) for model in models))
+        await asyncio.to_thread(self._runtime.pool.stop)
         if self._work is not None:
             await asyncio.wait([self._work], timeout=LAST_BYTES_SECONDS)
         self.should_exit = True

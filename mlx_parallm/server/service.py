@@ -33,6 +33,7 @@ class GenerationService:
 
     async def prepare(self, call: GenerationCall, request: Request, kind: str) -> Generation:
         """What a call asks for, not handed to a model yet. `kind` begins its requests' names."""
+        await self._models.use(call.model, request)
         served, version = self._models.version_of(call.model, call.lora_adapter, call.policy_version)
         prompts = await self._tokenizers.prompts(call, served)
         grammar = await compiled_grammar(call, served, prompts.inside_thinking, self._tokenizers)

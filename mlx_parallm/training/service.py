@@ -13,7 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, NotFoundError, ParallmError
+from mlx_parallm.errors import (
+    ConflictError,
+    ContextLengthError,
+    InvalidRequestError,
+    NotFoundError,
+    ParallmError,
+    UnavailableError,
+)
 from mlx_parallm.training.manager import NOT_ENABLED, TrainingManager
 from mlx_parallm.training.records import ChoiceKey, PolicySpan, Record, RewardedRecord
 from mlx_parallm.training.rewards import Item
@@ -44,25 +51,41 @@ class ScoredRecord:
 
 
 class TrainingService:
-    def __init__(self, manager: TrainingManager) -> None:
-        self._manager = manager
+    def __init__(self) -> None:
+        self._bound: TrainingManager | None = None
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="score")
         self._lock = threading.Lock()
         self._collecting = 0  # calls whose answers are being scored
 
+    def bind(self, manager: TrainingManager | None) -> None:
+        """The manager of the default model; None while no model generates."""
+        self._bound = manager
+
+    @property
+    def _manager(self) -> TrainingManager:
+        if self._bound is None:
+            raise UnavailableError("no model that generates text is loaded", code="model_not_loaded")
+        return self._bound
+
     def stop_loops(self) -> None:
         """Tells a loop that trains by itself to end its step."""
-        self._manager.on_close()
+        if self._bound is not None:
+            self._bound.on_close()
 
     def close(self) -> None:
         """Writes the state of training and ends it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._manager.close()
+        if self._bound is not None:
+            self._bound.close()
 
     @property
     def adapters(self) -> Sequence[str]:
         """Those that learn, the first first; empty where this server does not train."""
-        return list(self._manager.sessions)
+        return [] if self._bound is None else list(self._bound.sessions)
+
+    @property
+    def sessions(self) -> Mapping[str, Session]:
+        return {} if self._bound is None else self._bound.sessions
 
     # Updates.
 
@@ -287,7 +310,9 @@ class TrainingService:
     # How it goes.
 
     def status(self, adapter: str | None = None) -> dict[str, Any]:
-        return self._manager.status(adapter)
+        if self._bound is None:
+            return {"training_enabled": False, "policy_version": 0}
+        return self._bound.status(adapter)
 
     def debug(self, adapter: str | None = None) -> dict[str, Any]:
         """Settings, counters and memory."""
@@ -311,7 +336,7 @@ class TrainingService:
 
     def metrics(self) -> dict[str, TrainingMetrics]:
         """Of each adapter that learns."""
-        return {name: _metrics(session) for name, session in list(self._manager.sessions.items())}
+        return {name: _metrics(session) for name, session in list(self.sessions.items())}
 
 
 def _metrics(session: Session) -> TrainingMetrics:

@@ -86,9 +86,17 @@ async def test_a_dialect_answers(runtime: Runtime, dispatcher: Dispatcher) -> No
         assert "/v1/shout" in (await client.get("/openapi.json")).json()["paths"]
 
 
+def test_a_predictor_needs_no_language_model(extended: Path) -> None:
+    runtime = start(ServeConfig.of(model_path=(f"mean={extended / 'mean'}",), ssd=False), lambda events: None)
+    assert runtime.predictors["mean"].predict([[4.0]]).result(60) == [8.0]
+    assert not runtime.models
+    runtime.close()
+
+
 def test_what_can_not_be_served_is_said(extended: Path) -> None:
-    with pytest.raises(ConfigError, match="mean can't generate text: serve a language model beside them"):
-        start(ServeConfig.of(model_path=(f"mean={extended / 'mean'}",), ssd=False), lambda events: None)
+    alone = (f"mean={extended / 'mean'}",)
+    with pytest.raises(ConfigError, match="training and adapters need a model that generates text"):
+        start(ServeConfig.of(model_path=alone, ssd=False, enable_rl_training=True), lambda events: None)
     broken = extended / "broken"
     broken.mkdir()
     (broken / "config.json").write_text(json.dumps({"kind": "mean"}))

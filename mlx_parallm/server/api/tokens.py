@@ -70,6 +70,7 @@ class TokenRoutes:
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Splits a prompt, or the prompt that messages make, as the completion routes would."""
+        await self._models.use(body.model, request)
         served = self._models.find(body.model)
         tokens = await self._tokens(body, served)
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
@@ -93,8 +94,9 @@ class TokenRoutes:
         )
         return (await self._tokenizers.render(served, rendered, body.add_special_tokens is True)).tokens
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Joins tokens into text, special ones included."""
+        await self._models.use(body.model, request)
         served = self._models.find(body.model)
         check_ids(body.tokens, served.model.vocab_size, "tokens")
         return JSONResponse({"prompt": await self._tokenizers.run(lambda: served.vocabulary.decode(body.tokens))})

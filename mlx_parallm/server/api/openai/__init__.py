@@ -13,7 +13,7 @@ from mlx_parallm.server.routing import JSONRoute, add_routes
 def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
     completions, chat = CompletionRoutes(context.service), ChatRoutes(context.service)
-    models = ModelRoutes(context.models)
+    models = ModelRoutes(context.models, context.runtime.pool)
     add_routes(
         routes,
         ("/v1/completions", "POST", completions.complete, CompletionAnswer, "Continue text"),

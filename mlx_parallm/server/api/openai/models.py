@@ -1,13 +1,15 @@
-"""The list of served models and adapters."""
+"""The list of models and adapters, loaded or not."""
 
 from typing import Any, Literal
 
 from pydantic import Field
 from starlette.responses import Response
 
+from mlx_parallm.runtime.client import PoolClient
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ModelTable, ServedModel
 from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.types import ModelStatus
 
 
 class Model(AnswerBody):
@@ -17,7 +19,15 @@ class Model(AnswerBody):
     owned_by: str
     root: str = Field(description="Where the model came from")
     parent: str | None = Field(description="The base model, for an adapter")
-    max_model_len: int
+    max_model_len: int | None = Field(description="Tokens of its context; null for a model that takes none")
+    kind: str = Field(description="chat, vision, embedding, classifier, reward, network or policy")
+    status: Literal["unloaded", "loading", "ready", "unloading", "failed"] = Field(
+        description="unloaded: the next request for it loads it"
+    )
+    progress: float = Field(description="Of loading, up to 1")
+    pinned: bool = Field(description="Whether it stays in memory")
+    error: str | None = Field(None, description="Why it could not be loaded")
+    signature: dict[str, Any] | None = Field(None, description="Names, shapes and dtypes of a network's tensors")
 
 
 class ModelList(AnswerBody):
@@ -26,39 +36,53 @@ class ModelList(AnswerBody):
 
 
 class ModelRoutes:
-    def __init__(self, models: ModelTable) -> None:
+    def __init__(self, models: ModelTable, pool: PoolClient) -> None:
         self._models = models
+        self._pool = pool
 
     async def models(self) -> Response:
-        """Every model this server answers for; `default` names the first of them."""
-        data = [_describe(served) for served in self._models]
-        data += [_describe_adapter(served, name) for served in self._models for name in served.adapters.names]
+        """Every model that this server answers for; `default` names the first that generates."""
+        data = [_describe(status) for status in self._pool.statuses()]
+        data += [self._adapter(served, name) for served in self._models for name in served.adapters.names]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, model_id: str) -> Response:
         """One of them by its id."""
+        statuses = {status.name: status for status in self._pool.statuses()}
+        if model_id in statuses:
+            return JSONResponse(_describe(statuses[model_id]))
         served = self._models.find(model_id)
-        described = _describe_adapter(served, model_id) if model_id in served.adapters else _describe(served)
-        return JSONResponse(described)
+        if model_id in served.adapters:
+            return JSONResponse(self._adapter(served, model_id))
+        return JSONResponse(_describe(statuses[served.name]))
+
+    def _adapter(self, served: ServedModel, name: str) -> dict[str, Any]:
+        status = next(status for status in self._pool.statuses() if status.name == served.name)
+        version = served.adapters.find(name)
+        return _describe(status) | {
+            "id": name,
+            "created": int(version.created),
+            "root": version.source,
+            "parent": served.name,
+        }
 
 
-def _describe(served: ServedModel) -> dict[str, Any]:
-    return {
-        "id": served.name,
+def _describe(status: ModelStatus) -> dict[str, Any]:
+    described = {
+        "id": status.name,
         "object": "model",
-        "created": served.created,
+        "created": status.created,
         "owned_by": "mlx-parallm",
-        "root": served.model.source,
+        "root": status.source,
         "parent": None,
-        "max_model_len": served.context_length,
+        "max_model_len": status.context_length,
+        "kind": status.kind,
+        "status": status.status,
+        "progress": status.progress,
+        "pinned": status.pinned,
     }
-
-
-def _describe_adapter(served: ServedModel, name: str) -> dict[str, Any]:
-    version = served.adapters.find(name)
-    return _describe(served) | {
-        "id": name,
-        "created": int(version.created),
-        "root": version.source,
-        "parent": served.name,
-    }
+    if status.error is not None:
+        described["error"] = status.error
+    if status.signature is not None:
+        described["signature"] = status.signature
+    return described

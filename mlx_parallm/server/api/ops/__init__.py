@@ -108,8 +108,7 @@ class Operations:
         self._state = context.state
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(EngineCollector(context.models))
-        background = context.models.default.client.metrics.background
-        self._registry.register(TrainingCollector(context.runtime.training, background))
+        self._registry.register(TrainingCollector(context.runtime.training, context.models))
 
     async def health(self) -> Response:
         """200 while requests are served; 503 once the engine has died or the server shuts down, with the reason."""
@@ -126,7 +125,7 @@ class Operations:
         if "application/json" not in request.headers.get("accept", ""):
             return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
         summary = {
-            "current_policy_version": self._models.default.adapters.policy_version,
+            "current_policy_version": next((one.adapters.policy_version for one in self._models), 0),
             "queue_depth": sum(served.client.metrics.queue_depth for served in self._models),
             "max_batch_size": self._config.batch.max_batch_size,
             "flush_interval_ms": 1000 * self._config.batch.batch_timeout,
@@ -147,7 +146,7 @@ class Operations:
 
     async def debug_metrics(self) -> Response:
         """Counters since the start; those of the first model, and of each when there are several."""
-        answer = debug_summary(self._models.default.client.metrics)
+        answer = debug_summary(next((served.client.metrics for served in self._models), EngineMetrics()))
         models = {served.name: debug_summary(served.client.metrics) for served in self._models}
         return JSONResponse(answer | ({"models": models} if len(models) > 1 else {}))
 

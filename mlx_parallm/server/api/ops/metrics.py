@@ -187,9 +187,9 @@ class EngineCollector(Collector):
 class TrainingCollector(Collector):
     """How training goes; each adapter that learns is a label."""
 
-    def __init__(self, training: TrainingClient, background: BackgroundMetrics) -> None:
+    def __init__(self, training: TrainingClient, models: ModelTable) -> None:
         self._training = training
-        self._background = background
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
         # A server that does not train has them too, at zero: who draws a graph should not have to wait for an event.
@@ -200,11 +200,10 @@ class TrainingCollector(Collector):
                 for adapter, metrics in found.items():
                     metric.add_metric([adapter], getattr(metrics, attribute))
                 yield metric
-        yield CounterMetricFamily(
-            f"{PREFIX}training_seconds", "Of the engine's, for training", self._background.seconds
-        )
+        background = next((served.client.metrics.background for served in self._models), BackgroundMetrics())
+        yield CounterMetricFamily(f"{PREFIX}training_seconds", "Of the engine's, for training", background.seconds)
         yield GaugeMetricFamily(
-            f"{PREFIX}training_longest_stall_seconds", "The longest that rows waited", self._background.longest_stall
+            f"{PREFIX}training_longest_stall_seconds", "The longest that rows waited", background.longest_stall
         )
 
 

@@ -37,6 +37,7 @@ from mlx_parallm.server.api.training.bodies import (
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.limits import completion_length
+from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.types import RolloutCall, RolloutSample, SamplingParams
 from mlx_parallm.validation import check_ids
@@ -66,10 +67,14 @@ def router(context: ServerContext) -> APIRouter:
 class TrainingRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._training = context.runtime.training
-        self._served = context.models.default
+        self._models = context.models
         self._tokenizers = context.tokenizers
         self._max_rows = context.config.batch.max_batch_size
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="training")
+
+    @property
+    def _served(self) -> ServedModel:
+        return self._models.default
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -1,0 +1,116 @@
+"""What the pool knows of a model by its name, loaded or not, and which models a folder holds."""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.models.kinds import kind_of
+from mlx_parallm.runtime.predicting import LocalPredictor
+from mlx_parallm.types import ModelState, ModelStatus
+
+MARKS = ("config.json", "network.json")  # a folder with one of these is a model
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """All but `model` belongs to the pool's lock."""
+
+    name: str
+    source: str | None  # None: the embedded model
+    kind: str
+    lasting: bool = True  # named by a flag or found in --model-dir: can be loaded again after it was unloaded
+    pinned: bool = False
+    status: ModelState = "unloaded"
+    error: ParallmError | None = None  # why it has failed
+    model: Engine | LocalPredictor | None = None
+    users: int = 0
+    used: float = field(default_factory=time.monotonic)  # last
+    bytes: int = 0
+    held_before: int = 0  # bytes in memory when its loading began
+    created: int = field(default_factory=lambda: int(time.time()))
+    waiting: "list[Future[None]]" = field(default_factory=list)  # for it to be ready
+
+    @property
+    def has_adapters(self) -> bool:
+        """Adapters are not loaded again with their model."""
+        return isinstance(self.model, Engine) and bool(self.model.adapters.names)
+
+    def wake(self, error: BaseException | None) -> None:
+        """Tells all that wait: each of them uses it from now on, or gets the reason why it can't."""
+        waiting, self.waiting = self.waiting, []
+        for future in waiting:
+            try:
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+                    self.users += 1
+            except InvalidStateError:  # its client has left
+                continue
+
+    def describe(self, held: int) -> ModelStatus:
+        """`held`: bytes that are in memory now, by which loading is measured."""
+        model, progress = self.model, 1.0 if self.status == "ready" else 0.0
+        if self.status == "loading" and self.bytes:
+            progress = round(min(0.99, max(0.0, (held - self.held_before) / self.bytes)), 2)
+        context, signature = None, None
+        if isinstance(model, Engine):
+            context = model.model.context_length
+        elif model is not None:
+            context, signature = model.info.context_length, model.info.signature
+        return ModelStatus(
+            name=self.name,
+            kind=self.kind,
+            status=self.status,
+            source=model.model.source if isinstance(model, Engine) else str(self.source),
+            created=self.created,
+            progress=progress,
+            error=None if self.error is None else self.error.message,
+            pinned=self.pinned,
+            users=self.users,
+            bytes=self.bytes,
+            context_length=context,
+            signature=signature,
+        )
+
+
+def kind_name(source: str | None) -> str:
+    """The kind of a model that is not loaded, as far as its config tells."""
+    kind = kind_of(source)
+    if kind is not None:
+        return kind.__name__.rpartition(".")[2]
+    return "vision" if "vision_config" in _config(source) else "chat"
+
+
+def _config(source: str | None) -> dict[str, Any]:
+    try:
+        config = json.loads((Path(source or "").expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def models_in(folder: Path) -> Iterator[tuple[str, str]]:
+    """Name and path of each model in a folder, as `name` or `owner/name`."""
+    for path in _listed(folder):
+        if _is_model(path):
+            yield (path.stem if path.suffix == ".gguf" else path.name), str(path)
+        elif path.is_dir():
+            yield from ((f"{path.name}/{inner.stem}", str(inner)) for inner in _listed(path) if _is_model(inner))
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _is_model(path: Path) -> bool:
+    return (path.suffix == ".gguf" and path.is_file()) or any((path / mark).is_file() for mark in MARKS)

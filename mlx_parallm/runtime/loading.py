@@ -1,0 +1,154 @@
+"""How a model comes into memory and leaves it, and how those that are there share the memory. The pool's thread alone.
+
+A generator gets an engine with a thread of its own; a predictor runs on the thread of the first engine, in its turn
+between decode steps, or on one of its own where nothing generates. Whenever a model comes or goes, what the weights
+leave of the memory is divided anew.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.build import LoadedModel
+from mlx_parallm.engine.delivery import StepEvents
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.start import StartingEngine, plan_engines
+from mlx_parallm.errors import MemoryLimitError, ModelLoadError, ParallmError
+from mlx_parallm.models.device import give_memory_back
+from mlx_parallm.models.kinds import Kind, kind_of
+from mlx_parallm.models.loader import load
+from mlx_parallm.models.memory import memory_limit, size_flag, size_text
+from mlx_parallm.runtime.predict_thread import PredictThread
+from mlx_parallm.runtime.predicting import LocalPredictor
+from mlx_parallm.types import MemoryPlan
+
+Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow step of a start as it begins
+Model = Engine | LocalPredictor
+
+PREDICTION_BYTES = 256 << 20  # that predictions compute in; less where the memory is small
+
+
+class Loader:
+    def __init__(self, config: ServeConfig, deliver: Callable[[StepEvents], None]) -> None:
+        self._config = config
+        self._deliver = deliver
+        self._thread: PredictThread | None = None
+        self.limit = memory_limit(config)
+        self.engines: list[Engine] = []  # the first hosts the predictors, and is the one that trains
+        self.predictors: list[LocalPredictor] = []
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all that is loaded."""
+        generators = sum(engine.model.weight_bytes for engine in self.engines)
+        return generators + sum(predictor.info.weight_bytes for predictor in self.predictors)
+
+    def bring_up(self, name: str, source: str | None, progress: Progress) -> Model:
+        """Loads a model, and gives all their share of the memory; raises what is wrong, and all is as it was."""
+        kind = kind_of(source)
+        if kind is None:
+            engine = self._start_engine(name, source, progress)
+            self.engines.append(engine)
+            self._move_predictors()
+            return engine
+        predictor = self._load_predictor(name, Path(str(source)).expanduser(), kind, progress)
+        self.predictors.append(predictor)
+        return predictor
+
+    def take_down(self, model: Model) -> None:
+        """Ends a model that nobody uses."""
+        if isinstance(model, Engine):
+            self.engines.remove(model)
+            self._move_predictors()
+            model.stop()
+        else:
+            self.predictors.remove(model)
+
+    def reclaim(self) -> None:
+        """Once nobody refers to a model that was taken down: its memory goes back, and the others may have it."""
+        gc.unfreeze()  # what came at the start is not looked at otherwise
+        gc.collect()
+        gc.freeze()
+        give_memory_back()
+        self._divide()
+
+    def stop(self) -> None:
+        """Ends all engines; what still runs is cut off."""
+        for engine in self.engines:
+            engine.stop()
+        if self._thread is not None:
+            self._thread.stop()
+
+    def _start_engine(self, name: str, source: str | None, progress: Progress) -> Engine:
+        options = self._config.model
+        loader = partial(
+            load,
+            source,
+            name=name,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            trust_remote_code=options.trust_remote_code,
+        )
+        starting = StartingEngine(loader, self._config, self._deliver)
+        try:
+            with progress(f"loading {name}" + (", the embedded model" if source is None else f" from {source}")):
+                loaded = starting.load()
+            plan = self._divide(loaded)
+            with progress(f"warming up {name}, {size_text(loaded.model.weight_bytes)} of weights"):
+                return starting.start(plan)
+        except BaseException:
+            starting.stop()
+            self._divide()
+            raise
+
+    def _load_predictor(self, name: str, folder: Path, kind: Kind, progress: Progress) -> LocalPredictor:
+        host = self._host()
+        try:
+            with progress(f"loading {name} from {folder}"):
+                predictor = host.run(partial(kind.load, folder))
+            self._divide(beside=predictor.info.weight_bytes)
+        except ParallmError:
+            self._divide()
+            raise
+        except Exception as error:
+            raise ModelLoadError(f"{folder} can't be loaded: {type(error).__name__}: {error}") from error
+        return LocalPredictor(predictor, host, self._config.batch.max_queue_size)
+
+    def _host(self) -> Engine | PredictThread:
+        if self.engines:
+            return self.engines[0]
+        if self._thread is None:
+            self._thread = PredictThread()
+        return self._thread
+
+    def _move_predictors(self) -> None:
+        """To the thread of the engine that is the first now: its steps and theirs take turns."""
+        for predictor in self.predictors:
+            predictor.move(self._host())
+
+    def _divide(self, newcomer: LoadedModel | None = None, beside: int = 0) -> MemoryPlan:
+        """Gives each engine its share of what the weights leave; returns that of a newcomer, which starts with it.
+
+        `beside`: bytes of a predictor that is new.
+        """
+        loaded: Sequence[LoadedModel | Engine] = [*self.engines, *([newcomer] if newcomer is not None else [])]
+        held = beside + sum(one.info.weight_bytes for one in self.predictors)
+        if held:
+            held += min(PREDICTION_BYTES, self.limit // 8)
+        if held > self.limit:
+            raise MemoryLimitError(
+                f"the weights take {size_text(held)}, and the process may hold {size_text(self.limit)}: "
+                f"--memory-limit {size_flag(held)} would hold them"
+            )
+        if not loaded:
+            return MemoryPlan(limit=self.limit)
+        plans = plan_engines(loaded, self._config, limit=self.limit, predictors=held)
+        alive = [(engine, plan) for engine, plan in zip(self.engines, plans, strict=False) if engine.failure is None]
+        for engine, plan in alive:
+            engine.check_room(plan)
+        for engine, plan in alive:
+            engine.resize(plan)
+        return plans[-1]

@@ -1,0 +1,108 @@
+"""Models that come and go while the server runs: `/v1/models/load` and `/v1/models/unload`."""
+
+import asyncio
+
+from fastapi import APIRouter
+from pydantic import ConfigDict, Field
+from starlette.responses import Response
+
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.models import BASE, DEFAULT
+from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.schema import AnswerBody, Body
+from mlx_parallm.types import ModelStatus
+
+
+class LoadModelBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "reranker", "path": "models/reranker"}})
+    model: str = Field(min_length=1, max_length=256, description="The name that requests use")
+    path: str | None = Field(
+        None, min_length=1, description="Folder, .gguf file or hub id; left out for a model that is listed already"
+    )
+    pin: bool | None = Field(None, description="Keep it in memory whatever else is asked for")
+    wait: bool = Field(True, description="Answer when it is ready; else at once, with the status `loading`")
+
+
+class UnloadModelBody(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "reranker"}})
+    model: str = Field(min_length=1, max_length=256)
+
+
+class PoolModel(AnswerBody):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "model": "reranker",
+                "status": "ready",
+                "kind": "classifier",
+                "progress": 1.0,
+                "pinned": False,
+                "bytes": 90866404,
+                "error": None,
+            }
+        }
+    )
+    model: str
+    status: str
+    kind: str
+    progress: float = Field(description="Of loading, up to 1")
+    pinned: bool
+    bytes: int = Field(description="Of its weights")
+    error: str | None = Field(description="Why it can't be loaded")
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes, pool = APIRouter(route_class=JSONRoute, tags=["Models"]), PoolRoutes(context)
+    add_routes(
+        routes,
+        ("/v1/models/load", "POST", pool.load, PoolModel, "Load a model, or pin it"),
+        ("/v1/models/unload", "POST", pool.unload, PoolModel, "Unload a model"),
+    )
+    return routes
+
+
+class PoolRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._pool = context.runtime.pool
+        self._models = context.models
+        self._patience = context.config.http.drain_timeout_seconds
+
+    async def load(self, body: LoadModelBody) -> Response:
+        """One that is listed in `/v1/models`, or with `path` another one under a name of its own. Others leave memory
+        for it, the longest unused first, unless they are pinned; where that is not enough, it is a 503."""
+        if body.path is not None:
+            if body.model in (DEFAULT, BASE):
+                raise InvalidRequestError(f"{body.model!r} is no name for a model", param="model")
+            if any(body.model in served.adapters for served in self._models):
+                raise InvalidRequestError(f"{body.model!r} is the name of an adapter", param="model")
+        loading = await asyncio.to_thread(self._pool.load, body.model, body.path, body.pin)
+        if body.wait:
+            await asyncio.wrap_future(loading)
+        return JSONResponse(_describe(await self._status(body.model)))
+
+    async def unload(self, body: UnloadModelBody) -> Response:
+        """Once the requests that use it have ended; those that take longer than `--drain-timeout-seconds` are cut off.
+        A model that a flag named, or that lies in `--model-dir`, is loaded again on the next request for it."""
+        before = await self._status(body.model)
+        await asyncio.to_thread(self._pool.unload, body.model, self._patience)
+        return JSONResponse(_describe(before) | {"status": "unloaded", "progress": 0.0, "error": None})
+
+    async def _status(self, name: str) -> ModelStatus:
+        for status in await asyncio.to_thread(self._pool.statuses):
+            if status.name == name:
+                return status
+        raise ModelNotFoundError(f"there is no model {name!r} here", param="model")
+
+
+def _describe(status: ModelStatus) -> dict[str, object]:
+    return {
+        "model": status.name,
+        "status": status.status,
+        "kind": status.kind,
+        "progress": status.progress,
+        "pinned": status.pinned,
+        "bytes": status.bytes,
+        "error": status.error,
+    }

@@ -1,0 +1,252 @@
+"""The pool of models: they come on their first request and go when memory is short, and nobody notices but by time."""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.delivery import deliver
+from mlx_parallm.errors import ConflictError, ModelNotFoundError, UnavailableError
+from mlx_parallm.models import kinds
+from mlx_parallm.runtime.startup import Runtime, start
+from mlx_parallm.runtime.weights import weight_bytes
+from mlx_parallm.types import Delta, ModelStatus, Request, SamplingParams
+from tests.tiny import save_tiny, tiny
+
+PROMPT = [5, 6, 7, 8, 9]
+SLOW_KIND = """
+import json, time
+from mlx_parallm.models.kinds import Predictor
+from mlx_parallm.types import PredictorInfo
+
+def recognises(config):
+    return config.get("kind") == "slow"
+
+def load(folder):
+    return Slow(json.loads((folder / "config.json").read_text())["seconds"])
+
+class Slow(Predictor):
+    info = PredictorInfo(kind="slow", weight_bytes=1000)
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def predict(self, batch):
+        time.sleep(self.seconds)
+        return [item * 2 for item in batch]
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Three language models of different weights, and a model that predicts."""
+    root = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("one", "two", "three")):
+        (root / name).mkdir()
+        save_tiny(tiny("llama", seed=seed, intermediate_size=4096), root / name)
+    (root / "slow").mkdir()
+    (root / "slow" / "config.json").write_text(json.dumps({"kind": "slow", "seconds": 0.01}))
+    module = tmp_path_factory.mktemp("kinds")
+    (module / "slow.py").write_text(SLOW_KIND)
+    kinds.__path__.append(str(module))
+    yield root
+    kinds.__path__.pop()
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Runtime]]:
+    running: list[Runtime] = []
+
+    def begin(**options: Any) -> Runtime:
+        running.append(start(ServeConfig.of(ssd=False, max_batch_size=4, **options), deliver))
+        return running[-1]
+
+    yield begin
+    for runtime in running:
+        runtime.close()
+
+
+def status(runtime: Runtime, name: str) -> ModelStatus:
+    return next(one for one in runtime.pool.statuses() if one.name == name)
+
+
+def loaded(runtime: Runtime) -> set[str]:
+    return {one.name for one in runtime.pool.statuses() if one.status == "ready"}
+
+
+def answer(runtime: Runtime, name: str, tokens: int = 8) -> list[int]:
+    """As a request gets it: the model is held from before it is submitted until it has ended."""
+    runtime.pool.acquire(name).result(60)
+    try:
+        deltas: SimpleQueue[Delta] = SimpleQueue()
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        runtime.models[name].submit(Request("r", list(PROMPT), sampling), deltas.put)
+        found: list[int] = []
+        while True:
+            delta = deltas.get(timeout=60)
+            assert delta.error is None, delta.error
+            found += delta.tokens
+            if delta.finish_reason is not None:
+                return found
+    finally:
+        runtime.pool.release(name)
+
+
+def test_models_of_a_folder_load_on_their_first_request(models: Path, started: Callable[..., Runtime]) -> None:
+    runtime = started(model_dir=str(models))
+    assert {one.name: one.kind for one in runtime.pool.statuses()} == {
+        "one": "chat",
+        "two": "chat",
+        "three": "chat",
+        "slow": "slow",
+    }
+    assert loaded(runtime) == set()
+    first = answer(runtime, "two")
+    assert loaded(runtime) == {"two"}
+    assert answer(runtime, "one") != first
+    assert answer(runtime, "two") == first
+    runtime.pool.acquire("slow").result(60)
+    assert runtime.predictors["slow"].predict([3]).result(60) == [6]
+    runtime.pool.release("slow")
+    with pytest.raises(ModelNotFoundError, match=r"there is no model 'four' here; there is one, slow, three, two"):
+        runtime.pool.acquire("four")
+
+
+def test_a_model_that_was_unloaded_answers_as_before(models: Path, started: Callable[..., Runtime]) -> None:
+    runtime = started(model_path=(f"one={models / 'one'}", f"two={models / 'two'}"))
+    before = {name: answer(runtime, name) for name in ("one", "two")}
+    held = mx.get_active_memory()
+    for name in ("one", "two"):
+        runtime.pool.unload(name, 10)
+        assert status(runtime, name).status == "unloaded"
+    assert held - mx.get_active_memory() >= 2 * weight_bytes(models / "one", "cpu"), "its memory is free again"
+    assert not runtime.models
+    assert {name: answer(runtime, name) for name in ("two", "one")} == {name: before[name] for name in ("two", "one")}
+
+
+def test_the_longest_unused_leaves_for_another(models: Path, started: Callable[..., Runtime]) -> None:
+    size = weight_bytes(models / "one", "cpu")
+    runtime = started(model_dir=str(models), memory_limit=int(size * 2.6))
+    alone = {name: answer(runtime, name) for name in ("one", "two")}
+    assert loaded(runtime) == {"one", "two"}
+    answer(runtime, "one")
+    alone["three"] = answer(runtime, "three")
+    assert loaded(runtime) == {"one", "three"}, "two was not used for longest"
+    runtime.pool.load("one", pin=True).result(60)
+    answer(runtime, "three")
+    answer(runtime, "two")
+    assert loaded(runtime) == {"one", "two"}, "one is pinned, so three leaves"
+    assert {name: answer(runtime, name) for name in alone} == alone
+
+
+def test_a_model_in_use_does_not_leave(models: Path, started: Callable[..., Runtime]) -> None:
+    size = weight_bytes(models / "one", "cpu")
+    runtime = started(model_dir=str(models), memory_limit=int(size * 1.6))
+    expected = answer(runtime, "one")
+    runtime.pool.acquire("one").result(60)
+    other: Future[None] = runtime.pool.acquire("two")
+    with pytest.raises(FutureTimeout):
+        other.result(0.3)
+    assert status(runtime, "one").status == "unloading"
+    third = runtime.pool.acquire("one")  # comes after the other has had its turn
+    runtime.pool.release("one")
+    other.result(60)
+    runtime.pool.release("two")
+    third.result(60)
+    runtime.pool.release("one")
+    assert answer(runtime, "one") == expected
+
+
+def test_what_is_pinned_leaves_no_room(models: Path, started: Callable[..., Runtime]) -> None:
+    size = weight_bytes(models / "one", "cpu")
+    runtime = started(model_dir=str(models), memory_limit=int(size * 1.6))
+    runtime.pool.load("one", pin=True).result(60)
+    with pytest.raises(UnavailableError, match=r"there is no memory for 'two'.*unload or unpin") as caught:
+        runtime.pool.acquire("two").result(60)
+    assert caught.value.code == "out_of_memory"
+    runtime.pool.load("one", pin=False).result(60)
+    assert len(answer(runtime, "two")) == 8, "it was no failure of the model"
+
+
+def test_a_model_that_fails_says_why(models: Path, tmp_path: Path, started: Callable[..., Runtime]) -> None:
+    shutil.copytree(models / "one", tmp_path / "broken")
+    weights = next((tmp_path / "broken").glob("*.safetensors"))
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    runtime = started(model_dir=str(tmp_path))
+    with pytest.raises(UnavailableError, match=r"'broken' can't be loaded: .*broken") as caught:
+        runtime.pool.acquire("broken").result(60)
+    assert caught.value.code == "model_failed"
+    assert status(runtime, "broken").status == "failed"
+    assert "broken" in str(status(runtime, "broken").error)
+    with pytest.raises(UnavailableError, match="POST /v1/models/load tries again"):
+        runtime.pool.acquire("broken")
+    weights.write_bytes(whole)
+    runtime.pool.load("broken").result(60)
+    assert len(answer(runtime, "broken")) == 8
+
+
+def test_predictions_move_when_their_engine_leaves(models: Path, started: Callable[..., Runtime]) -> None:
+    runtime = started(model_path=tuple(f"{name}={models / name}" for name in ("one", "two", "slow")))
+    predictor = runtime.predictors["slow"]
+    calls = [predictor.predict(list(range(number, number + 5))) for number in range(60)]
+    runtime.pool.unload("one", 10)
+    calls += [predictor.predict([number]) for number in range(60, 80)]
+    runtime.pool.unload("two", 10)
+    calls += [predictor.predict([number]) for number in range(80, 90)]
+    assert [call.result(60)[0] for call in calls] == [2 * number for number in range(90)]
+    assert len(answer(runtime, "one")) == 8
+    assert predictor.predict([1]).result(60) == [2]
+
+
+def test_names_and_paths_that_clash_are_refused(models: Path, started: Callable[..., Runtime]) -> None:
+    runtime = started(model_path=(f"one={models / 'one'}",))
+    runtime.pool.load("extra", str(models / "two")).result(60)
+    assert len(answer(runtime, "extra")) == 8
+    for name in ("one", "extra"):
+        with pytest.raises(ConflictError, match="take another name"):
+            runtime.pool.load(name, str(models / "three"))
+    runtime.pool.unload("extra", 10)
+    with pytest.raises(ModelNotFoundError):
+        runtime.pool.acquire("extra")
+    assert [one.name for one in runtime.pool.statuses()] == ["one"], "a flag's model stays listed, another does not"
+
+
+def test_a_model_that_nobody_asks_for_leaves(models: Path, started: Callable[..., Runtime]) -> None:
+    runtime = started(model_path=(f"one={models / 'one'}", f"two={models / 'two'}"), idle_unload_seconds=0.3)
+    runtime.pool.load("two", pin=True).result(60)
+    deadline = time.monotonic() + 20
+    while status(runtime, "one").status != "unloaded" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert loaded(runtime) == {"two"}, "a pinned one stays"
+    assert len(answer(runtime, "one")) == 8
+
+
+def test_the_model_that_trains_stays(models: Path, tmp_path: Path, started: Callable[..., Runtime]) -> None:
+    paths = (f"one={models / 'one'}", f"two={models / 'two'}")
+    runtime = started(model_path=paths, enable_rl_training=True, checkpoint_dir=str(tmp_path))
+    with pytest.raises(ConflictError, match="trains"):
+        runtime.pool.unload("one", 10)
+    runtime.pool.unload("two", 10)
+    assert loaded(runtime) == {"one"}
+
+
+def test_who_waits_when_the_server_stops_is_told(models: Path) -> None:
+    runtime = start(ServeConfig.of(model_dir=str(models), ssd=False, max_batch_size=4), deliver)
+    waiting = [runtime.pool.acquire(name) for name in ("one", "two", "three")]
+    stopping = threading.Thread(target=runtime.close)
+    stopping.start()
+    for future in waiting:
+        assert isinstance(future.exception(60), UnavailableError | None)
+    stopping.join(60)
+    assert not stopping.is_alive()

@@ -13,5 +13,5 @@ ADMIN = {
     "/model/switch-lora", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/pause_generation", "/resume",
     "/continue_generation", "/flush_cache", "/reset_prefix_cache", "/reset_prefix_cache/", "/debug/metrics",
     "/debug/training", "/v1/training/update", "/training/checkpoint", "/init_communicator/", "/update_named_param/",
-    "/batch_update_named_params/", "/close_communicator/",
+    "/batch_update_named_params/", "/close_communicator/", "/v1/models/load", "/v1/models/unload",
 }  # fmt: skip

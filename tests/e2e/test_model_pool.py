@@ -1,0 +1,109 @@
+"""Models that come and go over HTTP: from a folder on their first request, by a route, and out again."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.servers import ServerProcess, free_port, running
+from tests.tiny import save_tiny, tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pool")
+    for seed, name in enumerate(("first", "second", "elsewhere")):
+        (root / name).mkdir()
+        save_tiny(tiny("llama", seed=seed), root / name)
+    (root / "models").mkdir()
+    for name in ("first", "second"):
+        shutil.move(root / name, root / "models" / name)
+    (root / "models" / "broken").mkdir()
+    (root / "models" / "broken" / "config.json").write_text('{"model_type": "llama"}')
+    return root
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[httpx.Client]:
+    port = free_port()
+    command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(port), "--model-dir", f"{folder / 'models'}"]
+    with (
+        running(ServerProcess(command, port, "first")) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+def ask(client: httpx.Client, model: str) -> httpx.Response:
+    body = {"model": model, "prompt": "hello there", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return client.post("/v1/completions", json=body)
+
+
+def statuses(client: httpx.Client) -> dict[str, str]:
+    return {entry["id"]: entry["status"] for entry in client.get("/v1/models").json()["data"]}
+
+
+def test_a_model_loads_on_its_first_request(client: httpx.Client) -> None:
+    assert statuses(client) == {"broken": "unloaded", "first": "unloaded", "second": "unloaded"}
+    assert client.get("/health").json() == {"status": "healthy", "model_loaded": True}
+    assert client.get("/metrics").status_code == client.get("/debug/metrics").status_code == 200
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: ask(client, "second"), range(4)))
+    assert [answer.status_code for answer in answers] == [200] * 4, answers[0].text
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    entry = client.get("/v1/models/second").json()
+    assert (entry["status"], entry["kind"], entry["progress"], entry["max_model_len"]) == ("ready", "chat", 1.0, 2048)
+    assert client.post("/tokenize", json={"model": "first", "prompt": "hello"}).json()["count"] > 0
+    assert statuses(client) == {"broken": "unloaded", "first": "ready", "second": "ready"}
+
+
+def test_one_that_can_not_be_loaded_says_why(client: httpx.Client) -> None:
+    for _ in range(2):
+        answer = ask(client, "broken")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_failed")
+        assert "broken" in answer.json()["error"]["message"]
+    entry = client.get("/v1/models/broken").json()
+    assert entry["status"] == "failed"
+    assert "broken" in entry["error"]
+    assert ask(client, "first").status_code == 200, "the others go on"
+    missing = ask(client, "third")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_models_come_and_go_by_name_and_path(client: httpx.Client, folder: Path) -> None:
+    before = ask(client, "first").json()["choices"][0]["text"]
+    other = {"model": "extra", "path": str(folder / "elsewhere"), "pin": True}
+    loaded = client.post("/v1/models/load", json=other)
+    assert loaded.status_code == 200, loaded.text
+    assert (loaded.json()["status"], loaded.json()["pinned"]) == ("ready", True)
+    assert ask(client, "extra").json()["choices"][0]["text"] != before
+    assert client.post("/v1/models/load", json=other).status_code == 200, "twice is no mistake"
+    unloaded = client.post("/v1/models/unload", json={"model": "first"})
+    assert (unloaded.status_code, unloaded.json()["status"]) == (200, "unloaded")
+    assert statuses(client)["first"] == "unloaded"
+    assert ask(client, "first").json()["choices"][0]["text"] == before, "it is loaded again"
+    assert client.post("/v1/models/unload", json={"model": "extra"}).status_code == 200
+    assert "extra" not in statuses(client)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "model"),
+        ({"model": "nowhere"}, 404, "model"),
+        ({"model": "default", "path": "somewhere"}, 400, "model"),
+        ({"model": "first", "path": "/nowhere/else"}, 409, "model"),
+        ({"model": "new", "path": ""}, 400, "path"),
+        ({"model": "new", "path": "/nowhere/else"}, 503, None),
+    ],
+)
+def test_what_can_not_be_loaded_is_refused(
+    client: httpx.Client, body: dict[str, str], status: int, param: str | None
+) -> None:
+    answer = client.post("/v1/models/load", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+    assert ask(client, "second").status_code == 200

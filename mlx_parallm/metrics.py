@@ -93,8 +93,20 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class PredictorMetrics:
+    """A model that predicts."""
+
+    requests: int = 0
+    inputs: int = 0
+    batches: int = 0
+    failures: int = 0  # inputs that could not be computed
+    seconds: float = 0.0  # of its thread's
+    waiting: int = 0  # requests that wait or run
+
+
+@dataclass(slots=True)
 class BackgroundMetrics:
-    """Work that shares the engine's time with serving: training."""
+    """Work that shares the engine's time with generating: training, or models that predict."""
 
     steps: int = 0
     seconds: float = 0.0

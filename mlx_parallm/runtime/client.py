@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from mlx_parallm.metrics import EngineMetrics
+from mlx_parallm.metrics import EngineMetrics, PredictorMetrics
 from mlx_parallm.types import (
     AdapterRoute,
     AdapterVersion,
@@ -111,6 +111,8 @@ class PredictorClient(Protocol):
 
     @property
     def info(self) -> PredictorInfo: ...
+    @property
+    def metrics(self) -> PredictorMetrics: ...
     @property
     def tokenizer(self) -> Any:
         """A `tokenizers.Tokenizer`, where inputs are texts."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from mlx_parallm.engine.background import Steps
 from mlx_parallm.errors import QueueFullError, RequestTimeoutError, UnavailableError
+from mlx_parallm.metrics import PredictorMetrics
 from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.types import PredictorInfo
 
@@ -79,6 +80,7 @@ class LocalPredictor:
     def __init__(self, predictor: Predictor, host: PredictionHost, max_queue_size: int) -> None:
         self.predictor = predictor
         self._host = host
+        self.metrics = PredictorMetrics()
         self._max_queue_size = max_queue_size
         self._lock = threading.RLock()  # futures call back while it is held
         self._waiting: deque[Input] = deque()
@@ -109,6 +111,8 @@ class LocalPredictor:
             if len(self._calls) >= self._max_queue_size:
                 raise QueueFullError(f"{len(self._calls)} requests wait for this model; try again later")
             self._calls.add(call)
+            self.metrics.requests += 1
+            self.metrics.waiting = len(self._calls)
         call.future.add_done_callback(lambda _: self._forget(call))
         cost = self.predictor.cost
         entries = [Input(call, index, value, cost(value)) for index, value in enumerate(inputs)]
@@ -126,6 +130,7 @@ class LocalPredictor:
     def _forget(self, call: Call) -> None:
         with self._lock:
             self._calls.discard(call)
+            self.metrics.waiting = len(self._calls)
 
     def _start(self) -> None:
         self._running, host = True, self._host
@@ -186,6 +191,7 @@ class LocalPredictor:
             assert len(results) == len(batch), f"{len(results)} outputs for {len(batch)} inputs"
         except Exception as error:  # of one input perhaps, which the others must not pay for
             if len(batch) == 1:
+                self.metrics.failures += 1
                 batch[0].call.fail(error)
                 return
             for one in batch:
@@ -193,7 +199,10 @@ class LocalPredictor:
             with self._lock:
                 self._waiting.extendleft(reversed(batch))
             return
-        speed = sum(one.cost for one in batch) / max(1e-6, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        self.metrics.batches, self.metrics.inputs = self.metrics.batches + 1, self.metrics.inputs + len(batch)
+        self.metrics.seconds += seconds
+        speed = sum(one.cost for one in batch) / max(1e-6, seconds)
         self._speed += (speed - self._speed) * WEIGHT_OF_NEWEST if self._speed else speed
         for one, result in zip(batch, results, strict=True):
             one.call.put(one.index, result)

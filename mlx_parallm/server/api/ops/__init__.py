@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.metrics import EngineMetrics
-from mlx_parallm.server.api.ops.metrics import HISTOGRAMS, EngineCollector, TrainingCollector
+from mlx_parallm.server.api.ops.metrics import HISTOGRAMS, EngineCollector, PoolCollector, TrainingCollector
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.routing import add_routes
@@ -74,6 +74,7 @@ class DebugMetrics(AnswerBody):
     )
     prefix: dict[str, int] = Field(description="The prefix cache: lookups, hits, hit_tokens, evictions, blocks, bytes")
     background: dict[str, float] = Field(description="Training: its steps and seconds, and the longest wait for it")
+    predictions: dict[str, float] = Field(description="The same for models that predict")
     ssd: dict[str, int] = Field(description="Its tier on SSD: files, bytes, reads, writes, dropped, damaged, pruned")
     models: dict[str, "DebugMetrics"] | None = Field(None, description="Each model's own, when several are served")
 
@@ -108,6 +109,7 @@ class Operations:
         self._state = context.state
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(EngineCollector(context.models))
+        self._registry.register(PoolCollector(context.runtime))
         self._registry.register(TrainingCollector(context.runtime.training, context.models))
 
     async def health(self) -> Response:

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from mlx_parallm import __version__
 from mlx_parallm.metrics import LATENCY_BUCKETS, BackgroundMetrics, Histogram
-from mlx_parallm.runtime.client import TrainingClient
+from mlx_parallm.runtime.client import RuntimeClient, TrainingClient
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.types import TrainingMetrics
 
@@ -75,6 +75,15 @@ HISTOGRAMS = {
     "step_seconds": "Seconds per step",
     "request_seconds": "Seconds from arrival to the end",
     "adapter_seconds": "Seconds of the engine's for each adapter published, brought in, or put beside others",
+}
+# Each with the field of PredictorMetrics that it shows.
+PREDICTOR_METRICS = {
+    "predict_requests": ("requests", "Requests to models that predict"),
+    "predict_inputs": ("inputs", "Inputs that were computed"),
+    "predict_batches": ("batches", "Batches that they were computed in"),
+    "predict_failures": ("failures", "Inputs that could not be computed"),
+    "predict_seconds": ("seconds", "Seconds of the engine's, for predictions"),
+    "predict_queue_depth": ("waiting", "Requests that wait or run"),
 }
 # Each with the field of TrainingMetrics that it shows.
 TRAINING_GAUGES = {
@@ -182,6 +191,30 @@ class EngineCollector(Collector):
             histogram: Histogram = getattr(served.client.metrics, name)
             family.add_metric([served.name], _buckets(histogram), histogram.total)
         return family
+
+
+class PoolCollector(Collector):
+    """Which models are loaded, and what those do that predict; each model is a label."""
+
+    def __init__(self, runtime: RuntimeClient) -> None:
+        self._runtime = runtime
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model", "kind"]
+        ready = GaugeMetricFamily(f"{PREFIX}model_loaded", "Whether a model is in memory", labels=labels)
+        size = GaugeMetricFamily(f"{PREFIX}model_bytes", "Bytes of a loaded model's weights", labels=labels)
+        for status in self._runtime.pool.statuses():
+            loaded = status.status in ("ready", "unloading")
+            ready.add_metric([status.name, status.kind], float(loaded))
+            size.add_metric([status.name, status.kind], status.bytes if loaded else 0)
+        yield from (ready, size)
+        predictors = self._runtime.predictors
+        for name, (attribute, text) in PREDICTOR_METRICS.items():
+            kind = GaugeMetricFamily if attribute == "waiting" else CounterMetricFamily
+            family: Any = kind(PREFIX + name, text, labels=labels)
+            for model, client in predictors.items():
+                family.add_metric([model, client.info.kind], getattr(client.metrics, attribute))
+            yield family
 
 
 class TrainingCollector(Collector):

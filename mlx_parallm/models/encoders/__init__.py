@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.encoders import bert, distilbert, modernbert, nomic_bert
 from mlx_parallm.models.encoders.layers import Encoder
+from mlx_parallm.models.encoders.packed import packed_encoder
 from mlx_parallm.models.encoders.weights import Settings, Weights
 
 FAMILIES: dict[str, ModuleType] = {
@@ -38,4 +39,5 @@ def load_encoder(folder: Path, weights: Weights | None = None) -> Encoder:
     weights.prefixes = family.PREFIXES
     encoder: Encoder = family.build(settings, weights)
     mx.eval(encoder.arrays())
+    encoder.packed = packed_encoder(encoder)
     return encoder

@@ -5,9 +5,15 @@ Hidden states are computed for whole batches, padded on the right; padding never
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.host import to_numpy
+
+Array = np.ndarray[Any, Any]
 
 ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "gelu": nn.gelu,
@@ -153,6 +159,20 @@ class Embeddings:
         return mx.cumsum(counted, axis=1) * counted + self.padding
 
 
+class PackedPass(Protocol):
+    """Tokens and types (B, T), which of them are no padding (B, T) -> hidden states of those alone, (N, D)."""
+
+    def __call__(self, tokens: Array, mask: Array, token_types: Array | None) -> Array: ...
+
+
+def _padded(packed: PackedPass, tokens: mx.array, mask: mx.array, token_types: mx.array | None) -> Array:
+    seen = to_numpy(mask).astype(bool)
+    states = packed(to_numpy(tokens), seen, None if token_types is None else to_numpy(token_types))
+    hidden = np.zeros((*seen.shape, states.shape[1]), np.float32)
+    hidden[seen] = states
+    return hidden
+
+
 @dataclass(slots=True, eq=False)
 class Encoder:
     """A loaded encoder. `encoder(tokens, mask)` gives a hidden state for each token."""
@@ -163,6 +183,7 @@ class Encoder:
     max_length: int  # tokens of an input
     final_norm: NormWeights | None = None
     pooler: DenseWeights | None = None  # BERT's
+    packed: "PackedPass | None" = None  # on the CPU: without padding, in C
     vocab_size: int = field(init=False)
     hidden_size: int = field(init=False)
 
@@ -172,6 +193,8 @@ class Encoder:
     def __call__(self, tokens: mx.array, mask: mx.array, token_types: mx.array | None = None) -> mx.array:
         """Tokens (B, T), which of them are no padding (B, T), and their types -> hidden states (B, T, D)."""
         assert tokens.shape[1] <= self.max_length, f"{tokens.shape[1]} tokens, and the limit is {self.max_length}"
+        if self.packed is not None:
+            return mx.array(_padded(self.packed, tokens, mask, token_types))
         masks = Masks(mask.astype(mx.bool_))
         x = self.embeddings(tokens, token_types)
         for layer in self.layers:

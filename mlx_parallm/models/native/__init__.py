@@ -42,6 +42,10 @@ FUNCTIONS = {
     "rms_norm": (POINTER, POINTER, POINTER, SIZE, SIZE, NUMBER),
     "add_low_rank": (POINTER, POINTER, POINTER, SIZE, SIZE, SIZE, SIZE),
     "products": (POINTER, SIZE, SIZE, POINTER, SIZE),
+    "attend_packed": (POINTER, POINTER, POINTER, POINTER, NUMBER),
+    "rope_packed": (POINTER, POINTER, POINTER, POINTER),
+    "activate": (POINTER, POINTER, POINTER, SIZE, SIZE, SIZE, SIZE),
+    "add_norm": (*[POINTER] * 7, SIZE, SIZE, NUMBER),
     "draw": (POINTER, POINTER, POINTER, POINTER, POINTER, SIZE, SIZE),
 }
 

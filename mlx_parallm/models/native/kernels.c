@@ -887,3 +887,226 @@ int draw(const float *logits, const float *heats, const uint32_t *keys, int32_t 
     const struct draws d = {logits, heats, keys, tokens, scores, V};
     return share(draw_some, &d, R, R * V > WORTH_SHARING);
 }
+
+/* Encoders: sequences of different lengths lie one after the other, without padding. */
+
+#define QUERIES 4 /* at a time */
+#define KEYS 32
+
+struct packed {
+    const float *qkv;
+    float *out;
+    const int64_t *starts, *sizes;
+    float scale;
+};
+
+/* sums (QUERIES, KEYS) = queries · keys, these a column each: (dims, stride) */
+static inline void score_block(const float *const *queries, const float *keys, int64_t stride, int64_t dims,
+                               float *const *out) {
+    float sums[QUERIES][KEYS] = {{0}};
+    for (int64_t d = 0; d < dims; d++) {
+        const float *line = keys + d * stride;
+#pragma GCC unroll 4
+        for (int i = 0; i < QUERIES; i++) {
+            const float x = queries[i][d];
+            for (int j = 0; j < KEYS; j++) sums[i][j] += x * line[j];
+        }
+    }
+    for (int i = 0; i < QUERIES; i++) memcpy(out[i], sums[i], sizeof sums[i]);
+}
+
+/* out (QUERIES, KEYS columns) = weights · values */
+static inline void mix_block(float *const *weights, const float *values, int64_t stride, int64_t size, float *const *out) {
+    float sums[QUERIES][KEYS] = {{0}};
+    for (int64_t n = 0; n < size; n++) {
+        const float *line = values + n * stride;
+#pragma GCC unroll 4
+        for (int i = 0; i < QUERIES; i++) {
+            const float x = weights[i][n];
+            for (int j = 0; j < KEYS; j++) sums[i][j] += x * line[j];
+        }
+    }
+    for (int i = 0; i < QUERIES; i++) memcpy(out[i], sums[i], sizeof sums[i]);
+}
+
+/* The same for what is left of a head's columns. */
+static void mix_rest(float *const *weights, const float *values, int64_t stride, int64_t size, int64_t columns,
+                     float *const *out) {
+    for (int i = 0; i < QUERIES; i++) {
+        memset(out[i], 0, sizeof(float) * columns);
+        for (int64_t n = 0; n < size; n++)
+            for (int64_t j = 0; j < columns; j++) out[i][j] += weights[i][n] * values[n * stride + j];
+    }
+}
+
+/* One head of one sequence of T tokens; `columns`: room for its keys, `scores`: for QUERIES lines of scores. */
+static void attend_sequence(const float *qkv, float *out, int64_t T, int64_t H, int64_t D, int64_t window, float scale,
+                            float *columns, float *scores, float *unused) {
+    const int64_t stride = 3 * H * D, padded = (T + KEYS - 1) / KEYS * KEYS;
+    const float *keys = qkv + H * D, *values = qkv + 2 * H * D;
+    for (int64_t d = 0; d < D; d++) memset(columns + d * padded + T, 0, sizeof(float) * (padded - T));
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t d = 0; d < D; d++) columns[d * padded + t] = keys[t * stride + d];
+    for (int64_t t = 0; t < T; t += QUERIES) {
+        const float *queries[QUERIES];
+        float *lines[QUERIES], *weights[QUERIES], *answers[QUERIES];
+        const int64_t last = t + QUERIES - 1 < T - 1 ? t + QUERIES - 1 : T - 1;
+        const int64_t first = t - window > 0 ? (t - window) / KEYS * KEYS : 0;
+        const int64_t end = last + window + 1 < T ? last + window + 1 : T;
+        for (int i = 0; i < QUERIES; i++) {
+            queries[i] = qkv + (t + i < T ? t + i : last) * stride;
+            answers[i] = t + i < T ? out + (t + i) * H * D : unused;
+            weights[i] = scores + i * padded + first;
+        }
+        for (int64_t n = first; n < end; n += KEYS) {
+            for (int i = 0; i < QUERIES; i++) lines[i] = scores + i * padded + n;
+            score_block(queries, columns + n, padded, D, lines);
+        }
+        for (int i = 0; i < QUERIES; i++) {
+            const int64_t at = t + i < T ? t + i : last;
+            const int64_t from = at - window > first ? at - window : first, to = at + window + 1 < end ? at + window + 1 : end;
+            memset(scores + i * padded + first, 0, sizeof(float) * (from - first));
+            softmax_(scores + i * padded + from, to - from, scale);
+            memset(scores + i * padded + to, 0, sizeof(float) * (end - to));
+        }
+        int64_t d = 0;
+        for (; d + KEYS <= D; d += KEYS) {
+            mix_block(weights, values + first * stride + d, stride, end - first, answers);
+            for (int i = 0; i < QUERIES; i++) answers[i] += KEYS;
+        }
+        if (d < D) mix_rest(weights, values + first * stride + d, stride, end - first, D - d, answers);
+    }
+}
+
+static int attend_packed_some(const void *context, int64_t first, int64_t end) {
+    const struct packed *a = context;
+    const int64_t H = a->sizes[1], D = a->sizes[2], window = a->sizes[3], longest = a->sizes[4] + KEYS;
+    float *room = malloc(sizeof(float) * (longest * (D + QUERIES) + D));
+    if (!room) return 1;
+    for (int64_t i = first; i < end; i++) {
+        const int64_t from = a->starts[i / H], T = a->starts[i / H + 1] - from, head = i % H;
+        attend_sequence(a->qkv + from * 3 * H * D + head * D, a->out + from * H * D + head * D, T, H, D, window, a->scale,
+                        room, room + longest * D, room + longest * (D + QUERIES));
+    }
+    free(room);
+    return 0;
+}
+
+/* Attention within each sequence, both ways: qkv (N, 3, H, D) -> out (N, H, D). Sequence b is starts[b] to starts[b + 1].
+ * sizes: B, H, D, how far away a key may be, length of the longest sequence. */
+int attend_packed(const float *qkv, float *out, const int64_t *starts, const int64_t *sizes, float scale) {
+    const struct packed a = {qkv, out, starts, sizes, scale};
+    return share(attend_packed_some, &a, sizes[0] * sizes[1], starts[sizes[0]] * sizes[1] > 64);
+}
+
+/* Rotates queries and keys of qkv (N, 3, H, D) in place; waves as `rope` has them, row n is at positions[n]. */
+int rope_packed(float *qkv, const int64_t *positions, const float *waves, const int64_t *sizes) {
+    const int64_t N = sizes[0], H = sizes[1], D = sizes[2], dims = sizes[3], half = dims / 2;
+    for (int64_t n = 0; n < N; n++)
+        for (int64_t h = 0; h < 2 * H; h++) {
+            float *x = qkv + n * 3 * H * D + h * D;
+            const float *cosine = waves + positions[n] * dims, *sine = cosine + half;
+            for (int64_t i = 0; i < half; i++) {
+                const float a = x[i], b = x[half + i];
+                x[i] = a * cosine[i] - b * sine[i];
+                x[half + i] = a * sine[i] + b * cosine[i];
+            }
+        }
+    return 0;
+}
+
+/* Abramowitz and Stegun 7.1.26: within 2e-7. */
+static inline float erf_(float x) {
+    const float size = fabsf(x), t = 1.0f / (1.0f + 0.3275911f * size);
+    float p = 1.061405429f;
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    return copysignf(1.0f - p * t * exp_(-size * size), x);
+}
+
+enum { GELU, GELU_TANH, RELU, SILU };
+
+static inline __attribute__((always_inline)) float activated(float x, int kind) {
+    if (kind == GELU) return 0.5f * x * (1.0f + erf_(x * 0.70710678118654752f));
+    if (kind == GELU_TANH) return x / (1.0f + exp_(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+    if (kind == RELU) return x > 0.0f ? x : 0.0f;
+    return x / (1.0f + exp_(-x));
+}
+
+struct activation {
+    const float *x, *bias;
+    float *out;
+    int64_t size;
+    int kind, gated;
+};
+
+static inline __attribute__((always_inline)) void activate_line(const struct activation *a, int64_t row, int kind) {
+    const int64_t size = a->size;
+    const float *restrict x = a->x + row * size * (1 + a->gated), *restrict bias = a->bias;
+    float *restrict out = a->out + row * size;
+    if (a->gated && bias)
+        for (int64_t i = 0; i < size; i++) out[i] = activated(x[i] + bias[i], kind) * (x[size + i] + bias[size + i]);
+    else if (a->gated)
+        for (int64_t i = 0; i < size; i++) out[i] = activated(x[i], kind) * x[size + i];
+    else if (bias)
+        for (int64_t i = 0; i < size; i++) out[i] = activated(x[i] + bias[i], kind);
+    else
+        for (int64_t i = 0; i < size; i++) out[i] = activated(x[i], kind);
+}
+
+static int activate_some(const void *context, int64_t first, int64_t end) {
+    const struct activation *a = context;
+    for (int64_t row = first; row < end; row++)
+        switch (a->kind) { /* a loop for each, so that it becomes vector instructions */
+        case GELU: activate_line(a, row, GELU); break;
+        case GELU_TANH: activate_line(a, row, GELU_TANH); break;
+        case RELU: activate_line(a, row, RELU); break;
+        default: activate_line(a, row, SILU);
+        }
+    return 0;
+}
+
+/* out (rows, size) = activation(x + bias); gated: x (rows, 2 * size), and the second half is multiplied with it. */
+int activate(const float *x, const float *bias, float *out, int64_t rows, int64_t size, int64_t kind, int64_t gated) {
+    const struct activation a = {x, bias, out, size, (int)kind, (int)gated};
+    return share(activate_some, &a, rows, rows * size > WORTH_SHARING);
+}
+
+struct normalisation {
+    const float *x, *bias, *residual, *weight, *shift;
+    float *sum, *out;
+    int64_t dims;
+    float eps;
+};
+
+static int add_norm_some(const void *context, int64_t first, int64_t end) {
+    const struct normalisation *a = context;
+    const int64_t dims = a->dims;
+    for (int64_t row = first; row < end; row++) {
+        const float *restrict x = a->x + row * dims;
+        float *to = (a->sum ? a->sum : a->out) + row * dims;
+        for (int64_t i = 0; i < dims; i++) to[i] = x[i];
+        if (a->bias)
+            for (int64_t i = 0; i < dims; i++) to[i] += a->bias[i];
+        if (a->residual)
+            for (int64_t i = 0; i < dims; i++) to[i] += a->residual[row * dims + i];
+        if (!a->weight) continue;
+        float *out = a->out + row * dims;
+        const float mean = total(to, dims) / dims;
+        for (int64_t i = 0; i < dims; i++) out[i] = to[i] - mean;
+        const float share = 1.0f / sqrtf(dot(out, out, dims) / dims + a->eps);
+        for (int64_t i = 0; i < dims; i++) out[i] = out[i] * share * a->weight[i];
+        if (a->shift)
+            for (int64_t i = 0; i < dims; i++) out[i] += a->shift[i];
+    }
+    return 0;
+}
+
+/* sum = x + bias + residual, out = its layer normalisation; what is NULL is left out. All but x must be others' arrays. */
+int add_norm(const float *x, const float *bias, const float *residual, const float *weight, const float *shift, float *sum,
+             float *out, int64_t rows, int64_t dims, float eps) {
+    const struct normalisation a = {x, bias, residual, weight, shift, sum, out, dims, eps};
+    return share(add_norm_some, &a, rows, rows * dims > WORTH_SHARING);
+}

@@ -42,7 +42,7 @@ def load(
     path = _embedded_file() if source is None else Path(source).expanduser()
     folder = _folder(str(path), source)
     module, tokenizer, config = _load_folder(folder, trust_remote_code)
-    precision = _apply_precision(module, dtype)
+    precision = apply_precision(module, dtype)
     weight_bytes = sum(array.nbytes for _, array in _arrays(module))
     logits = module(mx.zeros((1, 1), dtype=mx.int32))  # (1, 1, V); never computed, only its shape is read
     return LanguageModel(
@@ -112,7 +112,7 @@ def _load_folder(folder: str, trust_remote_code: bool) -> tuple[nn.Module, Token
         raise ModelLoadError(f"{folder} can't be loaded: {error}") from error
 
 
-def _apply_precision(module: nn.Module, dtype: str) -> str:
+def apply_precision(module: nn.Module, dtype: str) -> str:
     """Brings the weights into `dtype`, array by array so that memory holds little twice, and says what they are."""
     if dtype == "auto":
         dtype = _fast_dtype(module)

@@ -186,9 +186,13 @@ class Encoder:
     packed: "PackedPass | None" = None  # on the CPU: without padding, in C
     vocab_size: int = field(init=False)
     hidden_size: int = field(init=False)
+    weight_bytes: int = field(init=False)
+    precision: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.vocab_size, self.hidden_size = self.embeddings.word.shape
+        self.weight_bytes = sum(array.nbytes for array in self.arrays())
+        self.precision = str(self.embeddings.word.dtype).removeprefix("mlx.core.")
 
     def __call__(self, tokens: mx.array, mask: mx.array, token_types: mx.array | None = None) -> mx.array:
         """Tokens (B, T), which of them are no padding (B, T), and their types -> hidden states (B, T, D)."""

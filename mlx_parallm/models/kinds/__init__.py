@@ -37,7 +37,8 @@ class Kind(Protocol):
     __name__: str
 
     def recognises(self, config: dict[str, Any]) -> bool:
-        """Whether a folder with this config.json is one of its models."""
+        """Whether a folder with this config.json is one of its models. Where it has a modules.json, that is
+        `config["modules"]`."""
         ...
 
     def load(self, folder: Path) -> Predictor: ...
@@ -59,8 +60,14 @@ def kind_of(source: str | None) -> Kind | None:
 def _config(source: str | None) -> dict[str, Any] | None:
     if source is None:
         return None
+    config, modules = _read(source, "config.json"), _read(source, "modules.json")
+    if isinstance(modules, list):  # sentence-transformers' folders may have config.json in one of their own
+        return (config if isinstance(config, dict) else {}) | {"modules": modules}
+    return config if isinstance(config, dict) else None
+
+
+def _read(source: str, name: str) -> Any:
     try:
-        config = json.loads((Path(source).expanduser() / "config.json").read_text())
+        return json.loads((Path(source).expanduser() / name).read_text())
     except (OSError, ValueError, RuntimeError):
         return None
-    return config if isinstance(config, dict) else None

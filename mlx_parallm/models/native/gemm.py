@@ -17,7 +17,7 @@ def matrix_product() -> Callable[[Array, Array, Array], None]:
     """x (N, K), weights (M, K), out (N, M), which becomes x @ weights.T; all of them contiguous float32."""
     path = blas.loaded()
     if path is None:
-        return lambda x, weights, out: np.matmul(x, weights.T, out=out)
+        return _numpy_product
     sgemm = ctypes.CDLL(path).cblas_sgemm
     size, address, number = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
     sgemm.argtypes = [*[size] * 6, number, address, size, address, size, number, address, size]
@@ -30,3 +30,7 @@ def matrix_product() -> Callable[[Array, Array, Array], None]:
         sgemm(*order, rows, columns, inner, 1.0, first, inner, second, inner, 0.0, result, columns)
 
     return product
+
+
+def _numpy_product(x: Array, weights: Array, out: Array) -> None:
+    np.matmul(x, weights.T, out=out)

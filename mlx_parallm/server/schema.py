@@ -90,14 +90,18 @@ def responses(model: type[BaseModel], *, streams: bool = False) -> dict[int | st
 
 def read_prompt(value: Any) -> list[str] | list[list[int]]:
     """One prompt or several, as text or as token ids, always as a list of prompts."""
+    return read_prompts(value, MAX_PROMPTS)
+
+
+def read_prompts(value: Any, most: int) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
         raise PydanticCustomError("prompt", "Expected a string, token ids, or a non-empty list of either")
     if _are_tokens(value):
         return [value]
-    if len(value) > MAX_PROMPTS:
-        raise PydanticCustomError("prompt", f"At most {MAX_PROMPTS} prompts fit in one request")
+    if len(value) > most:
+        raise PydanticCustomError("prompt", f"At most {most} prompts fit in one request")
     texts = all(isinstance(item, str) for item in value)
     if texts or all(isinstance(item, list) and item and _are_tokens(item) for item in value):
         return value

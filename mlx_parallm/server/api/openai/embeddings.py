@@ -1,0 +1,209 @@
+"""`/v1/embeddings`: texts or token ids to vectors."""
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from pydantic import ConfigDict, Field, PlainValidator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.predictors import ServedPredictor
+from mlx_parallm.server.schema import AnswerBody, Body, read_prompts
+from mlx_parallm.server.tokenizers import LONG_TEXT
+from mlx_parallm.types import INT64, EmbeddingInfo
+from mlx_parallm.validation import check_ids
+
+MAX_INPUTS = 2048
+MANY_NUMBERS = 1 << 16  # from here on an answer is written off the event loop; a millisecond or two
+WHOLE_CONTEXT = -1
+
+Vectors = Sequence[npt.NDArray[np.float32]]
+
+
+def _read_input(value: Any) -> list[str] | list[list[int]]:
+    return read_prompts(value, MAX_INPUTS)
+
+
+EmbeddingTexts = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(_read_input, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
+
+
+class EmbeddingBody(Body):
+    """Texts to embed."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"input": ["The food was delicious.", "It tasted great."]}})
+    model: str | None = Field(None, description="Default: the first embedding model")
+    input: EmbeddingTexts = Field(description=f"A text, its token ids, or a list of up to {MAX_INPUTS} of either")
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="base64: of the numbers as little-endian float32"
+    )
+    dimensions: int | None = Field(
+        None, ge=1, le=INT64, description="Keep so many numbers of each vector, where the model was trained for it"
+    )
+    prompt_name: str | None = Field(None, description="Put this prompt of the model's before each text")
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=WHOLE_CONTEXT,
+        le=INT64,
+        description="Keep the first so many tokens of an input; -1: what the model takes",
+    )
+    user: str | None = Field(None, description="Ignored")
+
+
+class Embedding(AnswerBody):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(AnswerBody):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingAnswer(AnswerBody):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "object": "list",
+                "data": [{"object": "embedding", "index": 0, "embedding": [0.0123, -0.0456, 0.0789]}],
+                "model": "all-MiniLM-L6-v2",
+                "usage": {"prompt_tokens": 7, "total_tokens": 7},
+            }
+        }
+    )
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class EmbeddingRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._predictors = context.predictors
+        self._tokenizers = context.tokenizers
+
+    async def embed(self, body: EmbeddingBody, request: Request) -> Response:
+        """A vector for each input, of the model's full size or cut to `dimensions`."""
+        async with self._predictors.use(body.model, "embedding", request=request) as model:
+            info = model.info
+            assert isinstance(info, EmbeddingInfo)
+            _check_dimensions(body.dimensions, info)
+            inputs = await self._tokens(body, model, info)
+            vectors = await model.predict(inputs, request)
+        count = sum(map(len, inputs))
+        content = {"model": model.name, "usage": {"prompt_tokens": count, "total_tokens": count}}
+
+        def write() -> bytes:
+            cut = [_cut(vector, body.dimensions) for vector in vectors]
+            return _answer(cut, content, body.encoding_format == "base64")
+
+        many = len(vectors) * info.dimensions > MANY_NUMBERS
+        return Response(await self._tokenizers.run(write) if many else write(), media_type="application/json")
+
+    async def _tokens(self, body: EmbeddingBody, model: ServedPredictor, info: EmbeddingInfo) -> list[list[int]]:
+        """Token ids of each input that the model knows, and that fit it."""
+        prompt = _prompt(body.prompt_name, info)
+        keep = _kept_tokens(body.truncate_prompt_tokens, info)
+        texts = [prompt + text for text in body.input if isinstance(text, str)]
+
+        def work() -> list[list[int]]:
+            return _encode(model.tokenizer, texts, keep)
+
+        if texts:
+            tokens = await self._tokenizers.run(work) if sum(map(len, texts)) > LONG_TEXT else work()
+        else:
+            if body.prompt_name is not None:
+                raise InvalidRequestError("prompt_name is for texts, and the input is token ids", param="prompt_name")
+            tokens = [ids[:keep] for ids in body.input if not isinstance(ids, str)]
+        for index, ids in enumerate(tokens):
+            _check(ids, info, "input" if len(tokens) == 1 else f"input.{index}")
+        return tokens
+
+
+def _encode(tokenizer: Any, texts: list[str], keep: int | None) -> list[list[int]]:
+    """Special tokens stay when a text is cut."""
+    if keep is None:
+        return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+    room = max(0, keep - tokenizer.num_special_tokens_to_add(False))
+    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    for encoding in encodings:
+        encoding.truncate(room)
+    return [tokenizer.post_process(encoding).ids[:keep] for encoding in encodings]
+
+
+def _prompt(name: str | None, info: EmbeddingInfo) -> str:
+    if name is None:
+        return info.prompts.get(info.default_prompt or "", "")
+    if name not in info.prompts:
+        known = f"has the prompts {', '.join(info.prompts)}" if info.prompts else "has no prompts"
+        raise InvalidRequestError(f"prompt_name: {name!r} is none of the model's: it {known}", param="prompt_name")
+    return info.prompts[name]
+
+
+def _kept_tokens(asked: int | None, info: EmbeddingInfo) -> int | None:
+    if asked is None:
+        return None
+    assert info.context_length is not None
+    if asked == 0:
+        raise InvalidRequestError("truncate_prompt_tokens: 0 would leave nothing", param="truncate_prompt_tokens")
+    if asked > info.context_length:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens: {asked} is more than the {info.context_length} tokens that the model takes",
+            param="truncate_prompt_tokens",
+        )
+    return info.context_length if asked == WHOLE_CONTEXT else asked
+
+
+def _check(ids: list[int], info: EmbeddingInfo, param: str) -> None:
+    assert info.context_length is not None
+    assert info.vocab_size is not None
+    if not ids:
+        raise InvalidRequestError(f"{param}: the input is empty", param=param)
+    if len(ids) > info.context_length:
+        raise ContextLengthError(
+            f"This model's maximum context length is {info.context_length} tokens. However, {param} has {len(ids)} "
+            "tokens. Please reduce its length, or set truncate_prompt_tokens to -1.",
+            param=param,
+        )
+    check_ids(ids, info.vocab_size, param)
+
+
+def _check_dimensions(asked: int | None, info: EmbeddingInfo) -> None:
+    if asked is None or asked == info.dimensions or asked in info.trained_dimensions:
+        return
+    sizes = [*info.trained_dimensions, info.dimensions]
+    every = len(sizes) == info.dimensions
+    known = f"1 to {info.dimensions}" if every else ", ".join(map(str, sizes))
+    raise InvalidRequestError(
+        f"dimensions: the model gives vectors of {known} numbers, not {asked}", param="dimensions"
+    )
+
+
+def _cut(vector: npt.NDArray[np.float32], dimensions: int | None) -> npt.NDArray[np.float32]:
+    """A cut vector has length 1 again."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    kept = vector[:dimensions]
+    length: np.float32 = np.linalg.norm(kept)
+    return kept / max(length, np.float32(1e-12))
+
+
+def _answer(vectors: Vectors, content: dict[str, Any], as_base64: bool) -> bytes:
+    def written(vector: npt.NDArray[np.float32]) -> Any:
+        if not as_base64:
+            return np.ascontiguousarray(vector)
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+    data = [
+        {"object": "embedding", "index": index, "embedding": written(vector)} for index, vector in enumerate(vectors)
+    ]
+    return orjson.dumps({"object": "list", "data": data, **content}, option=orjson.OPT_SERIALIZE_NUMPY)

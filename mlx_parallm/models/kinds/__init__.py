@@ -58,16 +58,28 @@ def kind_of(source: str | None) -> Kind | None:
 
 
 def _config(source: str | None) -> dict[str, Any] | None:
+    """config.json; a folder that has network.json in its place is {"network": what is in it}."""
     if source is None:
         return None
-    config, modules = _read(source, "config.json"), _read(source, "modules.json")
+    folder = Path(source)
+    config, modules = _read(folder / "config.json"), _read(folder / "modules.json")
     if isinstance(modules, list):  # sentence-transformers' folders may have config.json in one of their own
         return (config if isinstance(config, dict) else {}) | {"modules": modules}
+    if config is None and _exists(folder / "network.json"):
+        network = _read(folder / "network.json")
+        return {"network": network if isinstance(network, dict) else {}}  # its kind says what is wrong with it
     return config if isinstance(config, dict) else None
 
 
-def _read(source: str, name: str) -> Any:
+def _exists(path: Path) -> bool:
     try:
-        return json.loads((Path(source).expanduser() / name).read_text())
+        return path.expanduser().is_file()
     except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.expanduser().read_text())
+    except (OSError, ValueError, RuntimeError):  # RecursionError is a RuntimeError
         return None

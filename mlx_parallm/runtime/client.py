@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from mlx_parallm.metrics import EngineMetrics, PredictorMetrics
+from mlx_parallm.signature import WeightsVersion
 from mlx_parallm.types import (
     AdapterRoute,
     AdapterVersion,
@@ -121,6 +122,14 @@ class PredictorClient(Protocol):
     def predict(self, inputs: Sequence[Any], timeout: float | None = None) -> "Future[list[Any]]":
         """An output for each input, in batches with those of other clients; QueueFullError. Cancelling the future takes
         those that still wait out of the queue."""
+        ...
+
+    def update(self, name: str, data: bytes, number: int | None = None) -> WeightsVersion:
+        """New weights, in safetensors, from the next batch on; InvalidRequestError where the model takes none."""
+        ...
+
+    def rollback(self, name: str, number: int | None = None) -> WeightsVersion:
+        """Back to earlier weights; without a number, those before."""
         ...
 
 

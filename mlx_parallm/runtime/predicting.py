@@ -17,6 +17,8 @@ from mlx_parallm.engine.background import Steps
 from mlx_parallm.errors import QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.metrics import PredictorMetrics
 from mlx_parallm.models.kinds import Predictor
+from mlx_parallm.runtime.policy_weights import roll_back, update_weights
+from mlx_parallm.signature import WeightsVersion
 from mlx_parallm.types import PredictorInfo
 
 T = TypeVar("T")
@@ -126,6 +128,12 @@ class LocalPredictor:
         """Predicts on another thread from the next batch on."""
         with self._lock:
             self._host = host
+
+    def update(self, name: str, data: bytes, number: int | None = None) -> WeightsVersion:
+        return update_weights(name, self.predictor, self._host.run, data, number)
+
+    def rollback(self, name: str, number: int | None = None) -> WeightsVersion:
+        return roll_back(name, self.predictor, self._host.run, number)
 
     def _forget(self, call: Call) -> None:
         with self._lock:

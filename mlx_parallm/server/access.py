@@ -28,6 +28,7 @@ from mlx_parallm.errors import (
     PermissionDeniedError,
 )
 from mlx_parallm.server.errors import error_response
+from mlx_parallm.tensors import SAFETENSORS_TYPES
 
 Role = Literal["user", "admin"]
 OPEN_PATHS = frozenset({"/health", "/health/", "/metrics"})  # for probes and scrapers, as vLLM leaves them
@@ -35,6 +36,7 @@ UPLOAD_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter", "/update_ada
 UPLOAD_TYPES = frozenset(
     {"multipart/form-data", "application/octet-stream", "application/x-safetensors", "application/vnd.safetensors"}
 )
+TENSOR_PATHS = frozenset({"/v1/predict", "/v1/rl/act"})
 CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 ADMIN_PATHS = frozenset({"/v1/models/load", "/v1/models/unload"})  # GET /v1/models/NAME is for users
@@ -197,8 +199,10 @@ def _media_type_error(path: str, headers: Headers) -> ParallmError | None:
         return None
     if path in UPLOAD_PATHS and kind in UPLOAD_TYPES:
         return None
+    if path in TENSOR_PATHS and kind in SAFETENSORS_TYPES:
+        return None
     message = "the body must be JSON, sent with Content-Type: application/json"
-    if path == "/update_adapter_weights":
+    if path == "/update_adapter_weights" or path in TENSOR_PATHS:
         message += ", or a safetensors file with -H 'Content-Type: application/octet-stream'"
     elif path in UPLOAD_PATHS:
         message = "the files must come as a form: curl -F name=NAME -F weights=@FILE -F config=@adapter_config.json"

@@ -33,6 +33,13 @@ class JSONResponse(Response):
         return orjson.dumps(content)
 
 
+class TensorJSONResponse(JSONResponse):
+    """An answer with NumPy arrays in it, which become nested lists."""
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
 def error_response(error: ParallmError) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, QueueFullError):

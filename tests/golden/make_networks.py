@@ -1,6 +1,7 @@
 """Makes networks.json, networks.safetensors and state_dict.pt: what torch computes for small random networks.
 
-    python -m venv TORCH && TORCH/bin/pip install torch numpy safetensors && TORCH/bin/python tests/golden/make_networks.py
+    python -m venv TORCH && TORCH/bin/pip install torch numpy safetensors
+    TORCH/bin/python tests/golden/make_networks.py
 
 networks.json has the network.json of each case, networks.safetensors CASE/weights/…, CASE/inputs/… and
 CASE/outputs/…. state_dict.pt is the case `cnn` as torch.save writes it. Run once; the numbers are committed.

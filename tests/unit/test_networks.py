@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models.kinds import kind_of, network
+from mlx_parallm.models.kinds import network
 from mlx_parallm.models.kinds.network import NetworkPredictor
 from mlx_parallm.tensors import Array, dump_safetensors, parse_safetensors
 

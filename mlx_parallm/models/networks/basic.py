@@ -173,7 +173,7 @@ class BatchNorm(Layer):
     affine: bool = flag(True)
 
     def tensors(self, *inputs: Shape) -> dict[str, Shape]:
-        channels = (inputs[0][1],)
+        channels: Shape = (inputs[0][1],)
         affine = {"weight": channels, "bias": channels} if self.affine else {}
         return affine | {"running_mean": channels, "running_var": channels}
 

@@ -58,6 +58,7 @@ class Graph:
         last = self._add_inputs(definition.inputs)
         for entry in definition.layers:
             last = self._add_layer(entry, last)
+        assert last is not None  # there is a layer at least
         self._sources: dict[str, int] = {}
         outputs = tuple(self._output(entry, last, len(definition.outputs)) for entry in definition.outputs)
         self.signature = Signature(
@@ -73,8 +74,8 @@ class Graph:
         for spec in specs:
             integer = DTYPES[spec.dtype].kind != "f"
             origins = frozenset({spec.name}) if integer else frozenset()
-            shapes = (_sized(spec.shape, sizes) for sizes in (small, large))
-            self._values[spec.name] = Value(self._next(), *shapes, integer, origins)
+            first, second = _sized(spec.shape, small), _sized(spec.shape, large)
+            self._values[spec.name] = Value(self._next(), first, second, integer, origins)
         return self._values[specs[0].name] if len(specs) == 1 else None
 
     def _next(self) -> int:

@@ -46,14 +46,15 @@ class Recurrent(Layer):
     def tensors(self, *inputs: Shape) -> dict[str, Shape]:
         if self.input_size is None:
             self.input_size = inputs[0][-1]
-        rows, found = self.gates * self.hidden_size, {}
+        rows = self.gates * self.hidden_size
+        found: dict[str, Shape] = {}
         for place, ending in enumerate(self._names()):
             width = self.input_size if place < self.directions else self.hidden_size * self.directions
             found[f"weight_ih{ending}"] = (rows, width)
             found[f"weight_hh{ending}"] = (rows, self.hidden_size)
             if self.bias:
                 found[f"bias_ih{ending}"] = found[f"bias_hh{ending}"] = (rows,)
-        return dict(found)
+        return found
 
     def shapes(self, *inputs: Shape) -> tuple[Shape, ...]:
         given = inputs[0]

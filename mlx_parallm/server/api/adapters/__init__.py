@@ -7,7 +7,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import BASE, ServedModel, is_number, parse_label
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.signature import WeightsVersion
 from mlx_parallm.types import AdapterRoute, AdapterVersion
 
 MAX_FIELD_BYTES = 1 << 20  # of a form's field that is no file
@@ -97,6 +98,8 @@ def router(context: ServerContext) -> APIRouter:
 class Adapters:
     def __init__(self, context: ServerContext) -> None:
         self._models = context.models
+        self._runtime = context.runtime
+        self._predictors = context.predictors
         self._client = context.runtime.adapters
 
     async def adapters(self) -> Response:
@@ -140,7 +143,8 @@ class Adapters:
     async def update(self, request: Request) -> Response:
         """Weights as a safetensors file in base64, without any file on disk: a new version of `name`. Without a
         `config`, that of the version before holds, or a scale of 1. Faster: the file itself as the body, with
-        `Content-Type: application/octet-stream` and the other fields in the query."""
+        `Content-Type: application/octet-stream` and the other fields in the query. With the name of a served policy its
+        weights are replaced, all of them, between two batches."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind in RAW_TYPES:
             fields: Any = {key: value for key, value in request.query_params.items() if key in RAW_FIELDS}
@@ -156,6 +160,10 @@ class Adapters:
                 raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
             body = _validated(fields)
             data = await asyncio.to_thread(_decoded, body.tensors)
+        if body.name in self._runtime.predictors:
+            async with self._predictors.use(body.name, "policy", param="name") as model:
+                policy = await asyncio.to_thread(model.client.update, model.name, data, body.version)
+            return _changed(policy, f"{policy.label} acts from now on")
         version = await self._publish(self._models.find(body.model), body.name, data, body.config, body.version)
         return _changed(version, f"{version.label} is what {version.name!r} means now")
 
@@ -168,7 +176,11 @@ class Adapters:
     async def rollback(self, body: RollbackBody) -> Response:
         """Lets the name mean an earlier version again; without `version`, the one before. The training of an adapter
         goes back too, with its optimiser. Where the version is no longer kept, or a checkpoint is named, it goes on
-        from the checkpoint, as a new version."""
+        from the checkpoint, as a new version. A served policy goes back to earlier weights in the same way."""
+        if body.name in self._runtime.predictors:
+            async with self._predictors.use(body.name, "policy", param="name") as model:
+                policy = await asyncio.to_thread(model.client.rollback, model.name, body.version)
+            return _changed(policy, f"{policy.label} acts from now on; {_numbers(policy.kept)} are kept")
         served = self._models.with_adapter(body.name)
         work = partial(self._client.rollback, served.name, body.name, body.version, body.checkpoint)
         version, message = await asyncio.to_thread(work)
@@ -304,7 +316,11 @@ def _describe(served: ServedModel, version: AdapterVersion, current: int) -> dic
     }
 
 
-def _changed(version: AdapterVersion, message: str) -> Response:
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _changed(version: AdapterVersion | WeightsVersion, message: str) -> Response:
     return JSONResponse(
         {"status": "success", "name": version.name, "policy_version": version.number, "message": message}
     )

@@ -1,0 +1,195 @@
+"""Policies: networks whose network.json has a `policy`, which says what actions are drawn from their outputs.
+
+An input is an `ActInput`, a block of observations with their state; or arrays by name, for the bare outputs. Weights
+are replaced between two batches; the last few versions are kept, to go back to.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.config import nearest
+from mlx_parallm.errors import InvalidRequestError, ModelLoadError, ModelNotFoundError
+from mlx_parallm.models.kinds.network import Block, NetworkPredictor
+from mlx_parallm.models.networks.definition import read_definition, read_file
+from mlx_parallm.models.networks.files import read_weights
+from mlx_parallm.models.networks.graph import Graph, fit_tensors
+from mlx_parallm.models.networks.heads import Head, Rows, read_head
+from mlx_parallm.models.networks.layer import Weights
+from mlx_parallm.signature import ActInput, ActOutput, PolicyInfo, TensorSpec
+from mlx_parallm.tensors import DTYPES, Array, TensorError
+
+KEPT_VERSIONS = 4  # beside the current one
+WORD = (1 << 64) - 1
+
+
+def recognises(config: dict[str, Any]) -> bool:
+    return isinstance(config.get("network"), dict) and "policy" in config["network"]
+
+
+def load(folder: Path) -> "Policy":
+    definition = read_definition(read_file(folder))
+    if definition.policy is None:
+        raise ModelLoadError(f"{folder}: policy in network.json is null")
+    graph = Graph(definition)
+    states, value, head = _read_policy(dict(definition.policy), graph)
+    needed = graph.tensors | head.tensors
+    try:
+        tensors = fit_tensors(read_weights(folder), needed)
+    except TensorError as error:
+        raise ModelLoadError(f"{folder}: {error}") from error
+    names = [spec.name for spec in graph.signature.inputs]
+    actions = head.describe() | ({"value": value} if value else {}) | ({"state": states} if states else {})
+    info = PolicyInfo(
+        kind="policy",
+        source=str(folder),
+        weight_bytes=sum(array.nbytes for array in tensors.values()),
+        signature=graph.signature.describe() | {"policy": actions},
+        tensors=graph.signature,
+        observations=tuple(name for name in names if name not in states),
+        states=tuple(states),
+        actions=actions,
+    )
+    found = Policy(info, graph, tensors, head, value, states)
+    found.rehearse()
+    return found
+
+
+class Policy(NetworkPredictor):
+    def __init__(
+        self,
+        info: PolicyInfo,
+        graph: Graph,
+        tensors: Mapping[str, Array],
+        head: Head,
+        value: str | None,
+        states: Mapping[str, str],
+    ) -> None:
+        super().__init__(info, graph, tensors)
+        self._head = head
+        self._value = value
+        self._states = states
+        self._head_weights = {name: tensors[name] for name in head.tensors}
+        self.version = 1
+        self._newest = 1
+        self._kept: dict[int, tuple[list[Weights], dict[str, Array]]] = {1: (self._weights, self._head_weights)}
+
+    def cost(self, item: Any) -> int:
+        return super().cost(item.inputs if isinstance(item, ActInput) else item)
+
+    def predict(self, batch: Sequence[Any]) -> list[Any]:
+        outputs: list[Any] = self.forward([item.inputs if isinstance(item, ActInput) else item for item in batch])
+        acting = [place for place, item in enumerate(batch) if isinstance(item, ActInput)]
+        if acting:
+            acted = self._act([batch[place] for place in acting], [outputs[place] for place in acting])
+            for place, found in zip(acting, acted, strict=True):
+                outputs[place] = found
+        return outputs
+
+    def _act(self, items: Sequence[ActInput], outputs: Sequence[Block]) -> list[ActOutput]:
+        """All rows of all clients at once."""
+        names = [*self._head.names, *([self._value] if self._value else [])]
+        joined = {name: np.concatenate([output[name] for output in outputs]) for name in names}
+        counts = [len(output[names[0]]) for output in outputs]
+        rows = Rows(
+            np.repeat(np.array([item.seed & WORD for item in items], np.uint64), counts),
+            np.concatenate(
+                [np.arange(item.first, item.first + n, dtype=np.uint64) for item, n in zip(items, counts, strict=True)]
+            ),
+            np.repeat(np.array([item.deterministic for item in items]), counts),
+        )
+        with np.errstate(all="ignore"):
+            actions, scores = self._head.draw(joined, self._head_weights, rows)
+        for name, array in (*joined.items(), ("actions", actions), ("action_log_probs", scores)):
+            if not np.isfinite(array).all():
+                raise InvalidRequestError(
+                    f"the policy's {name} are not finite for these observations: they are too large for it",
+                    param="observations",
+                )
+        ends = np.cumsum(counts)
+        return [
+            ActOutput(
+                actions=actions[end - n : end],
+                log_probs=scores[end - n : end].astype(np.float32),
+                values=joined[self._value][end - n : end].reshape(n) if self._value else None,
+                states={name: output[new] for name, new in self._states.items()},
+                version=self.version,
+            )
+            for output, n, end in zip(outputs, counts, ends, strict=True)
+        ]
+
+    # New weights. `fit` may run on any thread; the others on the engine's, between two batches.
+
+    def fit(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
+        """The weights, checked; TensorError."""
+        return fit_tensors(tensors, self._graph.tensors | self._head.tensors)
+
+    def replace(self, tensors: Mapping[str, Array], number: int | None = None) -> int:
+        """Serves these from the next batch on; the version that they are."""
+        number = self._newest + 1 if number is None else number
+        if number <= self._newest:
+            raise InvalidRequestError(f"version {number} is not newer than {self._newest}", param="version")
+        weights = self._graph.prepare(tensors)
+        self._kept[number] = weights, {name: tensors[name] for name in self._head.tensors}
+        self._newest = number
+        self._serve(number)
+        for old in sorted(self._kept)[: -KEPT_VERSIONS - 1]:
+            del self._kept[old]
+        return number
+
+    def rollback(self, number: int | None = None) -> int:
+        """Serves an earlier version that is kept; without a number, the one before."""
+        if number is None:
+            earlier = [one for one in self._kept if one < self.version]
+            if not earlier:
+                raise InvalidRequestError(f"no version before {self.version} is kept", param="version")
+            number = max(earlier)
+        if number not in self._kept:
+            raise ModelNotFoundError(
+                f"there is no version {number}; there is {', '.join(map(str, self.versions))}", param="version"
+            )
+        self._serve(number)
+        return number
+
+    @property
+    def versions(self) -> list[int]:
+        return sorted(self._kept)
+
+    def _serve(self, number: int) -> None:
+        self._weights, self._head_weights = self._kept[number]
+        self.version = number
+
+
+def _read_policy(options: dict[str, Any], graph: Graph) -> tuple[dict[str, str], str | None, Head]:
+    """State (inputs, and the outputs that they get their next values from), value output and head."""
+    outputs = {spec.name: spec for spec in graph.signature.outputs}
+    inputs = {spec.name: spec for spec in graph.signature.inputs}
+    states, value = options.pop("state", {}), options.pop("value", None)
+    if not isinstance(states, dict):
+        raise ModelLoadError("policy: state must be an object of inputs and the outputs that they get new values from")
+    for name, new in states.items():
+        _check_state(name, new, inputs, outputs)
+    if not set(inputs) - set(states):
+        raise ModelLoadError("policy: all inputs are state, and none is an observation")
+    if value is not None:
+        if not isinstance(value, str) or value not in outputs:
+            raise ModelLoadError(f"policy: value is {value!r:.60}, which is no output{nearest(value, outputs)}")
+        if outputs[value].shape[1:] not in ((), (1,)) or outputs[value].dtype != "float32":
+            raise ModelLoadError(f"policy: value must be one number per row, and has {list(outputs[value].shape)}")
+    return states, value, read_head(options, outputs)
+
+
+def _check_state(name: str, new: Any, inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec]) -> None:
+    if name not in inputs:
+        raise ModelLoadError(f"policy: state {name!r} is no input{nearest(name, inputs)}")
+    if not isinstance(new, str) or new not in outputs:
+        raise ModelLoadError(
+            f"policy: state {name!r} gets its value from {new!r:.60}, which is no output{nearest(new, outputs)}"
+        )
+    before, after = inputs[name], outputs[new]
+    fixed = DTYPES[before.dtype].kind == "f" and all(isinstance(dim, int) for dim in before.shape[1:])
+    if before.shape != after.shape or not fixed:
+        shapes = f"{list(before.shape)} and its new value {new!r} {list(after.shape)}"
+        raise ModelLoadError(f"policy: state {name!r} has shape {shapes}; both must be floats of one fixed shape")

@@ -1,4 +1,4 @@
-"""The commands: `parallm serve | train | chat | bench | adapters | doctor`; `mlx_parallm_serve` and `…_train` too.
+"""The commands: `parallm serve | train | chat | bench | adapters | export | doctor`; `mlx_parallm_serve`, `…_train`.
 
 Nothing here imports MLX or FastAPI before a command needs it, so that help and remote work start at once.
 A user's mistake (a bad flag, a model that can't be loaded) is one line on stderr: 2 for flags, 1 for the rest.
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config, train_cli
+from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config, export_cli, train_cli
 from mlx_parallm.doctor import command as doctor
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.platforms import check_python
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("chat", "talk to a model in the terminal", chat.add_flags, chat.run),
         ("bench", "measure any OpenAI-compatible server under load", bench_cli.add_flags, bench_cli.run),
         ("adapters", "list and change the adapters of a running server", adapters_cli.add_flags, adapters_cli.run),
+        ("export", "write a network's folder from a torch state_dict", export_cli.add_flags, export_cli.run),
         ("doctor", "check this machine: is it set up, does it compute right, how fast", doctor.add_flags, doctor.run),
     ):
         command = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)

@@ -11,7 +11,7 @@ from typing import Any
 from mlx_parallm.types import PredictorInfo
 
 BATCH = "batch"  # the first axis of every input and output
-MAX_AXIS = 4096  # of a dynamic axis that has no limit of its own
+MAX_AXIS = 1024  # of a dynamic axis that has no limit of its own: a batch with long sequences holds up running rows
 
 Dim = int | str | None  # its size, the name of a dynamic axis, or: follows from others
 

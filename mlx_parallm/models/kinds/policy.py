@@ -34,7 +34,7 @@ def load(folder: Path) -> "Policy":
     if definition.policy is None:
         raise ModelLoadError(f"{folder}: policy in network.json is null")
     graph = Graph(definition)
-    states, value, head = _read_policy(dict(definition.policy), graph)
+    states, value, head = read_policy(dict(definition.policy), graph)
     needed = graph.tensors | head.tensors
     try:
         tensors = fit_tensors(read_weights(folder), needed)
@@ -162,7 +162,7 @@ class Policy(NetworkPredictor):
         self.version = number
 
 
-def _read_policy(options: dict[str, Any], graph: Graph) -> tuple[dict[str, str], str | None, Head]:
+def read_policy(options: dict[str, Any], graph: Graph) -> tuple[dict[str, str], str | None, Head]:
     """State (inputs, and the outputs that they get their next values from), value output and head."""
     outputs = {spec.name: spec for spec in graph.signature.outputs}
     inputs = {spec.name: spec for spec in graph.signature.inputs}

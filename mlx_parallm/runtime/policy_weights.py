@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.models.kinds import Predictor
-from mlx_parallm.models.kinds.policy import Policy
+from mlx_parallm.models.kinds.policy import PolicyPredictor
 from mlx_parallm.signature import WeightsVersion
 from mlx_parallm.tensors import TensorError, parse_safetensors
 
@@ -29,8 +29,8 @@ def roll_back(name: str, model: Predictor, run: Run, number: int | None) -> Weig
     return WeightsVersion(name, found, tuple(policy.versions))
 
 
-def _policy(name: str, model: Predictor) -> Policy:
-    if not isinstance(model, Policy):
+def _policy(name: str, model: Predictor) -> PolicyPredictor:
+    if not isinstance(model, PolicyPredictor):
         raise InvalidRequestError(
             f"{name!r} is a {model.info.kind} model; only the weights of policies can be replaced", param="name"
         )

@@ -28,7 +28,7 @@ class Kept:
     bytes: int
 
 
-class SessionStore:
+class HiddenStateStore:
     def __init__(
         self,
         seconds: float = SECONDS,

@@ -24,7 +24,13 @@ MAX_ROWS = 1 << 16  # of a request
 MAX_OUTPUT = 1 << 25  # numbers of an answer
 PIECE = 1024  # rows, times dynamic axes, of a request that go through the model together
 JSON_NUMBERS = {"f": "iuf", "i": "iu", "u": "iu", "b": "b"}  # what an input of a kind may be written with
-FOUND = {"f": "fractions", "b": "booleans", "U": "strings", "i": "whole numbers", "O": "something else than numbers"}
+FOUND = {
+    "f": "floating-point numbers",
+    "b": "booleans",
+    "U": "strings",
+    "i": "whole numbers",
+    "O": "something else than numbers",
+}
 Encoding = Literal["json", "base64"]
 
 

@@ -16,7 +16,7 @@ from mlx_parallm.models.kinds.network import Block, NetworkPredictor
 from mlx_parallm.models.networks.definition import read_definition, read_file
 from mlx_parallm.models.networks.files import read_weights
 from mlx_parallm.models.networks.graph import Graph, fit_tensors
-from mlx_parallm.models.networks.heads import Head, Rows, read_head
+from mlx_parallm.models.networks.heads import ActionHead, RowSeeds, read_head
 from mlx_parallm.models.networks.layer import Weights
 from mlx_parallm.signature import ActInput, ActOutput, PolicyInfo, TensorSpec
 from mlx_parallm.tensors import DTYPES, Array, TensorError
@@ -29,7 +29,7 @@ def recognises(config: dict[str, Any]) -> bool:
     return isinstance(config.get("network"), dict) and "policy" in config["network"]
 
 
-def load(folder: Path) -> "Policy":
+def load(folder: Path) -> "PolicyPredictor":
     definition = read_definition(read_file(folder))
     if definition.policy is None:
         raise ModelLoadError(f"{folder}: policy in network.json is null")
@@ -52,18 +52,18 @@ def load(folder: Path) -> "Policy":
         states=tuple(states),
         actions=actions,
     )
-    found = Policy(info, graph, tensors, head, value, states)
+    found = PolicyPredictor(info, graph, tensors, head, value, states)
     found.rehearse()
     return found
 
 
-class Policy(NetworkPredictor):
+class PolicyPredictor(NetworkPredictor):
     def __init__(
         self,
         info: PolicyInfo,
         graph: Graph,
         tensors: Mapping[str, Array],
-        head: Head,
+        head: ActionHead,
         value: str | None,
         states: Mapping[str, str],
     ) -> None:
@@ -93,7 +93,7 @@ class Policy(NetworkPredictor):
         names = [*self._head.names, *([self._value] if self._value else [])]
         joined = {name: np.concatenate([output[name] for output in outputs]) for name in names}
         counts = [len(output[names[0]]) for output in outputs]
-        rows = Rows(
+        rows = RowSeeds(
             np.repeat(np.array([item.seed & WORD for item in items], np.uint64), counts),
             np.concatenate(
                 [np.arange(item.first, item.first + n, dtype=np.uint64) for item, n in zip(items, counts, strict=True)]
@@ -162,7 +162,7 @@ class Policy(NetworkPredictor):
         self.version = number
 
 
-def read_policy(options: dict[str, Any], graph: Graph) -> tuple[dict[str, str], str | None, Head]:
+def read_policy(options: dict[str, Any], graph: Graph) -> tuple[dict[str, str], str | None, ActionHead]:
     """State (inputs, and the outputs that they get their next values from), value output and head."""
     outputs = {spec.name: spec for spec in graph.signature.outputs}
     inputs = {spec.name: spec for spec in graph.signature.inputs}

@@ -14,7 +14,7 @@ from mlx_parallm.models.networks.options import choice, count, flag, integer, in
 
 
 @dataclass(slots=True, kw_only=True)
-class Linear(Layer):
+class LinearLayer(Layer):
     out_features: int = count()
     in_features: int | None = count(None)  # needed for nobody; checked where it is given
     bias: bool = flag(True)

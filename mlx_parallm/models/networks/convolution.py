@@ -96,7 +96,7 @@ class Conv2d(Conv):
 
 
 @dataclass(slots=True, kw_only=True)
-class Pool(Window):
+class PoolingLayer(Window):
     pool: ClassVar[Any]  # MLX's, channels last
     stride: tuple[int, ...] | None = sizes(None)  # default: the kernel's size
     padding: tuple[int, ...] = sizes((0,), least=0)
@@ -118,25 +118,25 @@ class Pool(Window):
 
 
 @dataclass(slots=True, kw_only=True)
-class MaxPool1d(Pool):
+class MaxPool1d(PoolingLayer):
     pool: ClassVar[Any] = nn.MaxPool1d
 
 
 @dataclass(slots=True, kw_only=True)
-class MaxPool2d(Pool):
+class MaxPool2d(PoolingLayer):
     axes: ClassVar[int] = 2
     pool: ClassVar[Any] = nn.MaxPool2d
 
 
 @dataclass(slots=True, kw_only=True)
-class AvgPool1d(Pool):
+class AvgPool1d(PoolingLayer):
     """Padding counts as zeros, as in torch by default."""
 
     pool: ClassVar[Any] = nn.AvgPool1d
 
 
 @dataclass(slots=True, kw_only=True)
-class AvgPool2d(Pool):
+class AvgPool2d(PoolingLayer):
     """Padding counts as zeros, as in torch by default."""
 
     axes: ClassVar[int] = 2

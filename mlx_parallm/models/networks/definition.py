@@ -22,7 +22,7 @@ MAX_LAYERS = 4096
 KEYS = ("version", "description", "inputs", "outputs", "axes", "layers", "policy")
 NAME = re.compile(r"[A-Za-z0-9_][\w./-]{0,199}")
 LAYERS: dict[str, type[Layer]] = {
-    "linear": basic.Linear,
+    "linear": basic.LinearLayer,
     "conv1d": convolution.Conv1d,
     "conv2d": convolution.Conv2d,
     "max_pool1d": convolution.MaxPool1d,

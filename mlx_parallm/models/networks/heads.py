@@ -26,7 +26,7 @@ Drawn = tuple[Array, Floats]  # actions (rows, …) and their log-probabilities 
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowSeeds:
     """Whose draws they are."""
 
     seeds: Words
@@ -35,7 +35,7 @@ class Rows:
 
 
 @dataclass(slots=True, kw_only=True)
-class Head:
+class ActionHead:
     """A distribution over actions. `bind` checks it against the network's outputs, before anything is drawn."""
 
     def bind(self, outputs: Mapping[str, TensorSpec]) -> None:
@@ -54,12 +54,12 @@ class Head:
     def describe(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: Rows) -> Drawn:
+    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn:
         raise NotImplementedError
 
 
 @dataclass(slots=True, kw_only=True)
-class MultiDiscrete(Head):
+class MultiDiscrete(ActionHead):
     logits: str = text()
     nvec: tuple[int, ...] = integers()
 
@@ -75,7 +75,7 @@ class MultiDiscrete(Head):
     def describe(self) -> dict[str, Any]:
         return {"distribution": "multi_discrete", "nvec": list(self.nvec)}
 
-    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: Rows) -> Drawn:
+    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn:
         chances = uniforms(rows.seeds, rows.numbers, len(self.nvec))
         parts = np.split(outputs[self.logits].astype(np.float64), np.cumsum(self.nvec)[:-1], axis=1)
         drawn = [draw_categorical(logits, chances[:, part], rows.deterministic) for part, logits in enumerate(parts)]
@@ -84,7 +84,7 @@ class MultiDiscrete(Head):
 
 
 @dataclass(slots=True, kw_only=True)
-class CategoricalHead(Head):
+class CategoricalHead(ActionHead):
     logits: str = text()
     width: int = field(default=0, init=False)  # set by `bind`
 
@@ -98,13 +98,13 @@ class CategoricalHead(Head):
     def describe(self) -> dict[str, Any]:
         return {"distribution": "categorical", "n": self.width}
 
-    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: Rows) -> Drawn:
+    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn:
         chances = uniforms(rows.seeds, rows.numbers, 1)
         return draw_categorical(outputs[self.logits].astype(np.float64), chances[:, 0], rows.deterministic)
 
 
 @dataclass(slots=True, kw_only=True)
-class Gaussian(Head):
+class Gaussian(ActionHead):
     """`log_std` is an output, or else a tensor of the weights: one number for each action, whatever is observed."""
 
     squashed: ClassVar[bool] = False
@@ -152,7 +152,7 @@ class Gaussian(Head):
             found["low"], found["high"] = (bound.tolist() for bound in self.bounds)
         return found
 
-    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: Rows) -> Drawn:
+    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn:
         mean = outputs[self.mean].astype(np.float64)
         log_std = np.broadcast_to((weights if self.free else outputs)[self.log_std].astype(np.float64), mean.shape)
         noise = np.where(rows.deterministic[:, None], 0.0, normals(rows.seeds, rows.numbers, self.width))
@@ -182,7 +182,7 @@ class TanhGaussian(Gaussian):
         return actions.astype(np.float32), scores
 
 
-HEADS: dict[str, type[Head]] = {
+HEADS: dict[str, type[ActionHead]] = {
     "categorical": CategoricalHead,
     "multi_discrete": MultiDiscrete,
     "gaussian": Gaussian,
@@ -190,7 +190,7 @@ HEADS: dict[str, type[Head]] = {
 }
 
 
-def read_head(options: Mapping[str, Any], outputs: Mapping[str, TensorSpec]) -> Head:
+def read_head(options: Mapping[str, Any], outputs: Mapping[str, TensorSpec]) -> ActionHead:
     """The head that the `policy` of network.json describes; ModelLoadError."""
     kind = options.get("distribution")
     if not isinstance(kind, str) or kind not in HEADS:

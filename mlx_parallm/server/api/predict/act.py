@@ -14,7 +14,7 @@ from mlx_parallm.server.api.predict.bodies import ActBody
 from mlx_parallm.server.api.predict.predict import json_of, off_loop, query, validated
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.predictors import ServedPredictor
-from mlx_parallm.server.sessions import SessionState, SessionStore
+from mlx_parallm.server.sessions import SessionState, HiddenStateStore
 from mlx_parallm.server.tensors import (
     is_safetensors,
     join,
@@ -46,7 +46,7 @@ class ActCall:
 class ActRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._predictors = context.predictors
-        self._sessions = SessionStore()
+        self._sessions = HiddenStateStore()
 
     async def act(self, request: Request) -> Response:
         """Actions with their log-probabilities and, where the policy has them, value estimates and its new state. State

@@ -14,7 +14,7 @@ from mlx_parallm.server.api.predict.bodies import ActBody
 from mlx_parallm.server.api.predict.predict import json_of, off_loop, query, validated
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.predictors import ServedPredictor
-from mlx_parallm.server.sessions import SessionState, HiddenStateStore
+from mlx_parallm.server.sessions import HiddenStateStore, SessionState
 from mlx_parallm.server.tensors import (
     is_safetensors,
     join,

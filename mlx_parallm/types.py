@@ -198,6 +198,30 @@ class AdapterRoute:
         return "base" if self.name is None else self.name if self.number is None else f"{self.name}@{self.number}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageInput:
+    """An image as a model's image encoder takes it, in NumPy arrays."""
+
+    digest: bytes  # of its pixels
+    arrays: Mapping[str, Any]
+    tokens: Sequence[int]  # that stand for it in a prompt; some of them are replaced by its features
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """The images of a prompt, in their order: what the engine needs beside its tokens."""
+
+    images: Sequence[ImageInput]
+    places: Sequence[Any]  # of each image, (N,): the numbers of the tokens that its features replace
+    content: list[int]  # the prompt as the prefix cache knows it: at those tokens, what names the image
+    positions: Any = None  # (3, T), where the model's RoPE has three axes
+    shift: int = 0  # what is added to a token's number behind the prompt to get its position
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        return tuple(image.digest for image in self.images)
+
+
 PauseMode = Literal["keep", "wait", "abort"]  # what becomes of running requests
 OnDelta = Callable[[Delta], None]  # takes a request's deltas, wherever the events of a step are delivered
 
@@ -219,6 +243,7 @@ class Request:
     label: str = ""  # what the client calls it
     first: int = 0  # the number of its first choice among those of its call
     follow: bool = False  # goes on with a newer version from the step after it is published
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class Admission:
                 max_tokens,
                 stop_ids,
                 follows=request.follow,
+                images=request.images,
             )
             for index in range(sampling.n)
         ]
@@ -56,6 +57,8 @@ class Admission:
         if length >= model.context_length:
             raise ContextLengthError.of(model.context_length, length)
         check_ids(request.prompt, model.vocab_size, "prompt")
+        if request.images is not None and model.vision is None:
+            raise InvalidRequestError(f"{model.name} reads text only", param="messages")
         fitting = self._max_length(request.sampling.n)
         if length >= fitting:
             raise ContextLengthError(

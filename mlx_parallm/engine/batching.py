@@ -209,6 +209,8 @@ def prefix_cache(
 def _identity(model: LanguageModel, config: ServeConfig, form: str) -> str:
     """Whatever, beside the text, decides what is kept: files of another identity never match."""
     weights = fingerprint(model.module) if config.cache.ssd else model.source
+    if model.vision is not None and config.cache.ssd:
+        weights += model.vision.encoder.fingerprint()
     settings = json.dumps(model.config, sort_keys=True, default=str)  # RoPE, windows, whatever else is no weight
     return repr((settings, model.precision, weights, config.cache.block_size, form))
 

@@ -15,6 +15,7 @@ from mlx_parallm.engine.delivery import Delivery, Outbox, Recording
 from mlx_parallm.engine.device_profile import PROMPT_STEP, DeviceProfile
 from mlx_parallm.engine.intake import Intake
 from mlx_parallm.engine.live_requests import LiveRequests
+from mlx_parallm.engine.pass_contexts import PassContexts
 from mlx_parallm.engine.pause import IdleState, Pause
 from mlx_parallm.engine.pipeline import StepPipeline
 from mlx_parallm.engine.policies import Policies
@@ -126,9 +127,10 @@ def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> Co
         before_wait=base.outbox.flush,
         round_prompts=profile.round_prompts,
         prefix=prefix,
-        adapters=adapters,
-        on_adapters=base.metrics.adapter_seconds.observe,
         draw=None if profile.compiled else drawer(),
+        contexts=PassContexts(
+            adapters, None if model.vision is None else model.vision.encoder, base.metrics.adapter_seconds.observe
+        ),
     )
     lookup = PrefixLookup(prefix, runner)
     memory = replace(plan, blocks=0 if prefix is None else prefix.max_bytes)

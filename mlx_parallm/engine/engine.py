@@ -22,6 +22,7 @@ from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.vision.processor import ImageProcessor
 from mlx_parallm.types import MemoryPlan, OnDelta, PauseMode, Request
 
 T = TypeVar("T")
@@ -42,6 +43,10 @@ class Engine:
     @property
     def tokenizer(self) -> TokenizerWrapper:
         return self.model.tokenizer
+
+    @property
+    def image_reader(self) -> ImageProcessor | None:
+        return None if self.model.vision is None else self.model.vision.processor
 
     @property
     def failure(self) -> str | None:

@@ -72,7 +72,7 @@ class Intake:
             for row in rows:
                 row.adapter = version
         for row in rows:
-            row.recorded = self._recording.wants(request)
+            row.recorded = request.images is None and self._recording.wants(request)  # training sees tokens alone
         return rows
 
     def _reserve(self, count: int) -> None:

@@ -73,4 +73,5 @@ class LiveRequests:
         sampling = replace(sampling, stop=(), seed=None if sampling.greedy else sampling.seed)
         # An adapter by its weights: a name may mean others by now, and a number too once it was unloaded.
         adapter = None if row.adapter is None else (row.adapter.label, row.adapter.packed.digest)
-        return repr((request.prompt, sampling, request.cache_salt, adapter, request.follow, row.recorded))
+        images = request.images and request.images.digests
+        return repr((request.prompt, images, sampling, request.cache_salt, adapter, request.follow, row.recorded))

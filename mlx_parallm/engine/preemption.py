@@ -35,7 +35,7 @@ class Preemption:
             row.prompt_logprobs = None  # they are computed again
         job = Job([row], row.prompt + row.tokens, row.priority, row.readers[0].arrival)
         if row.chain is not None:
-            job.chain = Chain(row.chain.root, row.chain.size, list(row.chain.hashes)).extend(job.tokens)
+            job.chain = Chain(row.chain.root, row.chain.size, list(row.chain.hashes)).extend(job.content)
         else:  # it had moved to another adapter: all of it is computed anew, with that one alone
             self._lookup.hash_blocks(job)
         self._scheduler.requeue(job, row)

@@ -22,7 +22,7 @@ class PrefixLookup:
         if self._prefix is None:
             return
         adapter, salt = job.rows[0].adapter, job.rows[0].readers[0].request.cache_salt
-        job.chain = self._prefix.chain(job.tokens, salt, "" if adapter is None else adapter.packed.digest)
+        job.chain = self._prefix.chain(job.content, salt, "" if adapter is None else adapter.packed.digest)
         for row in job.rows:
             row.chain = Chain(job.chain.root, job.chain.size, list(job.chain.hashes))
 
@@ -31,7 +31,7 @@ class PrefixLookup:
         # A prompt whose own log-probabilities are asked for must be computed in whole.
         if self._prefix is not None and job.chain is not None and job.match is None and not wants_prompt_logprobs(job):
             self._runner.share(job.chain)
-            job.match = self._prefix.match(job.chain, job.tokens)
+            job.match = self._prefix.match(job.chain, job.content)
             job.computed = job.match.length
 
     def shorten(self, job: Job, length: int) -> None:
@@ -48,7 +48,8 @@ class PrefixLookup:
             job.match, job.computed = None, 0
 
     def flush(self) -> int:
-        """Forgets every cached block that is not in use, and says how many."""
+        """Forgets every cached block that is not in use, and says how many; features of images, too."""
+        self._runner.contexts.forget_images()
         if self._prefix is None:
             return 0
         metrics = self._prefix.metrics

@@ -134,5 +134,6 @@ class Recovery:
 def _forget_progress(job: Job) -> None:
     job.computed = 0
     job.staged = job.stops = job.match = None
+    job.features.clear()
     for row in job.rows:
         row.prompt_logprobs = None if not row.tokens else row.prompt_logprobs

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_parallm.kv.blocks import Chain, Match
-from mlx_parallm.types import Delta, FinishReason, OnDelta, Request, SamplingParams, TokenLogprob
+from mlx_parallm.types import Delta, FinishReason, OnDelta, PromptImages, Request, SamplingParams, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +62,7 @@ class Row:
     adapter: Any = None  # the registry's Version, which this row holds
     policies: list[tuple[int, Any]] = field(default_factory=list)  # adapters so far, each with its first token's number
     follows: bool = False
+    images: PromptImages | None = None
 
     @property
     def length(self) -> int:
@@ -75,6 +76,12 @@ class Row:
     @property
     def wants_more(self) -> bool:
         return self.finish_reason is None and self.launched < self.max_tokens
+
+    def content(self, text: list[int]) -> list[int]:
+        """The beginning of its text as the prefix cache knows it: where it has images, by their pixels."""
+        if self.images is None:
+            return text
+        return self.images.content[: len(text)] + text[len(self.images.content) :]
 
     def may_end_after(self, count: int) -> bool:
         """Whether an end-of-sequence token may come after so many tokens."""
@@ -159,6 +166,22 @@ class Job:
     stops: list[int] | None = None  # where snapshots of its caches are taken; None before it began
     waited: bool = False  # for a prompt much like it, once
     match: Match | None = None  # what the prefix cache has of it, held from planning until it is read
+    features: dict[int, Any] = field(default_factory=dict)  # of its images that are encoded, by their numbers
+
+    @property
+    def content(self) -> list[int]:
+        return self.rows[0].content(self.tokens)
+
+    @property
+    def next_image(self) -> int | None:
+        """The first of its images that has to be encoded before the rest of it can be computed."""
+        images = self.rows[0].images
+        if images is None:
+            return None
+        waiting = (
+            i for i, places in enumerate(images.places) if i not in self.features and places[-1] >= self.computed
+        )
+        return next(waiting, None)
 
     @property
     def remaining(self) -> int:
@@ -171,10 +194,11 @@ class Job:
 
 @dataclass(slots=True)
 class Prefill:
-    """Prompts to compute in one forward pass: either whole short ones, or one piece of a long one."""
+    """Prompts to compute in one forward pass: whole short ones, or one piece of a long one; or an image to encode."""
 
     jobs: list[Job]
     count: int  # tokens of each, the padding of the shorter included
+    image: int | None = None  # of the only job: is encoded, and no token is computed
 
     @property
     def padded(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
 from mlx_parallm.engine.device_profile import PROMPT_STEP
+from mlx_parallm.engine.pass_contexts import PassContexts
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
@@ -25,9 +26,8 @@ from mlx_parallm.kv.merged import state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix
-from mlx_parallm.lora.registry import Registry
 from mlx_parallm.lora.rows import RowAdapters
-from mlx_parallm.models.forward import Forward
+from mlx_parallm.models.forward import Forward, RowInputs
 from mlx_parallm.models.native.draws import Drawer
 from mlx_parallm.types import TokenLogprob
 
@@ -69,20 +69,18 @@ class Runner:
         before_wait: Callable[[], None],
         round_prompts: bool = False,
         prefix: Prefix | None = None,
-        adapters: Registry | None = None,
-        on_adapters: Callable[[float], None] = lambda seconds: None,  # adapters were brought in or put together
         draw: Drawer | None = None,
+        contexts: PassContexts | None = None,
     ) -> None:
-        self.on_adapters = on_adapters
         self._forward = forward
         self.cache = cache
         self._vocab = vocab_size
         self._before_wait = before_wait
         self._round_prompts = round_prompts and cache.stages_many
         self._prefix = prefix
-        self._adapters = adapters
         self._draw = draw
-        self._choice: RowAdapters | None = None  # the current rows' adapters; None: nobody has one
+        self.contexts = contexts or PassContexts()
+        self._context: RowAdapters | RowInputs | None = None  # of the current rows; None: tokens are all they have
         self._rows: list[Row | None] = []  # by position
         self._texts: dict[bytes, Row] = {}  # running rows by the hashes of their prompts' blocks
         self._last = mx.zeros((0,), mx.int32)  # (S,): each row's newest token
@@ -95,6 +93,11 @@ class Runner:
         step = Step("prefill", sum(min(work.count, job.remaining) for job in work.jobs))
         if work.jobs[0].staged is None:
             self._stage(work.jobs)
+        if work.image is not None:
+            self._forward.forget()  # the encoder may look tokens up, and nobody's adapter is to change that
+            step.fence = [self.contexts.encode(work.jobs[0], work.image)]
+            self._start(step.fence)
+            return step
         self._take_snapshots(work)
         logits = self._prompt_logits(work, step) if work.count else None  # (B, V)
         if logits is None or any(job.remaining for job in work.jobs):
@@ -135,7 +138,7 @@ class Runner:
             stop = job.stops.pop(0)
             piece = mx.array([job.tokens[job.computed : stop]])
             last = mx.array([piece.shape[1] - 1])  # its logits are never computed
-            self._forward.at(piece, job.staged, last, self._choice_of(job.rows[:1]))
+            self._forward.at(piece, job.staged, last, self.contexts.of_piece(job, job.computed, piece.shape[1]))
             self._prefix.take(job.chain, job.staged, stop, len(job.tokens))
             job.computed = stop
         work.count = end - job.computed
@@ -152,7 +155,7 @@ class Runner:
         # A row that waits for its last token to be read is computed too: what it writes must go behind what it has.
         lengths = [row.length if row else 0 for row in self._rows]
         numbers = [row.launched if row else 0 for row in held]
-        logits = self.cache.decode(self._forward, self._last, lengths, self._choice)
+        logits = self.cache.decode(self._forward, self._last, lengths, self._context)
         sampled = self._sampler(logits, numbers, self._history, self._grammar_masks(self._sampler))
         self._last = sampled.tokens
         if self._history is not None:
@@ -211,7 +214,7 @@ class Runner:
     def release_memory(self) -> None:
         """Nothing runs: gives the batch's memory back."""
         self._compact(0)
-        self._history = self._choice = None
+        self._history = self._context = None
         self._forward.forget()
 
     def reset(self) -> None:
@@ -220,8 +223,9 @@ class Runner:
         self._rows, self._history_rows = [], []
         self._texts.clear()
         self._last = mx.zeros((0,), mx.int32)
-        self._sampler = self._history = self._choice = None
+        self._sampler = self._history = self._context = None
         self._forward.forget()
+        self.contexts.forget_images()
 
     def check_integrity(self) -> None:
         assert len(self._rows) == self.cache.positions == self._last.shape[0], "positions have drifted apart"
@@ -239,12 +243,12 @@ class Runner:
         step.shape = (*table.shape, job.computed)
         for line, other, count in zip(table, work.jobs, counts, strict=False):
             line[:count] = other.tokens[other.computed : other.computed + count]
-        choice = self._choice_of([other.rows[0] for other in work.jobs] + [None] * (len(table) - len(counts)))
         if scored:
-            logits = self._scored_prompt(job, mx.array(table), caches, step, choice)
+            logits = self._scored_prompt(job, mx.array(table), caches, step)
         else:
             index = [count - 1 for count in counts] + [0] * (len(table) - len(counts))
-            logits = self._forward.at(mx.array(table), caches, mx.array(index), choice)[: len(counts)]
+            context = self.contexts.of_piece(job, job.computed, width, work.jobs, len(table))
+            logits = self._forward.at(mx.array(table), caches, mx.array(index), context)[: len(counts)]
         for job, count in zip(work.jobs, counts, strict=True):
             job.computed += count
         return logits
@@ -267,20 +271,7 @@ class Runner:
         self._before_wait()
         mx.async_eval(arrays)
 
-    def _choice_of(self, rows: Sequence[Row | None]) -> RowAdapters | None:
-        versions = [None if row is None else row.adapter for row in rows]
-        if self._adapters is None or not any(versions):
-            return None
-        begun = time.perf_counter()
-        known = self._adapters.swaps, self._adapters.joins
-        choice = self._adapters.row_adapters(versions)
-        if known != (self._adapters.swaps, self._adapters.joins):
-            self.on_adapters(time.perf_counter() - begun)
-        return choice
-
-    def _scored_prompt(
-        self, job: Job, tokens: mx.array, caches: list[Any], step: Step, choice: RowAdapters | None
-    ) -> mx.array:
+    def _scored_prompt(self, job: Job, tokens: mx.array, caches: list[Any], step: Step) -> mx.array:
         """The same pass in smaller pieces, keeping the log-probability of each next prompt token."""
         row = job.rows[0]
         top = row.sampling.prompt_logprobs or 0
@@ -290,7 +281,8 @@ class Runner:
                 fork.prompt_logprobs = shared
         for start in range(0, tokens.shape[1], PROMPT_LOGPROB_PIECE):
             piece = tokens[:, start : start + PROMPT_LOGPROB_PIECE]
-            logits = self._forward(piece, caches, choice)[0].astype(mx.float32)  # (T, V)
+            context = self.contexts.of_piece(job, job.computed + start, piece.shape[1])
+            logits = self._forward(piece, caches, context)[0].astype(mx.float32)  # (T, V)
             first = job.computed + start + 1
             targets = job.tokens[first : first + piece.shape[1]]
             if targets:
@@ -343,7 +335,7 @@ class Runner:
         if isinstance(self._prefix, BlockPrefix) and row.chain is not None and isinstance(self.cache, SlotCache):
             assert row.position is not None
             text = row.prompt + row.tokens + ([row.stop_token] if row.stop_token is not None else [])
-            self._prefix.commit(self.cache.layers, row.position, row.chain, text[: row.length])
+            self._prefix.commit(self.cache.layers, row.position, row.chain, row.content(text[: row.length]))
 
     def _join(self, rows: Sequence[Row], sources: Sequence[int], jobs: Sequence[Job]) -> None:
         staged = jobs[0].staged
@@ -372,7 +364,7 @@ class Runner:
 
     def _renew_sampler(self) -> None:
         self._sampler = Sampler(self._rows, self._vocab, self._draw)
-        self._choice = self._choice_of(self._rows)
+        self._context = self.contexts.of_rows(self._rows)
         if not self._sampler.penalized:
             self._history = None
             return

@@ -2,8 +2,8 @@
 
 `plan()` says what the next step computes: pieces of prompts under the budget, and one token for every running row.
 A long prompt is computed alone, piece by piece, with a decode step after each; short prompts of similar length are
-computed together. A prompt that does not fit in memory beside the running rows waits at the head of the queue, so
-that rows behind it can't starve it.
+computed together. The images of a prompt are encoded before it, one at a time. A prompt that does not fit in memory
+beside the running rows waits at the head of the queue, so that rows behind it can't starve it.
 """
 
 import bisect
@@ -128,7 +128,7 @@ class Scheduler:
                 self.release(job)
                 break
             self.waiting.remove(job)
-            if job.remaining <= budget:
+            if job.remaining <= budget and job.next_image is None:
                 whole.append(job)
                 budget -= job.remaining
             else:
@@ -142,6 +142,10 @@ class Scheduler:
         return min(self.limits.step_tokens, max(MIN_PIECE, int(self.prompt_rate * self.limits.chunk_seconds)))
 
     def _piece(self, job: Job, budget: int) -> Prefill:
+        image = job.next_image
+        if image is not None:
+            self.partial = job
+            return Prefill([job], 0, image)
         count = min(budget, job.remaining)
         if count < job.remaining and count > self.limits.round_to:
             count -= count % self.limits.round_to
@@ -203,7 +207,7 @@ class Scheduler:
 
     def _together(self, group: Prefill, job: Job, real: int, size: int) -> bool:
         """Whether a prompt that costs `size` belongs to a group whose prompts cost `real`, without padding."""
-        if self.limits.max_padding is None or any(wants_prompt_logprobs(other) for other in (job, group.jobs[0])):
+        if self.limits.max_padding is None or any(_runs_alone(other) for other in (job, group.jobs[0])):
             return False
         padded = (len(group.jobs) + 1) * max(self._rounded(group.count), size)
         return padded <= (real + size) * (1 + self.limits.max_padding)
@@ -211,6 +215,10 @@ class Scheduler:
     def _rounded(self, count: int) -> int:
         """What computing so many tokens costs."""
         return -(-count // self.limits.round_to) * self.limits.round_to
+
+
+def _runs_alone(job: Job) -> bool:
+    return wants_prompt_logprobs(job) or job.rows[0].images is not None
 
 
 def wants_prompt_logprobs(job: Job) -> bool:

@@ -84,7 +84,7 @@ class SsdTransfers:
     def _fetched(self, job: Job, chain: Chain, wanted: list[bytes], found: list[Payload]) -> None:
         """Takes over what was read; a job that no longer waits for it may find it all the same."""
         self._fetches -= 1
-        more = self._prefix.adopt(chain, job.tokens, wanted, found)
+        more = self._prefix.adopt(chain, job.content, wanted, found)
         if more and len(found) == len(wanted) and job.chain is chain:  # it may go on with another adapter by now
             self._to_fetch.appendleft(job)
         else:

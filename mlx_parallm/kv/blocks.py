@@ -1,9 +1,10 @@
 """The prefix cache's book: which block of tokens is where, who uses it, which goes first. No MLX.
 
 A block is `size` tokens of some text with all that came before it: its hash covers its tokens and the hash of the
-block before, back to a root that names the model, the adapter and its version, and the tenant's salt. So equal hashes
-mean equal keys and values. A block that nobody uses stays cached until its place is needed; the least recently used
-goes first, a text's end before its beginning. `BlockPrefix` owns one; the engine thread alone calls it.
+block before, back to a root that names the model, the adapter and its version, and the tenant's salt; in place of a
+token that stands for an image it covers a number made of the image's digest. So equal hashes mean equal keys and
+values. A block that nobody uses stays cached until its place is needed; the least recently used goes first, a text's
+end before its beginning. `BlockPrefix` owns one; the engine thread alone calls it.
 """
 
 from array import array
@@ -39,8 +40,7 @@ class Chain:
 
     def following(self, tokens: Sequence[int]) -> bytes:
         """The hash of a block of `tokens` after all the chain's."""
-        block = array("i", tokens).tobytes()
-        return blake2b(self.before(len(self.hashes)) + block, digest_size=DIGEST).digest()
+        return blake2b(self.before(len(self.hashes)) + _bytes_of(tokens), digest_size=DIGEST).digest()
 
     def before(self, number: int) -> bytes:
         return self.hashes[number - 1] if number else self.root
@@ -49,6 +49,13 @@ class Chain:
         """How many blocks the two have in common."""
         pairs = zip(self.hashes, other.hashes, strict=False)
         return next((i for i, (one, two) in enumerate(pairs) if one != two), min(len(self.hashes), len(other.hashes)))
+
+
+def _bytes_of(tokens: Sequence[int]) -> bytes:
+    try:
+        return array("i", tokens).tobytes()
+    except OverflowError:  # where images stand: numbers that no token has
+        return repr(tuple(tokens)).encode()
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +15,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_parallm.host import to_numpy
 from mlx_parallm.types import ModelInfo
 
+if TYPE_CHECKING:
+    from mlx_parallm.models.vision.encoder import ImageEncoder
+    from mlx_parallm.models.vision.processor import ImageProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """What a model has that reads images."""
+
+    encoder: "ImageEncoder"  # the engine thread's
+    processor: "ImageProcessor"  # anybody's
+
 
 @dataclass(slots=True, kw_only=True)
 class LanguageModel(ModelInfo):
@@ -23,6 +35,7 @@ class LanguageModel(ModelInfo):
     config: dict[str, Any]  # config.json
     eos_token_ids: frozenset[int]
     weight_bytes: int
+    vision: Vision | None = None
 
 
 def fingerprint(module: nn.Module) -> str:

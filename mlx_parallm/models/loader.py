@@ -11,16 +11,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import dequantize_model
+from mlx_lm.utils import dequantize_model, load_config
 from mlx_lm.utils import load as load_with_mlx_lm
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.gguf import converted
-from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.language import LanguageModel, Vision
+from mlx_parallm.models.vision.load import has_image_encoder, load_vision, why_text_only
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +43,15 @@ def load(
     """`source` is a hub id, a folder or a .gguf file; None is the embedded model."""
     path = _embedded_file() if source is None else Path(source).expanduser()
     folder = _folder(str(path), source)
-    module, tokenizer, config = _load_folder(folder, trust_remote_code)
-    precision = apply_precision(module, dtype)
-    weight_bytes = sum(array.nbytes for _, array in _arrays(module))
+    config, text_only = _config_with_vision(folder)
+    vision = None if config is None else load_vision(_local(folder), config, trust_remote_code)
+    if vision is None or config is None:
+        module, tokenizer, config = _load_text(folder, trust_remote_code, text_only)
+    else:
+        module, tokenizer = vision.module, vision.tokenizer
+    whole = module if vision is None else vision.whole
+    precision = apply_precision(whole, dtype)
+    weight_bytes = sum(array.nbytes for _, array in _arrays(whole))
     logits = module(mx.zeros((1, 1), dtype=mx.int32))  # (1, 1, V); never computed, only its shape is read
     return LanguageModel(
         name=name,
@@ -56,7 +64,39 @@ def load(
         weight_bytes=weight_bytes,
         precision=precision,
         source=str(source or path),
+        kind="chat" if vision is None else "vision",
+        vision=None if vision is None else Vision(vision.encoder, vision.processor),
     )
+
+
+def _config_with_vision(folder: str) -> tuple[dict[str, Any] | None, str | None]:
+    """config.json of a model that is loaded with its image encoder, or why it is not, though it has one."""
+    try:
+        file = Path(folder) if Path(folder).exists() else Path(hf_hub_download(folder, "config.json")).parent
+        config = load_config(file)
+    except Exception:  # whatever is wrong with it, mlx-lm finds it too
+        return None, None
+    if not has_image_encoder(config):
+        return None, None
+    reason = why_text_only(config)
+    return (load_config(_local(folder)), None) if reason is None else (None, reason)
+
+
+def _local(folder: str) -> Path:
+    return Path(folder) if Path(folder).exists() else Path(snapshot_download(folder))
+
+
+def _load_text(folder: str, trust_remote_code: bool, text_only: str | None) -> Any:
+    """As mlx-lm loads it. `text_only`: why images are not read, where the model could."""
+    try:
+        loaded = _load_folder(folder, trust_remote_code)
+    except ModelLoadError as error:
+        if text_only is None:
+            raise
+        raise ModelLoadError(f"{error.message}; {text_only}") from error
+    if text_only:
+        log.warning("%s is served without its image encoder: %s", folder, text_only)
+    return loaded
 
 
 def _embedded_file() -> Path:

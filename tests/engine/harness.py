@@ -70,7 +70,7 @@ class Pending:
 
 
 HAIR = 3e-7  # of a number in float32: some units in its last place
-FIELDS = ("priority", "timeout", "cache_salt", "adapter", "adapter_version", "follow")
+FIELDS = ("priority", "timeout", "cache_salt", "adapter", "adapter_version", "follow", "images")
 
 
 class Driver:

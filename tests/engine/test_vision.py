@@ -1,0 +1,96 @@
+"""Models that read images answer as mlx-vlm's own generate does: alone, in mixed batches, cached, with an adapter."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_vlm")
+
+from PIL import Image
+
+from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.models.loader import load
+from mlx_parallm.types import PromptImages
+from tests.engine.harness import Driver, Pending, driver_of
+from tests.tiny_vision import picture, tiny_vision
+
+# As on a GPU: steps overlap, are traced, and prompts are padded to round shapes.
+GPU = DeviceProfile(2, True, 64, max_padding=0.5, round_prompts=True, match_step=16, min_match=16, pass_tokens=48)
+KINDS = [("smolvlm", None), ("qwen2_5_vl", None), ("qwen2_vl", None), ("smolvlm", GPU), ("qwen2_5_vl", GPU)]
+COUNT = 10
+
+
+class Reader:
+    """A model in an engine, and mlx-vlm's own over the same weights."""
+
+    def __init__(self, running: Driver, folder: Path) -> None:
+        from mlx_vlm import load as load_with_mlx_vlm
+
+        self.running = running
+        self.model = running.engine.model
+        self.peer, self.processor = load_with_mlx_vlm(str(folder))
+        self._expected: dict[Any, list[int]] = {}
+
+    def text(self, *parts: str | Image.Image) -> str:
+        """A conversation of one message, as the model's template renders it."""
+        content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+        messages = [{"role": "user", "content": content}]
+        rendered: str = self.model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return rendered
+
+    def prompt(self, *parts: str | Image.Image) -> tuple[list[int], PromptImages | None]:
+        tokens = self.model.tokenizer.encode(self.text(*parts), add_special_tokens=False)
+        images = [np.asarray(part) for part in parts if isinstance(part, Image.Image)]
+        if not images:
+            return tokens, None
+        assert self.model.vision is not None
+        processor = self.model.vision.processor
+        return processor.place(tokens, [processor.read(image) for image in images])
+
+    def submit(self, *parts: str | Image.Image, **options: Any) -> Pending:
+        tokens, images = self.prompt(*parts)
+        options = {"max_tokens": COUNT, "ignore_eos": True, "images": images} | options
+        return self.running.submit(tokens, **options)[1]
+
+    def ask(self, *parts: str | Image.Image, **options: Any) -> list[int]:
+        return self.submit(*parts, **options).wait()[0].tokens
+
+    def expected(self, *parts: str | Image.Image, count: int = COUNT) -> list[int]:
+        """By mlx-vlm's stream_generate, which knows no ignore_eos: nothing ends its answers here."""
+        from mlx_vlm import stream_generate
+
+        key = (*((part if isinstance(part, str) else part.tobytes()) for part in parts), count)
+        if key not in self._expected:
+            images = [part for part in parts if isinstance(part, Image.Image)]
+            self.processor.tokenizer.stopping_criteria.eos_token_ids = []
+            found = stream_generate(
+                self.peer, self.processor, self.text(*parts), image=images or None, max_tokens=count, temperature=0.0
+            )
+            self._expected[key] = [response.token for response in found][:count]
+        return self._expected[key]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}{'-gpu' if kind[1] else ''}")
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    kind, profile = request.param
+    folder = tiny_vision(kind, tmp_path_factory.mktemp("vision") / kind)
+    with driver_of(
+        lambda: load(str(folder), name=kind), profile=profile, max_batch_size=6, prefill_step_size=32
+    ) as running:
+        yield Reader(running, folder)
+        running.settle()
+
+
+WIDE, TALL, SMALL = picture(60, 40), picture(30, 70, seed=1), picture(16, 16, seed=2)
+
+
+def test_an_image_alone_and_again(reader: Reader) -> None:
+    expected = reader.expected(WIDE, "what is in it?")
+    assert reader.ask(WIDE, "what is in it?") == expected
+    assert reader.expected(TALL, "what is in it?") != expected, "the image makes no difference"
+    second = reader.submit(WIDE, "what is in it?")
+    assert second.wait()[0].tokens == expected
+    assert second.answers[0].deltas[0].cached_tokens > 16, "the second time, the image is cached"

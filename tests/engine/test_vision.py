@@ -94,3 +94,59 @@ def test_an_image_alone_and_again(reader: Reader) -> None:
     second = reader.submit(WIDE, "what is in it?")
     assert second.wait()[0].tokens == expected
     assert second.answers[0].deltas[0].cached_tokens > 16, "the second time, the image is cached"
+
+
+def test_several_images_in_the_order_of_the_text(reader: Reader) -> None:
+    for parts in (("first", WIDE, "then", TALL, "and", SMALL, "?"), (TALL, WIDE), (SMALL, SMALL, "twice"), ("x", SMALL)):
+        assert reader.ask(*parts) == reader.expected(*parts)
+    assert reader.expected(TALL, WIDE) != reader.expected(WIDE, TALL)
+
+
+def test_images_and_texts_that_join_and_leave_one_batch(reader: Reader) -> None:
+    asked: list[tuple[tuple[Any, ...], int]] = [
+        ((WIDE, "what is in it?"), 24),
+        (("no image at all",), 30),
+        ((TALL, "and", SMALL, "in these?"), 6),
+        (("some text that is a little longer than the others, so that it takes several pieces",), 12),
+        ((SMALL, "a small one"), 17),
+        (("a",), 9),
+        (("first", WIDE, "then", TALL), 14),
+    ]
+    under_way = []
+    for number, (parts, count) in enumerate(asked):
+        under_way.append(reader.submit(*parts, max_tokens=count, stream=bool(number % 2)))
+        if number % 3 == 2:
+            under_way[0].wait_for_tokens(number)
+    answers = [pending.wait()[0].tokens for pending in under_way]
+    reader.running.settle()
+    for (parts, count), answer in zip(asked, answers, strict=True):
+        assert answer == reader.expected(*parts, count=count), parts
+
+
+def test_one_pixel_is_no_cache_hit_and_the_same_image_is_encoded_once(reader: Reader) -> None:
+    encoder = reader.model.vision and reader.model.vision.encoder
+    assert encoder is not None
+    image = picture(50, 50, seed=3)
+    other = image.copy()
+    other.putpixel((49, 49), (1, 2, 3))
+    begun = encoder.encoded
+    first = reader.ask(image, "one pixel")
+    assert encoder.encoded == begun + 1
+    changed = reader.submit(other, "one pixel")
+    assert changed.wait()[0].tokens == reader.expected(other, "one pixel")
+    assert changed.answers[0].deltas[0].cached_tokens < 16, "the other image's keys and values were used"
+    assert encoder.encoded == begun + 2
+    assert reader.ask("other words before", image) == reader.expected("other words before", image)
+    assert reader.ask(image, "one pixel") == first == reader.expected(image, "one pixel")
+    assert encoder.encoded == begun + 2, "its features are kept, and its prompt too"
+    reader.running.engine.flush_cache()
+    assert reader.ask(image, "one pixel") == first
+    assert encoder.encoded == begun + 3
+
+
+def test_choices_of_one_prompt_and_its_log_probabilities(reader: Reader) -> None:
+    answers = reader.submit(WIDE, "twice", n=2, prompt_logprobs=0).wait()
+    assert [answer.tokens for answer in answers] == [reader.expected(WIDE, "twice")] * 2
+    scored = answers[0].deltas[0].prompt_logprobs
+    assert scored is not None
+    assert len(scored) == len(reader.prompt(WIDE, "twice")[0])

@@ -97,7 +97,8 @@ def test_an_image_alone_and_again(reader: Reader) -> None:
 
 
 def test_several_images_in_the_order_of_the_text(reader: Reader) -> None:
-    for parts in (("first", WIDE, "then", TALL, "and", SMALL, "?"), (TALL, WIDE), (SMALL, SMALL, "twice"), ("x", SMALL)):
+    orders = (("first", WIDE, "then", TALL, "and", SMALL, "?"), (TALL, WIDE), (SMALL, SMALL, "twice"), ("x", SMALL))
+    for parts in orders:
         assert reader.ask(*parts) == reader.expected(*parts)
     assert reader.expected(TALL, WIDE) != reader.expected(WIDE, TALL)
 

@@ -161,7 +161,7 @@ class Adapters:
             body = _validated(fields)
             data = await asyncio.to_thread(_decoded, body.tensors)
         if body.name in self._runtime.predictors:
-            async with self._predictors.use(body.name, "policy", param="name") as model:
+            async with self._predictors.use(body.name, "policy", request=request, param="name") as model:
                 policy = await asyncio.to_thread(model.client.update, model.name, data, body.version)
             return _changed(policy, f"{policy.label} acts from now on")
         version = await self._publish(self._models.find(body.model), body.name, data, body.config, body.version)
@@ -173,12 +173,12 @@ class Adapters:
         version = await asyncio.to_thread(self._client.unload, served.name, body.name)
         return _changed(version, f"{body.name!r} is unloaded")
 
-    async def rollback(self, body: RollbackBody) -> Response:
+    async def rollback(self, body: RollbackBody, request: Request) -> Response:
         """Lets the name mean an earlier version again; without `version`, the one before. The training of an adapter
         goes back too, with its optimiser. Where the version is no longer kept, or a checkpoint is named, it goes on
         from the checkpoint, as a new version. A served policy goes back to earlier weights in the same way."""
         if body.name in self._runtime.predictors:
-            async with self._predictors.use(body.name, "policy", param="name") as model:
+            async with self._predictors.use(body.name, "policy", request=request, param="name") as model:
                 policy = await asyncio.to_thread(model.client.rollback, model.name, body.version)
             return _changed(policy, f"{policy.label} acts from now on; {_numbers(policy.kept)} are kept")
         served = self._models.with_adapter(body.name)

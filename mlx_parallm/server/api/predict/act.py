@@ -55,7 +55,7 @@ class ActRoutes:
         application/x-safetensors` the tensors are `observations`, `hidden_states.NAME` and `episode_starts`, the other
         fields are in the query; `Accept` chooses the format of the answer."""
         body = await self._body(request)
-        async with self._predictors.use(body.model_id, "policy", param="model_id") as model:
+        async with self._predictors.use(body.model_id, "policy", request=request, param="model_id") as model:
             info = model.info
             assert isinstance(info, PolicyInfo)
             call = await off_loop(request, lambda _: read_call(body, info))

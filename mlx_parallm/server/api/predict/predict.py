@@ -44,7 +44,7 @@ class PredictRoutes:
             body = validated(PredictBody, query(request, "model_id", "model", "encoding") | {"inputs": tensors})
         else:
             body = validated(PredictBody, await json_of(request))
-        async with self._predictors.use(body.model_id, "network", "policy", param="model_id") as model:
+        async with self._predictors.use(body.model_id, "network", "policy", request=request, param="model_id") as model:
             info = model.info
             assert isinstance(info, NetworkInfo)
             signature = info.tensors

@@ -35,8 +35,9 @@ from mlx_parallm.lora.kernel import MOST_READ
 from mlx_parallm.lora.layout import RANK_STEP, Layout
 from mlx_parallm.lora.rows import AdapterStack, StackedLoRA
 from mlx_parallm.models.device import device_kind
+from mlx_parallm.models.fingerprint import fingerprint
 from mlx_parallm.models.forward import Forward
-from mlx_parallm.models.language import LanguageModel, fingerprint
+from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import size_flag, size_text
 from mlx_parallm.models.native.functions import slot_attention
 from mlx_parallm.paths import user_cache

@@ -3,16 +3,12 @@
 `models.loader` makes one; the engine thread owns the module, everyone may read the rest.
 """
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.host import to_numpy
 from mlx_parallm.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -36,15 +32,3 @@ class LanguageModel(ModelInfo):
     eos_token_ids: frozenset[int]
     weight_bytes: int
     vision: Vision | None = None
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Of all weights, as they are held: sums over every row and column of their bits."""
-    digest = hashlib.sha256()
-    for name, array in tree_flatten(module.parameters()):
-        digest.update(repr((name, array.shape, str(array.dtype))).encode())
-        bits = array.reshape(-1, array.shape[-1] if array.ndim else 1)
-        bits = bits.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size])
-        for axis in (0, 1):
-            digest.update(to_numpy(mx.sum(bits.astype(mx.uint32), axis=axis)).tobytes())
-    return digest.hexdigest()[:32]

@@ -18,7 +18,7 @@ MARKS = ("config.json", "network.json")  # a folder with one of these is a model
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class PoolEntry:
     """All but `model` belongs to the pool's lock."""
 
     name: str
@@ -37,9 +37,11 @@ class Entry:
     waiting: "list[Future[None]]" = field(default_factory=list)  # for it to be ready
 
     @property
-    def has_adapters(self) -> bool:
-        """Adapters are not loaded again with their model."""
-        return isinstance(self.model, Engine) and bool(self.model.adapters.names)
+    def has_changed(self) -> bool:
+        """Whether it holds what its files don't: adapters, or newer weights of a policy."""
+        if isinstance(self.model, Engine):
+            return bool(self.model.adapters.names)
+        return self.model is not None and self.model.predictor.has_changed
 
     def wake(self, error: BaseException | None) -> None:
         """Tells all that wait: each of them uses it from now on, or gets the reason why it can't."""

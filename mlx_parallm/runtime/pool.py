@@ -2,7 +2,7 @@
 
 A request holds the model that it uses; one that is not loaded is, while the request waits. Models leave memory, the
 longest unused first, when another needs their place, or after `--idle-unload-seconds`; those that are pinned, that
-train, or that have adapters stay. Any thread may call the pool; models come and go on a thread of its own, one by one.
+train, or that have adapters or newer weights stay. Any thread may call the pool; models come and go on a thread of its own, one by one.
 """
 
 import logging
@@ -29,7 +29,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.memory import size_text
-from mlx_parallm.runtime.entries import Entry, kind_name, models_in
+from mlx_parallm.runtime.entries import PoolEntry, kind_name, models_in
 from mlx_parallm.runtime.loading import Loader, Progress
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.runtime.weights import weight_bytes
@@ -53,14 +53,14 @@ class ModelPool:
         self._loader = Loader(config, deliver)
         self._folder = None if config.model.model_dir is None else Path(config.model.model_dir).expanduser()
         self._changed = threading.Condition(threading.RLock())
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, PoolEntry] = {}
         self._jobs = ThreadPoolExecutor(1, thread_name_prefix="pool")
         self._closing = threading.Event()
         self._looked = -LOOK_SECONDS  # when, into the folder of models
         self.on_failure: Callable[[str], None] | None = None  # when an engine has died
         self.on_change: Callable[[], None] = lambda: None  # when models came or went; on the pool's thread
         for name, source in config.named_models().items():
-            self._entries[name] = Entry(name, source, kind_name(source))
+            self._entries[name] = PoolEntry(name, source, kind_name(source))
 
     def start(self, progress: Progress = _silent) -> None:
         """Loads the models that the config names, as many as there is memory for; raises what is wrong with one."""
@@ -162,7 +162,7 @@ class ModelPool:
 
     # With the lock.
 
-    def _find(self, name: str) -> Entry:
+    def _find(self, name: str) -> PoolEntry:
         if name not in self._entries:
             self._look_into_folder()
         if name not in self._entries:
@@ -177,13 +177,13 @@ class ModelPool:
         found, named = dict(models_in(self._folder)), self._config.named_models()
         for name, path in found.items():
             if name not in self._entries:
-                self._entries[name] = Entry(name, path, kind_name(path), bytes=weight_bytes(path, device_kind()))
+                self._entries[name] = PoolEntry(name, path, kind_name(path), bytes=weight_bytes(path, device_kind()))
         for name, entry in list(self._entries.items()):
             gone = entry.lasting and name not in named and name not in found
             if gone and entry.status in ("unloaded", "failed") and not entry.waiting:
                 del self._entries[name]
 
-    def _entry_of(self, name: str, source: str) -> Entry:
+    def _entry_of(self, name: str, source: str) -> PoolEntry:
         """For a model at a path: the one that is known by this name, or a new one."""
         self._look_into_folder()
         known = self._entries.get(name)
@@ -192,32 +192,32 @@ class ModelPool:
         if known is not None and (known.lasting or known.status not in ("unloaded", "failed")):
             raise ConflictError(f"{name!r} is the model at {known.source}; take another name", param="model")
         size = weight_bytes(source, device_kind())
-        entry = self._entries[name] = Entry(name, source, kind_name(source), lasting=False, bytes=size)
+        entry = self._entries[name] = PoolEntry(name, source, kind_name(source), lasting=False, bytes=size)
         return entry
 
-    def _await(self, entry: Entry, future: "Future[None]") -> None:
+    def _await(self, entry: PoolEntry, future: "Future[None]") -> None:
         if self._closing.is_set():
             raise UnavailableError(SHUTTING_DOWN)
         entry.waiting.append(future)
         if entry.status == "unloaded":
             self._begin(entry)
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, entry: PoolEntry) -> None:
         entry.status, entry.held_before = "loading", mx.get_active_memory()
         self._jobs.submit(self._load, entry)
 
-    def _is_fixed(self, entry: Entry) -> bool:
+    def _is_fixed(self, entry: PoolEntry) -> bool:
         """Whether it is the one that trains: that state is bound to it."""
         training = self._config.trains or bool(self._config.training.rewards.named_reward_models())
         return training and bool(self._loader.engines) and entry.model is self._loader.engines[0]
 
-    def _may_leave(self, entry: Entry) -> bool:
-        stays = entry.pinned or entry.has_adapters or self._is_fixed(entry)
+    def _may_leave(self, entry: PoolEntry) -> bool:
+        stays = entry.pinned or entry.has_changed or self._is_fixed(entry)
         return entry.status == "ready" and not stays
 
     # On the pool's thread.
 
-    def _load(self, entry: Entry) -> None:
+    def _load(self, entry: PoolEntry) -> None:
         begun = time.monotonic()
         try:
             self._make_room(entry)
@@ -230,7 +230,7 @@ class ModelPool:
         else:
             log.info("%s is loaded, after %.1f s", entry.name, time.monotonic() - begun)
 
-    def _bring_up_beside_others(self, entry: Entry) -> None:
+    def _bring_up_beside_others(self, entry: PoolEntry) -> None:
         """Others leave where its weights fit, and what is left is too little to work in."""
         while True:
             try:
@@ -241,7 +241,7 @@ class ModelPool:
                         raise self._no_room(entry) from None
                     raise
 
-    def _bring_up(self, entry: Entry, progress: Progress = _silent) -> None:
+    def _bring_up(self, entry: PoolEntry, progress: Progress = _silent) -> None:
         model = self._loader.bring_up(entry.name, entry.source, progress)
         with self._changed:
             if isinstance(model, Engine):
@@ -262,7 +262,7 @@ class ModelPool:
             entry.wake(None)
             self._changed.notify_all()
 
-    def _fail(self, entry: Entry, error: ParallmError) -> None:
+    def _fail(self, entry: PoolEntry, error: ParallmError) -> None:
         log.error("%s can't be loaded: %s", entry.name, error.message)
         with self._changed:
             if isinstance(error, UnavailableError):  # there was no memory for it: there may be, later
@@ -273,7 +273,7 @@ class ModelPool:
                 entry.wake(_failure(entry))
             self._changed.notify_all()
 
-    def _unload(self, entry: Entry, timeout: float, cut_off: bool) -> bool:
+    def _unload(self, entry: PoolEntry, timeout: float, cut_off: bool) -> bool:
         """Waits until nobody uses a model, and takes it out of memory; False where it is still used and not cut off."""
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -298,14 +298,14 @@ class ModelPool:
             self._changed.notify_all()
         return True
 
-    def _size_of(self, entry: Entry) -> int:
+    def _size_of(self, entry: PoolEntry) -> int:
         return entry.bytes or (weight_bytes(entry.source, device_kind()) if entry.source is not None else 0)
 
     def _fits(self, size: int) -> bool:
         limit = self._loader.limit
         return self._loader.weight_bytes + size <= limit - limit // ROOM_SHARE
 
-    def _make_room(self, entry: Entry) -> None:
+    def _make_room(self, entry: PoolEntry) -> None:
         """Has others leave, the longest unused first, until the model's weights fit beside the rest."""
         size, limit = self._size_of(entry), self._loader.limit
         if size > limit:
@@ -327,7 +327,7 @@ class ModelPool:
             first.status = "unloading"
         return self._unload(first, self._config.batch.request_timeout_seconds or 600.0, False)
 
-    def _no_room(self, entry: Entry) -> UnavailableError:
+    def _no_room(self, entry: PoolEntry) -> UnavailableError:
         size, limit, held = self._size_of(entry), self._loader.limit, self._loader.weight_bytes
         return UnavailableError(
             f"there is no memory for {entry.name!r}: its weights take {size_text(size)}, {size_text(limit - held)} of "
@@ -348,7 +348,7 @@ class ModelPool:
                         self._jobs.submit(self._unload, entry, 0.0, False)
 
 
-def _failure(entry: Entry) -> UnavailableError:
+def _failure(entry: PoolEntry) -> UnavailableError:
     assert entry.error is not None
     return UnavailableError(
         f"{entry.name!r} can't be loaded: {entry.error.message}; POST /v1/models/load tries again", code="model_failed"

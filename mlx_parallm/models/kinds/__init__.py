@@ -21,6 +21,11 @@ class Predictor:
     info: PredictorInfo
     tokenizer: Any = None  # a `tokenizers.Tokenizer`, where inputs are texts: the server tokenises, off that thread
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether it holds what its files don't: it then stays in memory."""
+        return False
+
     def cost(self, item: Any) -> int:
         """What an input weighs in a batch: its tokens, where it has any. Batches are of inputs of similar cost."""
         return 1

@@ -154,6 +154,10 @@ class PolicyPredictor(NetworkPredictor):
         return number
 
     @property
+    def has_changed(self) -> bool:
+        return self._newest > 1
+
+    @property
     def versions(self) -> list[int]:
         return sorted(self._kept)
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.models.fingerprint import fingerprint
 from mlx_parallm.models.forward import RowInputs
-from mlx_parallm.models.language import fingerprint
 from mlx_parallm.types import ImageInput, PromptImages
 
 KEPT_BYTES = 256 << 20  # of features that were used last

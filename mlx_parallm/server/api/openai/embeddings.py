@@ -58,7 +58,7 @@ class EmbeddingBody(Body):
     user: str | None = Field(None, description="Ignored")
 
 
-class Embedding(AnswerBody):
+class EmbeddingItem(AnswerBody):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
@@ -81,7 +81,7 @@ class EmbeddingAnswer(AnswerBody):
         }
     )
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     model: str
     usage: EmbeddingUsage
 

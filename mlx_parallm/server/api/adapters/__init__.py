@@ -36,7 +36,7 @@ from mlx_parallm.server.api.adapters.bodies import (
 )
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import BASE, ServedModel, is_number, parse_label
+from mlx_parallm.server.models import BASE, GENERATING, ServedModel, is_number, parse_label
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody
 from mlx_parallm.signature import WeightsVersion
@@ -102,6 +102,10 @@ class Adapters:
         self._predictors = context.predictors
         self._client = context.runtime.adapters
 
+    def _predicts(self, name: str) -> bool:
+        """Whether it is a model of its own, loaded or not, and no adapter."""
+        return any(one.name == name and one.kind not in GENERATING for one in self._runtime.pool.statuses())
+
     async def adapters(self) -> Response:
         """Every adapter, with its versions."""
         data = [
@@ -160,7 +164,7 @@ class Adapters:
                 raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
             body = _validated(fields)
             data = await asyncio.to_thread(_decoded, body.tensors)
-        if body.name in self._runtime.predictors:
+        if self._predicts(body.name):
             async with self._predictors.use(body.name, "policy", request=request, param="name") as model:
                 policy = await asyncio.to_thread(model.client.update, model.name, data, body.version)
             return _changed(policy, f"{policy.label} acts from now on")
@@ -177,7 +181,7 @@ class Adapters:
         """Lets the name mean an earlier version again; without `version`, the one before. The training of an adapter
         goes back too, with its optimiser. Where the version is no longer kept, or a checkpoint is named, it goes on
         from the checkpoint, as a new version. A served policy goes back to earlier weights in the same way."""
-        if body.name in self._runtime.predictors:
+        if self._predicts(body.name):
             async with self._predictors.use(body.name, "policy", request=request, param="name") as model:
                 policy = await asyncio.to_thread(model.client.rollback, model.name, body.version)
             return _changed(policy, f"{policy.label} acts from now on; {_numbers(policy.kept)} are kept")

@@ -4,7 +4,7 @@ An input is a block of rows: arrays by name, with the batch first. Blocks of sev
 computed together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +66,26 @@ class NetworkPredictor(Predictor):
         return self.forward(batch)
 
     def forward(self, blocks: Sequence[Block]) -> list[dict[str, Array]]:
-        """The outputs of each block; blocks of one shape, but for their rows, in one pass."""
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for place, block in enumerate(blocks):
-            groups.setdefault(tuple(block[name].shape[1:] for name in self._names), []).append(place)
+        """The outputs of each block."""
         results: list[dict[str, Array]] = [{}] * len(blocks)
-        for places in groups.values():
-            joined = blocks[places[0]]
-            if len(places) > 1:
-                joined = {name: np.concatenate([blocks[place][name] for place in places]) for name in self._names}
-            outputs = self._graph.run(self._weights, joined)
+        for places, outputs in self.passes(blocks):
             at = 0
             for place in places:
                 end = at + len(blocks[place][self._names[0]])
                 results[place] = {name: array[at:end] for name, array in outputs.items()}
                 at = end
         return results
+
+    def passes(self, blocks: Sequence[Block]) -> Iterator[tuple[list[int], dict[str, Array]]]:
+        """Blocks of one shape, but for their rows, go through the network together: which ones, and all their rows."""
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for place, block in enumerate(blocks):
+            groups.setdefault(tuple([block[name].shape[1:] for name in self._names]), []).append(place)
+        for places in groups.values():
+            joined = blocks[places[0]]
+            if len(places) > 1:
+                joined = {name: np.concatenate([blocks[place][name] for place in places]) for name in self._names}
+            yield places, self._graph.run(self._weights, joined)
 
     def rehearse(self) -> None:
         """Computes one row of zeros, of the smallest size: what the layers can't do shows at the start."""

@@ -4,7 +4,7 @@ An input is an `ActInput`, a block of observations with their state; or arrays b
 are replaced between two batches; the last few versions are kept, to go back to.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_parallm.config import nearest
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError, ModelNotFoundError
-from mlx_parallm.models.kinds.network import Block, NetworkPredictor
+from mlx_parallm.models.kinds.network import NetworkPredictor
 from mlx_parallm.models.networks.definition import read_definition, read_file
 from mlx_parallm.models.networks.files import read_weights
 from mlx_parallm.models.networks.graph import Graph, fit_tensors
@@ -80,45 +80,58 @@ class PolicyPredictor(NetworkPredictor):
         return super().cost(item.inputs if isinstance(item, ActInput) else item)
 
     def predict(self, batch: Sequence[Any]) -> list[Any]:
-        outputs: list[Any] = self.forward([item.inputs if isinstance(item, ActInput) else item for item in batch])
-        acting = [place for place, item in enumerate(batch) if isinstance(item, ActInput)]
-        if acting:
-            acted = self._act([batch[place] for place in acting], [outputs[place] for place in acting])
-            for place, found in zip(acting, acted, strict=True):
-                outputs[place] = found
-        return outputs
+        acting = [item for item in batch if isinstance(item, ActInput)]
+        acted = iter(self._act(acting))
+        bare = iter(self.forward([item for item in batch if not isinstance(item, ActInput)]))
+        return [next(acted) if isinstance(item, ActInput) else next(bare) for item in batch]
 
-    def _act(self, items: Sequence[ActInput], outputs: Sequence[Block]) -> list[ActOutput]:
-        """All rows of all clients at once."""
-        names = [*self._head.names, *([self._value] if self._value else [])]
-        joined = {name: np.concatenate([output[name] for output in outputs]) for name in names}
-        counts = [len(output[names[0]]) for output in outputs]
+    def _act(self, items: Sequence[ActInput]) -> list[ActOutput]:
+        found: list[ActOutput | None] = [None] * len(items)
+        for places, outputs in self.passes([item.inputs for item in items]):
+            for place, one in zip(places, self._draw([items[place] for place in places], outputs), strict=True):
+                found[place] = one
+        return [one for one in found if one is not None]
+
+    def _draw(self, items: Sequence[ActInput], outputs: Mapping[str, Array]) -> Iterator[ActOutput]:
+        """The rows of all clients at once."""
+        first = self._names[0]
+        counts = [len(item.inputs[first]) for item in items]
+        ends = np.cumsum(counts)
+        actions, scores = self._draw_rows(items, outputs, counts, int(ends[-1]))
+        log_probs = scores.astype(np.float32)
+        values = outputs[self._value].reshape(-1) if self._value else None
+        for n, end in zip(counts, ends.tolist(), strict=True):
+            rows = slice(end - n, end)
+            yield ActOutput(
+                actions=actions[rows],
+                log_probs=log_probs[rows],
+                values=None if values is None else values[rows],
+                states={name: outputs[new][rows] for name, new in self._states.items()},
+                version=self.version,
+            )
+
+    def _draw_rows(
+        self, items: Sequence[ActInput], outputs: Mapping[str, Array], counts: Sequence[int], total: int
+    ) -> tuple[Array, Array]:
+        """Actions and log-probabilities of all rows; InvalidRequestError where they are not finite."""
+        starts = np.cumsum([0, *counts[:-1]])
+        offsets = np.array([item.first for item in items]) - starts
         rows = RowSeeds(
             np.repeat(np.array([item.seed & WORD for item in items], np.uint64), counts),
-            np.concatenate(
-                [np.arange(item.first, item.first + n, dtype=np.uint64) for item, n in zip(items, counts, strict=True)]
-            ),
+            (np.arange(total) + np.repeat(offsets, counts)).astype(np.uint64),
             np.repeat(np.array([item.deterministic for item in items]), counts),
         )
         with np.errstate(all="ignore"):
-            actions, scores = self._head.draw(joined, self._head_weights, rows)
-        for name, array in (*joined.items(), ("actions", actions), ("action_log_probs", scores)):
+            actions, scores = self._head.draw(outputs, self._head_weights, rows)
+        read = [*self._head.names, *([self._value] if self._value else []), *self._states.values()]
+        named = [(name, outputs[name]) for name in read]
+        for name, array in (*named, ("actions", actions), ("action_log_probs", scores)):
             if not np.isfinite(array).all():
                 raise InvalidRequestError(
                     f"the policy's {name} are not finite for these observations: they are too large for it",
                     param="observations",
                 )
-        ends = np.cumsum(counts)
-        return [
-            ActOutput(
-                actions=actions[end - n : end],
-                log_probs=scores[end - n : end].astype(np.float32),
-                values=joined[self._value][end - n : end].reshape(n) if self._value else None,
-                states={name: output[new] for name, new in self._states.items()},
-                version=self.version,
-            )
-            for output, n, end in zip(outputs, counts, ends, strict=True)
-        ]
+        return actions, scores
 
     # New weights. `fit` may run on any thread; the others on the engine's, between two batches.
 

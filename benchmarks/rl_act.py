@@ -11,11 +11,13 @@ with nothing around it: no draw, no log-probability, no HTTP. Clients and server
 import argparse
 import asyncio
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx_parallm  # noqa: F401  (a fast BLAS, before MLX)
 
@@ -57,7 +59,8 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--clients", type=numbers, default=[1, 32], help="how many at once, several after each other (default: 1,32)")
     add("--rows", type=numbers, default=[1, 64, 1024, 4096], help="observations per request (default: 1,64,1024,4096)")
-    add("--seconds", type=float, default=5.0, help="of each load (default: %(default)s)")
+    add("--seconds", type=float, default=3.0, help="of each turn of a load (default: %(default)s)")
+    add("--repeats", type=int, default=3, help="turns of each load and the bare pass (default: %(default)s)")
     add("--json", type=Path, help="write the results to this file")
     return parser.parse_args()
 
@@ -122,6 +125,19 @@ def bare_rate(forward: Callable[[mx.array], mx.array], rows: int, seconds: float
     return count * rows / (time.perf_counter() - begun)
 
 
+def compare(port: int, forward: Callable[[mx.array], mx.array], clients: int, rows: int, args: Any) -> Result:
+    """Both in turns, and the medians of the turns."""
+    times: list[float] = []
+    rates, bare = [], []
+    for _ in range(args.repeats):
+        bare.append(bare_rate(forward, clients * rows, min(1.0, args.seconds)))
+        turn = asyncio.run(measure(port, clients, rows, args.seconds))
+        rates.append(len(turn) * rows / args.seconds)
+        times += turn
+    p50, p99 = (1000 * float(np.percentile(times, share)) for share in (50, 99))
+    return Result(clients, rows, len(times), p50, p99, statistics.median(rates), statistics.median(bare))
+
+
 def main() -> int:
     args = parse_args()
     results = []
@@ -134,12 +150,7 @@ def main() -> int:
         with servers.running(servers.ours(f"tiny={scratch}/tiny", flags)) as server:
             port = int(server.url.rpartition(":")[2])
             for rows in args.rows:
-                for clients in args.clients:
-                    bare = bare_rate(forward, clients * rows, min(1.0, args.seconds))
-                    times = asyncio.run(measure(port, clients, rows, args.seconds))
-                    p50, p99 = (1000 * float(np.percentile(times, share)) for share in (50, 99))
-                    rate = len(times) * rows / args.seconds
-                    results.append(Result(clients, rows, len(times), p50, p99, rate, bare))
+                results += [compare(port, forward, clients, rows, args) for clients in args.clients]
     table = Table("clients", "rows", "requests/s", "p50 ms", "p99 ms", "actions/s", "bare rows/s", "ratio")
     for one in results:
         rates = f"{one.actions_per_second:,.0f}", f"{one.bare_per_second:,.0f}", f"{one.ratio:.3f}"

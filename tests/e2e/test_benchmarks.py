@@ -49,7 +49,9 @@ def test_long_prompt(tiny_folder: Path, tmp_path: Path) -> None:
 
 def test_rl_act(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    answer = run("rl_act.py", "--clients", "1,3", "--rows", "1,50", "--seconds", "0.5", "--json", str(out))
+    answer = run(
+        "rl_act.py", "--clients", "1,3", "--rows", "1,50", "--seconds", "0.5", "--repeats", "1", "--json", str(out)
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found: list[dict[str, Any]] = json.loads(out.read_text())
     assert [(one["clients"], one["rows"]) for one in found] == [(1, 1), (3, 1), (1, 50), (3, 50)]

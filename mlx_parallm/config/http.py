@@ -1,6 +1,7 @@
 """Where the server listens, who may use it, and what it writes of that."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mlx_parallm.config.options import check_at_least, option, parse_bool, parse_bytes, parse_list
 from mlx_parallm.errors import ConfigError
@@ -27,6 +28,14 @@ class HttpConfig:
     cors_allow_origin: tuple[str, ...] = option(
         (), "origin that browsers may call from; repeatable, * for all", parse=parse_list
     )
+    allowed_media_host: tuple[str, ...] = option(
+        (),
+        "host or host:port that image URLs may point to although its address is not public; repeatable",
+        parse=parse_list,
+    )
+    allowed_local_media_path: str | None = option(
+        None, "folder that file:// URLs of images may point into (default: they are refused)"
+    )
     max_body_size: int = option(32 << 20, "largest request body, in bytes or as 32MiB", parse=parse_bytes)
     exit_on_engine_failure: bool = option(
         True,
@@ -46,6 +55,9 @@ class HttpConfig:
         for name in ("api_key", "admin_key", "keys_file"):
             if (value := getattr(self, name)) is not None and not value.strip():
                 raise ConfigError(f"{name} is empty: give it a value, or leave it out (unset PARALLM_{name.upper()})")
+        folder = self.allowed_local_media_path
+        if folder is not None and not Path(folder).expanduser().is_dir():
+            raise ConfigError(f"allowed_local_media_path is {folder!r}, and there is no such folder")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):

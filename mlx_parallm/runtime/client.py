@@ -17,11 +17,13 @@ from mlx_parallm.types import (
     AdapterVersion,
     Collection,
     FeedbackReport,
+    ImageInput,
     ModelInfo,
     ModelStatus,
     OnDelta,
     PauseMode,
     PredictorInfo,
+    PromptImages,
     Request,
     RolloutCall,
     RolloutSample,
@@ -66,6 +68,18 @@ class AdapterTable(Protocol):
     def pin(self, name: str, number: int | None, pinned: bool) -> AdapterVersion: ...
 
 
+class ImageReader(Protocol):
+    """Of a model that reads images. On any thread; what it raises for a user is InvalidRequestError."""
+
+    def read(self, pixels: Any) -> ImageInput:
+        """An image of (height, width, 3) bytes as the model takes it."""
+        ...
+
+    def place(self, prompt: Sequence[int], images: Sequence[ImageInput]) -> tuple[list[int], PromptImages]:
+        """A prompt with its images' tokens, in place of those that the chat template has put there for them."""
+        ...
+
+
 class ModelClient(Protocol):
     """One model that generates."""
 
@@ -76,6 +90,11 @@ class ModelClient(Protocol):
     @property
     def tokenizer(self) -> Any:
         """mlx-lm's wrapper around the tokenizer of the model."""
+        ...
+
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """None: it reads text only."""
         ...
 
     @property

@@ -16,6 +16,7 @@ from mlx_parallm.server import errors
 from mlx_parallm.server.access import Authentication, OriginGuard, is_loopback, keys_of
 from mlx_parallm.server.api import routers
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.media.loader import MediaLoader
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.predictors import PredictorTable
@@ -32,7 +33,7 @@ def create_app(
     runtime: RuntimeClient, config: ServeConfig, dispatcher: Dispatcher, state: ServerState | None = None
 ) -> FastAPI:
     """Over models that have started; their deltas come through `dispatcher`."""
-    middleware, tokenizers = _middleware(config), TokenizerPool()
+    middleware, tokenizers = _middleware(config), TokenizerPool(media=_media(config))
     models = ModelTable(runtime, config.batch.request_timeout_seconds or None)
     service = GenerationService(models, config, tokenizers, runtime.training)
     predictors = PredictorTable(runtime, config)
@@ -43,6 +44,7 @@ def create_app(
         dispatcher.bind(asyncio.get_running_loop())
         yield
         tokenizers.pool.shutdown(wait=False, cancel_futures=True)
+        tokenizers.media.threads.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPIOffline(
         title="MLX ParaLLM",
@@ -56,6 +58,10 @@ def create_app(
     for router in routers(context):
         app.include_router(router)
     return app
+
+
+def _media(config: ServeConfig) -> MediaLoader:
+    return MediaLoader.of(config.http.allowed_media_host, config.http.allowed_local_media_path)
 
 
 def _hosts(config: ServeConfig) -> list[str] | None:

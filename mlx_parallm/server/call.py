@@ -16,6 +16,14 @@ class Structure:
     param: str
 
 
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image of a conversation: where it is, and the field of the body that says so."""
+
+    url: str  # data, http(s) or file
+    param: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTurn:
     """A conversation to answer, perhaps by calling its tools."""
@@ -25,6 +33,7 @@ class ChatTurn:
     tool_name: str | None = None  # just this one
     parallel_calls: bool = True
     separate_reasoning: bool = True  # False: reasoning stays in the content, marks and all
+    images: Sequence[ImageSource] = ()  # in the order of the messages' parts of type image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

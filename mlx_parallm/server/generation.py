@@ -67,6 +67,7 @@ class Generation:
                 follow=call.follow_policy,
                 label=label,
                 first=number * self.n,
+                images=prompts.images,
             )
             for number, (prompt, params) in enumerate(zip(self.prompts, sampling, strict=True))
         ]

@@ -11,6 +11,7 @@ from functools import partial
 from starlette.requests import Request
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.runtime.client import TrainingClient
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.constraints import compiled_grammar
@@ -40,6 +41,8 @@ class GenerationService:
         default = self._config.max_tokens
         sampling = [sampling_for(call, served, len(prompt), grammar, default) for prompt in prompts.tokens]
         check_choices(call.sampling.n, self._config.max_batch_size)  # before anything is made for each of them
+        if call.collect_trajectory and prompts.images is not None:
+            raise InvalidRequestError("collect_trajectory: images can't be learnt from", param="collect_trajectory")
         if call.collect_trajectory:
             adapter = None if version is None else version.name
             self._training.check_collects(served.name, adapter, call.scoring_function)

@@ -1,15 +1,20 @@
-"""From a call's prompts or conversation to token ids: off the event loop, where a text is long enough to hold it up."""
+"""From a call's prompts or conversation to token ids: off the event loop, where a text is long enough to hold it up.
+
+A conversation's images are read and put in their places here, too.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mlx_parallm.errors import ContextLengthError
-from mlx_parallm.server.call import GenerationCall
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.server.call import GenerationCall, ImageSource
+from mlx_parallm.server.media.loader import MediaLoader
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.text.prompts import Conversation, Prompt
+from mlx_parallm.types import ImageInput, PromptImages
 from mlx_parallm.validation import check_ids
 
 LONG_TEXT = 4_000  # characters; about a millisecond of tokenising
@@ -25,18 +30,23 @@ def _threads() -> ThreadPoolExecutor:
 class TokenizedPrompts:
     tokens: list[list[int]]
     inside_thinking: bool = False  # the prompt ends where the model is reasoning already
+    images: PromptImages | None = None  # of the only prompt
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerPool:
     pool: ThreadPoolExecutor = field(default_factory=_threads)
+    media: MediaLoader = field(default_factory=MediaLoader.of)
 
     async def prompts(self, call: GenerationCall, served: ServedModel) -> "TokenizedPrompts":
         """A call's prompts as token ids that the model knows, and that fit its context."""
         keep = call.truncate_prompt_tokens  # a prompt of which only the end is kept may be of any length
         limit = served.context_length if keep is None else None
         if call.chat is not None:
+            images = await self._images(call.chat.images, served, keep) if call.chat.images else None
             prompt = await self.render(served, call.chat.conversation, call.add_special_tokens is True, limit)
+            if images is not None:
+                return await self.run(lambda: _placed(prompt, images, served))
             return TokenizedPrompts([prompt.tokens if keep is None else prompt.tokens[-keep:]], prompt.inside_thinking)
         prompts: list[list[int]] = []
         for text in call.prompts:
@@ -51,6 +61,21 @@ class TokenizerPool:
                 raise ContextLengthError.of(served.context_length, len(prompt_ids))
             check_ids(prompt_ids, served.model.vocab_size, "prompt" if len(prompts) == 1 else f"prompt.{number}")
         return TokenizedPrompts(prompts)
+
+    async def _images(
+        self, sources: Sequence[ImageSource], served: ServedModel, keep: int | None
+    ) -> Sequence[ImageInput]:
+        reader = served.client.image_reader
+        if reader is None:
+            raise InvalidRequestError(
+                f"{sources[0].param}: {served.name} reads text only: image parts are not supported",
+                param=sources[0].param,
+            )
+        if keep is not None:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens: a prompt with images can't be cut", param="truncate_prompt_tokens"
+            )
+        return await self.media.read(sources, reader)
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
@@ -70,3 +95,10 @@ class TokenizerPool:
             return served.prompts.chat(conversation, add_special_tokens=add_special_tokens, limit=limit)
 
         return work() if conversation.size() < LONG_TEXT else await self.run(work)
+
+
+def _placed(prompt: Prompt, images: Sequence[ImageInput], served: ServedModel) -> TokenizedPrompts:
+    reader = served.client.image_reader
+    assert reader is not None
+    tokens, placed = reader.place(prompt.tokens, images)
+    return TokenizedPrompts([tokens], prompt.inside_thinking, placed)

@@ -19,7 +19,9 @@ from mlx_parallm.text.parsers.calls import Tool
 from mlx_parallm.text.parsers.chat import Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 
-Message = dict[str, Any]  # role, content (a string), and for some: name, tool_calls, tool_call_id, reasoning_content
+# role, content, and for some: name, tool_calls, tool_call_id, reasoning_content. Content is a string, or with images
+# a list of parts: {"type": "text", "text": …} and {"type": "image"}.
+Message = dict[str, Any]
 
 CHECKED_CHARACTERS = 16  # for each token of the context: a text of fewer characters is simply tokenised
 TOOL_PROMPT = """You may call functions to help with the user's request. These are their signatures:
@@ -66,6 +68,7 @@ class Prompts:
         self._thinking = Thinking.of(tokenizer)
         self._template = str(getattr(tokenizer, "chat_template", None) or "")
         self._backend = _fast_backend(tokenizer)
+        self._parts_alone = _reads_parts_alone(tokenizer, self._template)
         self._lock = threading.Lock()
         self._cache = _Cache()
 
@@ -112,6 +115,8 @@ class Prompts:
             messages, tools = _spelled_out(messages, tools, self._format), []
         elif "single tool-calls" in self._template:  # Llama's refuse more
             messages = _one_call_each(messages)
+        if self._parts_alone:
+            messages = [_in_parts(message) for message in messages]
         try:  # the template is the model's own program: whatever it raises, it could not take these messages
             rendered = self._tokenizer.apply_chat_template(
                 messages,
@@ -198,6 +203,23 @@ class _Cache:
                 self._size -= len(oldest.tokens)
 
 
+def _reads_parts_alone(tokenizer: TokenizerWrapper, template: str) -> bool:
+    """Whether a chat template loses the text of a message that is a plain string, as some for images do."""
+    if "type" not in template:
+        return False
+    word = "string-content"
+    try:
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": word}], tokenize=False)
+    except Exception:  # the template is the model's own program
+        return True
+    return word not in str(rendered)
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return message if not isinstance(content, str) else {**message, "content": [{"type": "text", "text": content}]}
+
+
 def _spelled_out(messages: list[Message], tools: Sequence[Tool], tool_format: ToolFormat) -> list[Message]:
     """The same conversation for a template that knows no tools: all of them, calls and results, as text."""
     plain: list[Message] = []
@@ -246,7 +268,8 @@ def _place_of_result(call: Mapping[str, Any], results: Sequence[Message]) -> int
 def _add_result(messages: list[Message], text: str) -> None:
     """A result is a user's message; those that follow one another are one message."""
     last = messages[-1] if messages else None
-    if last is not None and last["role"] == "user" and last["content"].startswith("<tool_response>"):
+    content = last["content"] if last is not None and last["role"] == "user" else None
+    if last is not None and isinstance(content, str) and content.startswith("<tool_response>"):
         last["content"] += f"\n{text}"
     else:
         messages.append({"role": "user", "content": text})

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
-from mlx_parallm.server.api.openai.messages import TemplateBody, conversation
+from mlx_parallm.server.api.openai.messages import TemplateBody, conversation, image_sources
 from mlx_parallm.server.api.openai.writer import ResponseWriter, finite, prompt_logprobs
 from mlx_parallm.server.call import ChatTurn, GenerationCall
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
@@ -102,7 +102,9 @@ def chat_call(body: ChatBody) -> GenerationCall:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.template_kwargs,
+            with_images=True,
         ),
+        images=image_sources(body.messages),
         must_call=named is not None or body.tool_choice == "required",
         tool_name=named.function.name if named is not None else None,
         parallel_calls=body.parallel_tool_calls,

@@ -8,9 +8,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server.call import ImageSource
 from mlx_parallm.server.schema import MAX_TOOLS, Body
 from mlx_parallm.text.prompts import Conversation, Message
 
+IMAGE_PARTS = ("image_url", "input_image")
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {"conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"}
     | {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
@@ -18,20 +20,29 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 )
 
 
+class ImageURL(Body):
+    url: str = Field(min_length=1, description="data:image/png;base64,… or http(s)://…")
+    detail: Literal["auto", "low", "high"] = Field("auto", description="Ignored: the model decides what it looks at")
+
+
 class ContentPart(Body):
-    """A piece of a message. Only text is understood."""
+    """A piece of a message: text, or an image for models that read them."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageURL | str | None = Field(None, description="Of a part of type image_url")
 
     @model_validator(mode="after")
-    def _is_text(self) -> "ContentPart":
-        if self.type in ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file"):
-            kind = self.type.removesuffix("_url").removeprefix("input_")
-            raise PydanticCustomError("part", f"This model reads text only: {kind} parts are not supported")
+    def _is_known(self) -> "ContentPart":
+        if self.type in IMAGE_PARTS:
+            if not self.image_url:
+                raise PydanticCustomError("part", f"A part of type {self.type} needs an image_url")
+            return self
+        if self.type in ("image", "input_audio", "audio_url", "video_url", "file"):
+            raise PydanticCustomError("part", f"Parts of type {self.type} are not supported; images are of image_url")
         if self.type not in ("text", "input_text", "output_text", "refusal"):
-            raise PydanticCustomError("part", "Expected a part of type text")
+            raise PydanticCustomError("part", "Expected a part of type text or image_url")
         if (self.refusal if self.type == "refusal" else self.text) is None:
             raise PydanticCustomError("part", f"A part of type {self.type} needs its text")
         return self
@@ -39,6 +50,13 @@ class ContentPart(Body):
     @property
     def content(self) -> str:
         return (self.refusal if self.type == "refusal" else self.text) or ""
+
+    @property
+    def url(self) -> str | None:
+        """Of an image."""
+        if self.type not in IMAGE_PARTS:
+            return None
+        return self.image_url.url if isinstance(self.image_url, ImageURL) else self.image_url
 
 
 class FunctionCall(Body):
@@ -54,7 +72,7 @@ class MessageToolCall(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = Field(None, validate_default=True, description="Text, or parts of text")
+    content: str | list[ContentPart] | None = Field(None, validate_default=True, description="Text, or parts")
     name: str | None = None
     tool_calls: list[MessageToolCall] = Field(default_factory=list, max_length=MAX_TOOLS, description="An assistant's")
     tool_call_id: str | None = Field(
@@ -113,7 +131,11 @@ def conversation(
     add_generation_prompt: bool | None,
     continue_final_message: bool,
     template_kwargs: dict[str, Any],
+    with_images: bool = False,
 ) -> Conversation:
+    """`with_images`: the caller takes `image_sources` too; else images are refused."""
+    if not with_images and (images := image_sources(messages)):
+        raise InvalidRequestError(f"{images[0].param}: images are not supported here", param=images[0].param)
     if taken := sorted(RESERVED_TEMPLATE_KWARGS & template_kwargs.keys()):
         raise InvalidRequestError(
             f"chat_template_kwargs: {taken[0]} is not the template's to take", param="chat_template_kwargs"
@@ -127,10 +149,23 @@ def conversation(
     )
 
 
+def image_sources(messages: Sequence[ChatMessage]) -> list[ImageSource]:
+    """The images of a conversation, in their order."""
+    return [
+        ImageSource(part.url, f"messages.{index}.content.{number}")
+        for index, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for number, part in enumerate(message.content)
+        if part.url is not None
+    ]
+
+
 def _message(message: ChatMessage, index: int) -> Message:
-    """As chat templates expect it: content is text, a call's arguments are an object."""
+    """As chat templates expect it: content is text, or parts where there are images; a call's arguments an object."""
     parts = message.content
-    content = "\n".join(part.content for part in parts) if isinstance(parts, list) else parts or ""
+    content: Any = "\n".join(part.content for part in parts) if isinstance(parts, list) else parts or ""
+    if isinstance(parts, list) and any(part.url is not None for part in parts):
+        content = [{"type": "text", "text": part.content} if part.url is None else {"type": "image"} for part in parts]
     plain: Message = {"role": message.role, "content": content}
     plain |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
     if message.tool_calls:

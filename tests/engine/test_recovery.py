@@ -31,8 +31,7 @@ class Saboteur:
         return logits + 0 * mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu).sum()
 
 
-def sabotaged(kind: str, saboteur: Saboteur) -> LanguageModel:
-    model = as_served(kind)
+def sabotage(model: LanguageModel, saboteur: Saboteur) -> LanguageModel:
     plain = type(model.module)
 
     class Sabotaged(plain):  # type: ignore[valid-type, misc]
@@ -46,7 +45,7 @@ def sabotaged(kind: str, saboteur: Saboteur) -> LanguageModel:
 @contextmanager
 def faulty(kind: str = "llama", **config: object) -> Iterator[tuple[Driver, Saboteur]]:
     saboteur = Saboteur()
-    with driver_of(lambda: sabotaged(kind, saboteur), **config) as drive:
+    with driver_of(lambda: sabotage(as_served(kind), saboteur), **config) as drive:
         yield drive, saboteur
 
 

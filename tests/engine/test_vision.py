@@ -1,20 +1,27 @@
 """Models that read images answer as mlx-vlm's own generate does: alone, in mixed batches, cached, with an adapter."""
 
+import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 pytest.importorskip("mlx_vlm")
 
+from mlx_vlm import load as load_peer
+from mlx_vlm import stream_generate
 from PIL import Image
 
 from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.loader import load
 from mlx_parallm.types import PromptImages
 from tests.engine.harness import Driver, Pending, driver_of
+from tests.engine.test_recovery import Saboteur, sabotage
 from tests.tiny_vision import picture, tiny_vision
 
 # As on a GPU: steps overlap, are traced, and prompts are padded to round shapes.
@@ -27,11 +34,10 @@ class Reader:
     """A model in an engine, and mlx-vlm's own over the same weights."""
 
     def __init__(self, running: Driver, folder: Path) -> None:
-        from mlx_vlm import load as load_with_mlx_vlm
-
         self.running = running
+        self.folder = folder
         self.model = running.engine.model
-        self.peer, self.processor = load_with_mlx_vlm(str(folder))
+        self.peer, self.processor = load_peer(str(folder))
         self._expected: dict[Any, list[int]] = {}
 
     def text(self, *parts: str | Image.Image) -> str:
@@ -58,10 +64,17 @@ class Reader:
     def ask(self, *parts: str | Image.Image, **options: Any) -> list[int]:
         return self.submit(*parts, **options).wait()[0].tokens
 
+    def adapted(self, adapter: Adapter) -> "Reader":
+        """The same with an adapter's weights added to mlx-vlm's."""
+        other = copy.copy(self)
+        other.peer, other._expected = load_peer(str(self.folder))[0], {}
+        layers = dict(other.peer.named_modules())
+        for path, part in adapter.parts.items():
+            layers[path].weight = layers[path].weight + mx.array(part.b @ part.a)
+        return other
+
     def expected(self, *parts: str | Image.Image, count: int = COUNT) -> list[int]:
         """By mlx-vlm's stream_generate, which knows no ignore_eos: nothing ends its answers here."""
-        from mlx_vlm import stream_generate
-
         key = (*((part if isinstance(part, str) else part.tobytes()) for part in parts), count)
         if key not in self._expected:
             images = [part for part in parts if isinstance(part, Image.Image)]
@@ -151,3 +164,49 @@ def test_choices_of_one_prompt_and_its_log_probabilities(reader: Reader) -> None
     scored = answers[0].deltas[0].prompt_logprobs
     assert scored is not None
     assert len(scored) == len(reader.prompt(WIDE, "twice")[0])
+
+
+def adapter_for(reader: Reader) -> Adapter:
+    """On every linear layer of the language model's attention and MLP."""
+    draw = np.random.default_rng(5)
+    parts = {}
+    for path, target in reader.running.engine.layout.targets.items():
+        if target.kind == "linear" and ".layers." in path:
+            a, b = (draw.normal(size=shape) for shape in ((4, target.size), (target.out_features, 4)))
+            parts[path] = Part((0.2 * a).astype(np.float32), (0.2 * b).astype(np.float32))
+    return Adapter(parts)
+
+
+def test_an_adapter_on_the_language_model(reader: Reader) -> None:
+    adapter = adapter_for(reader)
+    assert not any("vision" in path for path in reader.running.engine.layout.targets)
+    reader.running.engine.adapters.publish("tuned", adapter, "test")
+    tuned = reader.adapted(adapter)
+    asked: list[tuple[Any, ...]] = [(WIDE, "adapted?"), ("no image, adapted?",), ("one", SMALL, "two", TALL)]
+    for _ in range(2):  # the second time from the prefix cache
+        under_way = [reader.submit(*parts, adapter=name) for name in ("tuned", None) for parts in asked]
+        answers = [pending.wait()[0].tokens for pending in under_way]
+        reader.running.settle()
+        assert answers[:3] == [tuned.expected(*parts) for parts in asked]
+        assert answers[3:] == [reader.expected(*parts) for parts in asked]
+    assert answers[0] != answers[3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen2_5_vl"])
+def test_rows_that_lose_their_place_and_a_fault_in_between(kind: str, tmp_path: Path) -> None:
+    folder, saboteur = tiny_vision(kind, tmp_path / kind), Saboteur()
+    room = 2 * 512 * 2 * 2 * 2 * 16 * 4  # two rows of 512 tokens: 2 layers, keys and values, 2 heads of 16, float32
+    load_it = partial(load, str(folder), name=kind)
+    with driver_of(lambda: sabotage(load_it(), saboteur), max_batch_size=3, kv_cache_memory=room) as running:
+        reader = Reader(running, folder)
+        asked: list[tuple[Any, ...]] = [(WIDE, "long"), (TALL, "long"), ("a text",)]
+        under_way = [reader.submit(*parts, max_tokens=300, stream=True) for parts in asked]
+        under_way[0].wait_for_tokens(20)
+        saboteur.faults = 1
+        answers = [pending.wait()[0].tokens for pending in under_way]
+        running.settle()
+        assert running.engine.metrics.preemptions > 0
+        assert running.engine.metrics.faults == 1
+        for parts, answer in zip(asked, answers, strict=True):
+            assert answer == reader.expected(*parts, count=300)

@@ -42,7 +42,8 @@ class GenerationService:
         sampling = [sampling_for(call, served, len(prompt), grammar, default) for prompt in prompts.tokens]
         check_choices(call.sampling.n, self._config.max_batch_size)  # before anything is made for each of them
         if call.collect_trajectory and prompts.images is not None:
-            raise InvalidRequestError("collect_trajectory: images can't be learnt from", param="collect_trajectory")
+            param = "collect_trajectory"
+            raise InvalidRequestError(f"{param}: images can't be learnt from", param=param, code="invalid_value")
         if call.collect_trajectory:
             adapter = None if version is None else version.name
             self._training.check_collects(served.name, adapter, call.scoring_function)

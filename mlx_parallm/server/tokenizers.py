@@ -70,10 +70,13 @@ class TokenizerPool:
             raise InvalidRequestError(
                 f"{sources[0].param}: {served.name} reads text only: image parts are not supported",
                 param=sources[0].param,
+                code="invalid_value",
             )
         if keep is not None:
             raise InvalidRequestError(
-                "truncate_prompt_tokens: a prompt with images can't be cut", param="truncate_prompt_tokens"
+                "truncate_prompt_tokens: a prompt with images can't be cut",
+                param="truncate_prompt_tokens",
+                code="invalid_value",
             )
         return await self.media.read(sources, reader)
 

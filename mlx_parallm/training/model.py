@@ -28,6 +28,8 @@ from mlx_parallm.training.batches import PaddedPrompts
 
 def shared_tree(model: LanguageModel) -> nn.Module:
     """The model's classes anew, with the same arrays."""
+    if model.vision is not None:
+        raise ConfigError(f"{model.name} reads images, and such models can be served here, not trained")
     module, config = model.module, dict(model.config)
     model_class, args_class = _get_classes(config)
     tree: nn.Module = model_class(args_class.from_dict(config))

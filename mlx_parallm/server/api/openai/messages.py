@@ -135,7 +135,8 @@ def conversation(
 ) -> Conversation:
     """`with_images`: the caller takes `image_sources` too; else images are refused."""
     if not with_images and (images := image_sources(messages)):
-        raise InvalidRequestError(f"{images[0].param}: images are not supported here", param=images[0].param)
+        param = images[0].param
+        raise InvalidRequestError(f"{param}: images are not supported here", param=param, code="invalid_value")
     if taken := sorted(RESERVED_TEMPLATE_KWARGS & template_kwargs.keys()):
         raise InvalidRequestError(
             f"chat_template_kwargs: {taken[0]} is not the template's to take", param="chat_template_kwargs"

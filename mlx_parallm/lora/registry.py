@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.layout import Layout, PackedAdapter
 from mlx_parallm.lora.rows import AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
-from mlx_parallm.lora.weights import Adapter, AdapterError, Target, check_fit, check_name
+from mlx_parallm.lora.weights import Adapter, AdapterError, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.types import AdapterRoute, AdapterVersion
 
 P = ParamSpec("P")
@@ -186,6 +186,7 @@ class Registry:
     ) -> Version:
         """A new version, which the name means from now on."""
         check_name(name)
+        adapter = with_paths_of(adapter, self.targets)
         check_fit(adapter, self.targets, self._max_rank)
         return self._publish(name, self.pack(adapter), source, number, config)  # packed here, not on the engine thread
 

@@ -17,6 +17,8 @@ from mlx_parallm.errors import InvalidRequestError
 Array = np.ndarray[Any, np.dtype[np.float32]]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME = 200
+LANGUAGE_MODEL = "language_model."
+TRANSFORMERS_PREFIXES = ("model.language_model.", "model.text_model.", "model.", "")
 
 
 class AdapterError(InvalidRequestError):
@@ -76,6 +78,23 @@ def check_name(name: str) -> str:
             param="name",
         )
     return name
+
+
+def with_paths_of(adapter: Adapter, targets: Mapping[str, Target]) -> Adapter:
+    """The same adapter, where the model has its layers in a language model of its own and the adapter's file has not.
+
+    transformers calls these layers model.language_model.layers or model.text_model.layers, and earlier model.layers.
+    """
+    if not any(path.startswith(LANGUAGE_MODEL) for path in targets):
+        return adapter
+    return Adapter({_path_among(path, targets): part for path, part in adapter.parts.items()})
+
+
+def _path_among(path: str, targets: Mapping[str, Target]) -> str:
+    """Layers of an image encoder have other names, and stay as they are: they can't be adapted."""
+    ends = [path.removeprefix(prefix) for prefix in TRANSFORMERS_PREFIXES if path.startswith(prefix)]
+    candidates = [path, *(f"{LANGUAGE_MODEL}{inner}{end}" for end in ends for inner in ("model.", ""))]
+    return next((candidate for candidate in candidates if candidate in targets), path)
 
 
 def check_fit(adapter: Adapter, targets: Mapping[str, Target], max_rank: int) -> None:

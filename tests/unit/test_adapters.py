@@ -26,7 +26,7 @@ from mlx_parallm.lora.kernel_check import adds_right, checked_adder, checked_fus
 from mlx_parallm.lora.layers import AdapterKernels, FusedKernels, RopeParams
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.rows import BASE, AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA
-from mlx_parallm.lora.weights import Adapter, AdapterError, Part, check_fit, check_name
+from mlx_parallm.lora.weights import Adapter, AdapterError, Part, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native.products import adapted_products, low_rank_adder
@@ -584,3 +584,23 @@ def test_no_pattern_takes_long() -> None:
         f"{name}.lora_B.weight": np.ones((8, 4), np.float32),
     }
     assert from_peft(hostile, tensors).parts[name].b.max() == 2.0
+
+
+def test_paths_of_transformers_for_a_language_model_within_another() -> None:
+    part = Part(np.zeros((2, 8), np.float32), np.zeros((8, 2), np.float32))
+    target = Target("linear", 8, 8)
+    for inner, names in (
+        ("model.", ("model.layers.0.q_proj", "model.language_model.layers.0.q_proj")),
+        ("", ("model.text_model.layers.0.q_proj",)),
+    ):
+        own = f"language_model.{inner}layers.0.q_proj"
+        targets = {own: target, "language_model.lm_head": target}
+        for name in (own, *names):
+            assert set(with_paths_of(Adapter({name: part}), targets).parts) == {own}
+        assert set(with_paths_of(Adapter({"lm_head": part}), targets).parts) == {"language_model.lm_head"}
+        for name in ("model.vision_model.encoder.layers.0.q_proj", "visual.blocks.0.q_proj"):
+            renamed = with_paths_of(Adapter({name: part}), targets)
+            with pytest.raises(AdapterError, match="no layer"):
+                check_fit(renamed, targets, 8)
+    plain = Adapter({"model.layers.0.q_proj": part})
+    assert with_paths_of(plain, {"model.layers.0.q_proj": target}) is plain

@@ -198,7 +198,7 @@ class AdapterRoute:
         return "base" if self.name is None else self.name if self.number is None else f"{self.name}@{self.number}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ImageInput:
     """An image as a model's image encoder takes it, in NumPy arrays."""
 

@@ -78,7 +78,7 @@ class TokenizerPool:
                 param="truncate_prompt_tokens",
                 code="invalid_value",
             )
-        return await self.media.read(sources, reader)
+        return await self.media.read(sources, reader, served.context_length)
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)

@@ -208,11 +208,14 @@ def _reads_parts_alone(tokenizer: TokenizerWrapper, template: str) -> bool:
     if "type" not in template:
         return False
     word = "string-content"
-    try:
-        rendered = tokenizer.apply_chat_template([{"role": "user", "content": word}], tokenize=False)
-    except Exception:  # the template is the model's own program
-        return True
-    return word not in str(rendered)
+
+    def renders(content: Any) -> bool:
+        try:
+            return word in str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+        except Exception:  # the template is the model's own program
+            return False
+
+    return not renders(word) and renders([{"type": "text", "text": word}])
 
 
 def _in_parts(message: Message) -> Message:

@@ -23,6 +23,19 @@ def put(pool: BlockPool, tokens: list[int], root: bytes = ROOT) -> list[int]:
     return ids
 
 
+def test_images_are_told_apart_by_their_digests() -> None:
+    """Their tokens are the same: numbers that no token has stand for them, here 7."""
+    one, other = 1 << 128 | 5, 1 << 128 | 6
+    texts = [[1, 2, image, image, image, image, 3, 4, 5] for image in (7, one, other)]
+    assert len({chain(tokens).hashes[0] for tokens in texts}) == 3
+    assert chain(texts[1]).hashes == chain(list(texts[1])).hashes
+    pool = BlockPool(8, 4)
+    put(pool, texts[1])
+    assert pool.match(chain(texts[1]), texts[1], 8).length == 8
+    assert pool.match(chain(texts[2]), texts[2], 8).length == 2, "what comes before the image is shared"
+    assert pool.match(chain(texts[0]), texts[0], 8).length == 2
+
+
 def test_chains_depend_on_all_that_came_before_and_on_the_root() -> None:
     one, other = chain([1, 2, 3, 4, 5, 6, 7, 8, 9]), chain([9, 2, 3, 4, 5, 6, 7, 8])
     assert len(one.hashes) == 2

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import io
 import struct
 import threading
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from mlx_parallm.server.call import ImageSource
 from mlx_parallm.server.media.addresses import is_public
 from mlx_parallm.server.media.decode import decode
 from mlx_parallm.server.media.fetch import Fetcher
 from mlx_parallm.server.media.loader import MediaLoader, data_of
+from mlx_parallm.types import ImageInput
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -289,6 +292,51 @@ def test_data_urls_that_are_wrong(url: str, message: str) -> None:
 def test_data_urls() -> None:
     assert data_of("data:image/png;base64,aGVsbG8=") == b"hello"
     assert data_of("DATA:image/PNG;charset=utf-8;BASE64,aGVsbG8=") == b"hello"
+
+
+class PlainReader:
+    """Takes any image as eight tokens."""
+
+    def read(self, pixels: Any) -> ImageInput:
+        return ImageInput(b"", {"pixels": pixels}, [0] * 8)
+
+    def place(self, prompt: Any, images: Any) -> Any:
+        raise NotImplementedError
+
+
+def source(data: bytes, number: int = 0) -> ImageSource:
+    return ImageSource(f"data:image/png;base64,{base64.b64encode(data).decode()}", f"messages.0.content.{number}")
+
+
+def read(loader: MediaLoader, *images: bytes, context: int = 1000) -> list[ImageInput]:
+    sources = [source(data, number) for number, data in enumerate(images)]
+    return asyncio.run(loader.read(sources, PlainReader(), context))
+
+
+def test_several_images_and_what_is_wrong_with_one() -> None:
+    loader, good = MediaLoader.of(), encoded("PNG")
+    assert [image.arrays["pixels"].tolist() for image in read(loader, good, good)] == [PIXELS.tolist()] * 2
+    with pytest.raises(
+        InvalidRequestError, match=r"messages\.0\.content\.1: the image is of no known format"
+    ) as caught:
+        read(loader, good, b"none", good)
+    assert (caught.value.param, caught.value.code) == ("messages.0.content.1", "invalid_image")
+    with pytest.raises(InvalidRequestError, match="at most 32"):
+        read(loader, *[good] * 33)
+    with pytest.raises(ContextLengthError):
+        read(loader, *[good] * 20, context=15)
+    loader.threads.shutdown()
+
+
+def test_images_of_all_requests_together_are_limited() -> None:
+    loader, good = MediaLoader.of(held_bytes=4 * PIXELS.nbytes), encoded("PNG")
+    held = read(loader, good, good, good, good)
+    with pytest.raises(QueueFullError, match="images of other requests"):
+        read(loader, good)
+    del held
+    gc.collect()
+    assert len(read(loader, good, good, good, good)) == 4
+    loader.threads.shutdown()
 
 
 def test_files_in_the_allowed_folder_alone(tmp_path: Path) -> None:

@@ -32,6 +32,30 @@ def user(content: str, role: str = "user") -> Conversation:
     return Conversation([{"role": role, "content": content}])
 
 
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+def test_templates_that_read_parts_alone_get_parts() -> None:
+    image = Conversation([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}])
+    assert prompts(PARTS).render(user("hi")) == "[user]hi"
+    assert prompts(PARTS).render(image) == "[user]<image>hi"
+    both = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}type{% endif %}{% endfor %}"
+    assert prompts(both).render(user("hi")) == "hi"
+    assert prompts(both).render(image) == "type"
+    broken = "{{ raise_exception('type') }}"
+    with pytest.raises(InvalidRequestError, match="can't render"):
+        prompts(broken).render(user("hi"))
+    mixed = [
+        *image.messages,
+        {"role": "tool", "content": "42"},
+    ]  # a result behind an image, for a template without tools
+    assert "42" in prompts(PARTS).render(Conversation(mixed))
+
+
 def test_template() -> None:
     assert prompts(PLAIN).render(user("hi")) == "[user]hi[assistant]"
     silent = Conversation([{"role": "user", "content": "hi"}], add_generation_prompt=False)

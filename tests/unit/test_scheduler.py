@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_parallm.engine.rows import Job, Reader, Row
 from mlx_parallm.engine.scheduler import FETCH_SECONDS, MIN_PIECE, Limits, Scheduler, wants_prompt_logprobs
 from mlx_parallm.kv.blocks import Chain, Match
-from mlx_parallm.types import Request, SamplingParams
+from mlx_parallm.types import ImageInput, PromptImages, Request, SamplingParams
 
 
 def job(length: int, *, n: int = 1, priority: int = 0, stream: bool = False, arrival: float = 0.0) -> Job:
@@ -68,6 +69,22 @@ def test_a_long_prompt_is_cut_and_rows_decode_between_its_pieces() -> None:
     assert run(planned) == [[100]]
     assert len(planned.plan().decode) == 1  # the plan above moved the prompt one piece further
     assert planned.partial is not None
+
+
+def test_images_are_encoded_one_at_a_time_before_their_prompt_is_computed_alone() -> None:
+    planned = scheduler(padding=10.0)
+    image, pictures = ImageInput(b"", {}, [7] * 4), job(20)
+    pictures.rows[0].images = PromptImages([image] * 3, [np.arange(start, start + 4) for start in (2, 8, 14)], [])
+    planned.look_up = lambda entry: setattr(entry, "computed", 6 if entry is pictures else 0)  # the first is cached
+    planned.add(pictures)
+    for number in (1, 2):
+        (work,) = planned.plan().prefills
+        assert (work.jobs, work.count, work.image) == ([pictures], 0, number)
+        assert planned.partial is pictures
+        pictures.features[number] = object()
+    planned.add(job(14))
+    assert run(planned) == [[14], [14]]  # the text is not computed with it
+    assert planned.partial is None
 
 
 def test_the_budget_is_never_exceeded() -> None:

@@ -4,14 +4,16 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from mlx_parallm.runtime.client import ImageReader
 from mlx_parallm.server.call import ImageSource
 from mlx_parallm.server.media.decode import decode
@@ -19,9 +21,34 @@ from mlx_parallm.server.media.fetch import Fetcher
 from mlx_parallm.types import ImageInput
 
 MAX_IMAGES = 32  # of one request
+HELD_BYTES = 2 << 30  # of all requests that wait or run
 DATA_URL = re.compile(r"data:(?P<type>[^;,]*)(?P<more>(?:;[^;,]*)*),", re.IGNORECASE)
 
 T = TypeVar("T")
+
+
+class HeldBytes:
+    """How much memory the images of all requests hold, from when they are read until their requests end."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._total = 0
+
+    def hold(self, image: ImageInput) -> ImageInput:
+        size = sum(array.nbytes for array in image.arrays.values())
+        with self._lock:
+            if self._total and self._total + size > self.limit:
+                raise QueueFullError(
+                    f"the images of other requests hold {self._total:,} bytes already: try again later"
+                )
+            self._total += size
+        weakref.finalize(image, self._release, size)
+        return image
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self._total -= size
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +56,55 @@ class MediaLoader:
     fetcher: Fetcher
     local_path: Path | None  # the folder that file URLs may point into; None: they may not
     threads: ThreadPoolExecutor
+    held: HeldBytes
 
     @classmethod
-    def of(cls, allowed_hosts: Sequence[str] = (), local_path: str | None = None) -> "MediaLoader":
+    def of(
+        cls, allowed_hosts: Sequence[str] = (), local_path: str | None = None, held_bytes: int = HELD_BYTES
+    ) -> "MediaLoader":
         folder = None if local_path is None else Path(local_path).expanduser().resolve()
-        return cls(Fetcher(allowed_hosts), folder, ThreadPoolExecutor(2, thread_name_prefix="media"))
+        threads = ThreadPoolExecutor(2, thread_name_prefix="media")
+        return cls(Fetcher(allowed_hosts), folder, threads, HeldBytes(held_bytes))
 
-    async def read(self, sources: Sequence[ImageSource], reader: ImageReader) -> list[ImageInput]:
-        """All images of a request as its model takes them; what is wrong with one is said of its place in the body."""
+    async def read(self, sources: Sequence[ImageSource], reader: ImageReader, context: int) -> list[ImageInput]:
+        """All images of a request as its model takes them, unless they alone have more tokens than its context.
+
+        What is wrong with an image is said of its place in the body.
+        """
         if len(sources) > MAX_IMAGES:
             param = sources[MAX_IMAGES].param
-            raise InvalidRequestError(f"{len(sources)} images, and at most {MAX_IMAGES} are taken", param=param)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._read_safely(source, reader)) for source in sources]
-        found = [task.result() for task in tasks]
-        for one in found:
-            if isinstance(one, InvalidRequestError):
-                raise one
-        return [one for one in found if isinstance(one, ImageInput)]
+            raise InvalidRequestError(
+                f"{len(sources)} images, and at most {MAX_IMAGES} are taken", param=param, code="invalid_value"
+            )
+        found: dict[int, ImageInput] = {}
 
-    async def _read_safely(self, source: ImageSource, reader: ImageReader) -> ImageInput | InvalidRequestError:
+        async def read_one(number: int) -> None:
+            data = await self._in_place(sources[number], self._bytes(sources[number].url))
+
+            def work() -> ImageInput:
+                tokens = sum(len(image.tokens) for image in found.values())
+                if tokens >= context:
+                    raise ContextLengthError.of(context, tokens, at_least=True, param="messages")
+                return self.held.hold(reader.read(decode(data)))
+
+            found[number] = await self._in_place(sources[number], self._run(work))
+
+        tasks = [asyncio.ensure_future(read_one(number)) for number in range(len(sources))]
         try:
-            data = await self._bytes(source.url)
-            return await self._run(lambda: reader.read(decode(data)))
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [found[number] for number in range(len(sources))]
+
+    async def _in_place(self, source: ImageSource, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except (ContextLengthError, QueueFullError):
+            raise
         except InvalidRequestError as error:
-            return InvalidRequestError(f"{source.param}: {error.message}", param=source.param, code="invalid_image")
+            message = f"{source.param}: {error.message}"
+            raise InvalidRequestError(message, param=source.param, code="invalid_image") from error
 
     async def _bytes(self, url: str) -> bytes:
         scheme = url[:20].partition(":")[0].strip().lower()

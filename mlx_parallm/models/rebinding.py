@@ -1,9 +1,10 @@
-"""Subclasses of mlx-lm's layers in which names that they call stand for other functions; attention that asks the cache.
+"""Subclasses of mlx-lm's and mlx-vlm's layers in which names that they call stand for other functions.
 
-`engine.patch` gives these classes to a loaded model's layers.
+One of them is attention that asks the cache first. `engine.patch` gives these classes to a loaded model's layers.
 """
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention as mlx_attention
 
+MLX_VLM = "mlx_vlm.models.base"
 Binding = tuple[Callable[..., Any], Callable[..., Any]]  # what a name stands for in mlx-lm, and what it shall stand for
 
 
@@ -33,7 +35,11 @@ def rebound_class(original: type, bindings: Mapping[str, Binding]) -> type | Non
 
 
 def _uses(call: types.FunctionType, name: str, function: Callable[..., Any]) -> bool:
-    return name in call.__code__.co_names and call.__globals__.get(name) is function
+    """mlx-vlm, where it is loaded, has a function of its own for each, which does the same with our caches."""
+    if name not in call.__code__.co_names:
+        return False
+    found = call.__globals__.get(name)
+    return found is function or (found is not None and found is getattr(sys.modules.get(MLX_VLM), name, None))
 
 
 @functools.cache

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.embedding_folders import write_model
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 pytestmark = pytest.mark.slow
@@ -58,3 +60,15 @@ def test_rl_act(tmp_path: Path) -> None:
     for one in found:
         assert 0 < one["p50_ms"] <= one["p99_ms"]
         assert one["ratio"] == pytest.approx(one["actions_per_second"] / one["bare_per_second"])
+
+
+def test_embeddings(tiny_folder: Path, tmp_path: Path) -> None:
+    out, model = tmp_path / "out.json", write_model(tmp_path / "model", "qwen")
+    load = ["--texts", "8", "--longest", "20", "--rounds", "1", "--rows", "2", "--stream-tokens", "60"]
+    load += ["--embed-tokens", "100", "--embedding-clients", "1"]
+    answer = run("embeddings.py", "--model", str(model), "--chat-model", str(tiny_folder), *load, "--json", str(out))
+    assert answer.returncode in (0, 1), answer.stdout + answer.stderr  # two layers are too few for the bound
+    found = json.loads(out.read_text())
+    assert found["process"]["ours"] > 0
+    assert found["http"]["ours"] > 0
+    assert found["chat"]["embedded_tokens"] >= 100

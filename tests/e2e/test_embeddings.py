@@ -172,6 +172,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # these packages' own
 @needs("langchain_openai")
 def test_langchain(server: ServerProcess) -> None:
     from langchain_openai import OpenAIEmbeddings  # type: ignore[import-not-found, unused-ignore]
@@ -184,6 +185,7 @@ def test_langchain(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # these packages' own
 @needs("llama_index")
 def test_llama_index(server: ServerProcess) -> None:
     from llama_index.embeddings.openai_like import (  # type: ignore[import-not-found, unused-ignore]
@@ -195,6 +197,7 @@ def test_llama_index(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # these packages' own
 @needs("litellm")
 def test_litellm(server: ServerProcess) -> None:
     import litellm  # type: ignore[import-not-found, unused-ignore]

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models.encoders import Encoder, load_encoder
+from mlx_parallm.models.encoders import Encoder, load_encoder, packed
 from tests.support.random_weights import random_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -135,3 +135,20 @@ def test_an_input_without_tokens_gives_numbers(tmp_path: Path) -> None:
     encoder = load_encoder(write(tmp_path, "modernbert"))
     hidden = encoder(mx.array([[3] * 12, [4] * 12]), mx.array([[1] * 12, [0] * 12]))
     assert np.isfinite(np.array(hidden)).all()
+
+
+@pytest.mark.parametrize("name", ["bert_tanh", "roberta", "modernbert", "nomic_bert"])
+def test_the_pass_without_padding_is_that_of_mlx(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In groups and slabs of a few tokens, with lengths on both sides of a kernel's steps."""
+    monkeypatch.setattr(packed, "GROUP", 50)
+    monkeypatch.setattr(packed, "SLAB", 7)
+    encoder = load_encoder(write(tmp_path, name))
+    if encoder.packed is None:
+        pytest.skip("there are no kernels here")
+    lengths = np.array([1, 3, 4, 5, 31, 32, 33, 39, 0, 17, 40])
+    tokens = np.random.RandomState(3).randint(2, 60, (len(lengths), 40))
+    mask = np.arange(40) < lengths[:, None]
+    without = np.array(encoder(mx.array(tokens), mx.array(mask)))
+    encoder.packed = None
+    expected = np.array(encoder(mx.array(np.where(mask, tokens, 1)), mx.array(mask)))
+    np.testing.assert_allclose(without[mask], expected[mask], atol=1e-5, rtol=1e-5)

@@ -4,7 +4,7 @@ from mlx_parallm.models.encoders.layers import ACTIVATION_NAMES, Embeddings, Enc
 from mlx_parallm.models.encoders.weights import Settings, Weights
 
 MODEL_TYPES = ("nomic_bert",)
-PREFIXES = ("", "bert.", "model.")
+PREFIXES = ("", "bert.", "nomic_bert.", "model.")
 GATES = {"swiglu": "silu", "geglu": "gelu", "glu": None}
 
 

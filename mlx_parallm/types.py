@@ -159,9 +159,22 @@ class EmbeddingInfo(PredictorInfo):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierInfo(PredictorInfo):
+    """Its outputs are logits. Kind "reward": one label on a decoder, the usual form of reward models."""
+
     labels: tuple[str, ...]
     problem: Literal["single_label", "multi_label", "regression"] = "single_label"
     per_token: bool = False  # a label for each token, not for the whole text
+    activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes probabilities of the logits
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token and others that the template names
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokens:
+    """A text or a pair of texts on its way to a model that predicts."""
+
+    tokens: Sequence[int]
+    segments: Sequence[int] | None = None  # of a pair: 0 for the first text's tokens, 1 for the second's
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

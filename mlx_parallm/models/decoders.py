@@ -1,7 +1,7 @@
 """Hidden states of mlx-lm's language models, in one pass without a cache and without an output head.
 
 Causal ones need no mask for padding on the right: no token sees what follows it. Gemma's embedding models see both
-ways; their layers are called one by one with masks of their own.
+ways; their layers are called one by one with masks of their own. Heads for tasks stand on them: their weights are left.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma3_text
+from mlx_lm.models import gemma, gemma3_text
 from mlx_lm.utils import _get_classes as classes_of
 from mlx_lm.utils import load_model
 
@@ -43,7 +43,7 @@ def load_decoder(folder: Path, dtype: str = "auto") -> DecoderStates:
     """The language model in a folder, its weights named as a whole model's or as those of its inner part alone."""
     settings = Settings.of(folder)
     # Nobody needs the output head; models with tied weights have none.
-    overrides = {"tie_word_embeddings": True} | _sliding_pattern(settings)
+    overrides = {"tie_word_embeddings": True} | _rope(settings) | _sliding_pattern(settings)
     try:
         model, _ = load_model(folder, lazy=True, model_config=overrides, get_model_classes=_headless_classes)
     except Exception as error:  # mlx-lm's, the file reader's and the model's own
@@ -51,10 +51,11 @@ def load_decoder(folder: Path, dtype: str = "auto") -> DecoderStates:
     inner = getattr(model, "model", None)
     if inner is None or not hasattr(inner, "embed_tokens"):
         raise ModelLoadError(f"{folder}: models of the type {settings.get('model_type')!r} can't embed text here")
+    _correct(inner)
     precision = apply_precision(inner, dtype)
     return DecoderStates(
         states=_states(inner, settings),
-        max_length=settings.size("max_position_embeddings", default=32768),
+        max_length=_max_length(inner, settings),
         vocab_size=settings.size("vocab_size"),
         hidden_size=settings.size("hidden_size"),
         weight_bytes=sum(array.nbytes for _, array in tree_flatten(inner.parameters())),
@@ -71,10 +72,41 @@ def _sliding_pattern(settings: Settings) -> dict[str, Any]:
     expected = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(len(kinds))]
     if kinds != expected:
         raise settings.wrong("layer_types", kinds, "a full_attention layer after every few others")
-    ropes = settings.get("rope_parameters", default={})
-    thetas = {"rope_theta": "full_attention", "rope_local_base_freq": "sliding_attention"}
-    bases = {name: ropes[kind]["rope_theta"] for name, kind in thetas.items() if kind in ropes}
-    return {"sliding_window_pattern": pattern} | bases
+    return {"sliding_window_pattern": pattern}
+
+
+def _rope(settings: Settings) -> dict[str, Any]:
+    """transformers 5 writes all of RoPE into one object, of which most of mlx-lm's models know nothing."""
+    parameters = settings.get("rope_parameters", default={})
+    full, sliding = parameters.get("full_attention", parameters), parameters.get("sliding_attention", {})
+    found = {"rope_theta": full.get("rope_theta"), "rope_local_base_freq": sliding.get("rope_theta")}
+    if full.get("rope_type", "default") != "default" and not settings.get("rope_scaling"):
+        found["rope_scaling"] = full
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _max_length(inner: nn.Module, settings: Settings) -> int:
+    """Where a model's layers see a window and mlx-lm's see everything, no more than the window."""
+    length = settings.size("max_position_embeddings", default=32768)
+    if settings.get("sliding_window") is None or settings.get("use_sliding_window", default=True) is False:
+        return length
+    args = inner.args
+    knows_windows = hasattr(args, "sliding_window") and getattr(args, "layer_types", ()) is not None
+    return length if knows_windows else min(length, settings.size("sliding_window"))
+
+
+class TanhGemmaMLP(gemma.MLP):
+    """The first Gemma's with its own GELU; mlx-lm's has another."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        product: mx.array = self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
+        return product
+
+
+def _correct(inner: nn.Module) -> None:
+    for layer in inner.layers:
+        if type(layer.get("mlp")) is gemma.MLP:
+            layer.mlp.__class__ = TanhGemmaMLP
 
 
 def _headless_classes(config: dict[str, Any]) -> tuple[type, type]:
@@ -84,7 +116,7 @@ def _headless_classes(config: dict[str, Any]) -> tuple[type, type]:
     def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         if not any(name.startswith("model.") for name in weights):
             weights = {f"model.{name}": array for name, array in weights.items()}
-        weights.pop("lm_head.weight", None)
+        weights = {name: array for name, array in weights.items() if name.startswith("model.")}
         original = getattr(super(headless, self), "sanitize", None)
         return weights if original is None else original(weights)
 

@@ -1,0 +1,137 @@
+"""Classifiers: an encoder or a decoder with a head that gives every text, or every token, a logit for each label.
+
+Rerankers (cross-encoders) are classifiers with one label, reward models are those on a decoder: their `info.kind` is
+"reward". Inputs are `TextTokens`, outputs NumPy arrays of logits, (labels,) or (tokens, labels), in float32.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.host import to_numpy
+from mlx_parallm.models.decoders import Decoder, load_decoder
+from mlx_parallm.models.encoders import Encoder, is_encoder, load_encoder
+from mlx_parallm.models.encoders.weights import Settings, Weights
+from mlx_parallm.models.heads import ClassificationHead, load_head
+from mlx_parallm.models.kinds import Predictor
+from mlx_parallm.models.tokenizers import TextTokenizer
+from mlx_parallm.types import ClassifierInfo, TextTokens
+
+Backbone = Encoder | Decoder
+SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+Problem = Literal["single_label", "multi_label", "regression"]
+Activation = Literal["softmax", "sigmoid", "identity"]
+PROBLEMS: dict[str | None, Problem] = {
+    "single_label_classification": "single_label",
+    "multi_label_classification": "multi_label",
+    "regression": "regression",
+}
+ACTIVATIONS: dict[Problem, Activation] = {
+    "single_label": "softmax",
+    "multi_label": "sigmoid",
+    "regression": "identity",
+}
+
+
+def recognises(config: dict[str, Any]) -> bool:
+    return _architecture(config).endswith((SEQUENCES, TOKENS))
+
+
+def load(folder: Path) -> "Classifier":
+    settings, weights = Settings.of(folder), Weights.of(folder)
+    per_token = _architecture(settings.values).endswith(TOKENS)
+    backbone: Backbone
+    backbone = load_encoder(folder, weights) if is_encoder(dict(settings.values)) else load_decoder(folder)
+    head = load_head(settings, weights, backbone.hidden_size, per_token)
+    return Classifier(settings, backbone, head, TextTokenizer.of(folder), per_token)
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+class Classifier(Predictor):
+    info: ClassifierInfo
+
+    def __init__(
+        self, settings: Settings, backbone: Backbone, head: ClassificationHead, text: TextTokenizer, per_token: bool
+    ) -> None:
+        arrays = [*backbone.arrays(), *head.arrays()]
+        mx.eval(arrays)
+        self._backbone, self._head = backbone, head
+        self._padding = 0
+        self.tokenizer = text.tokenizer
+        problem, activation = _problem(settings, head.labels)
+        self.info = ClassifierInfo(
+            kind="reward" if isinstance(backbone, Decoder) and head.labels == 1 and not per_token else "classifier",
+            source=str(settings.folder),
+            precision=str(backbone.arrays()[0].dtype).removeprefix("mlx.core."),
+            weight_bytes=sum(array.nbytes for array in arrays),
+            context_length=min(backbone.max_length, text.max_length or backbone.max_length),
+            vocab_size=backbone.vocab_size,
+            labels=_labels(settings, head.labels),
+            problem=problem,
+            per_token=per_token,
+            activation=activation,
+            chat_template=text.chat_template,
+            special_tokens=text.special_tokens,
+        )
+
+    def cost(self, item: TextTokens) -> int:
+        return len(item.tokens)
+
+    def predict(self, batch: Sequence[TextTokens]) -> list[NDArray[np.float32]]:
+        lengths = [len(item.tokens) for item in batch]
+        if min(lengths) == 0:
+            raise InvalidRequestError("a text is empty", param="input")
+        tokens, segments = np.zeros((2, len(batch), max(lengths)), dtype=np.int32)
+        for row, item in enumerate(batch):
+            tokens[row, : lengths[row]] = item.tokens
+            if item.segments is not None:
+                segments[row, : lengths[row]] = item.segments
+        logits = to_numpy(self._forward(mx.array(tokens), mx.array(segments), mx.array(lengths)))
+        return [row[:length] if self.info.per_token else row for row, length in zip(logits, lengths, strict=True)]
+
+    def _forward(self, tokens: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+        if isinstance(self._backbone, Decoder):
+            hidden = self._backbone(tokens)
+        else:
+            hidden = self._backbone(tokens, mx.arange(tokens.shape[1]) < lengths[:, None], segments)
+        return self._head(hidden, tokens, lengths).astype(mx.float32)
+
+
+def _labels(settings: Settings, count: int) -> tuple[str, ...]:
+    """As id2label names them. transformers' names stand for those that it does not."""
+    names = settings.get("id2label", default={})
+    if not isinstance(names, dict) or (names and len(names) != count):
+        raise settings.wrong("id2label", names, f"an object with {count} names, one for each output of the head,")
+    return tuple(str(names.get(str(place), f"LABEL_{place}")) for place in range(count))
+
+
+def _problem(settings: Settings, labels: int) -> tuple[Problem, Activation]:
+    """One label is a number; what CrossEncoder makes of it stands in the config, and is a sigmoid unless it says so."""
+    stated = settings.one_of("problem_type", (None, *PROBLEMS), None)
+    problem: Problem = PROBLEMS[stated] if stated else "regression" if labels == 1 else "single_label"
+    if labels > 1:
+        return problem, ACTIVATIONS[problem]
+    found = _cross_encoder_activation(settings)
+    return problem, found or ("identity" if stated == "regression" else "sigmoid")
+
+
+def _cross_encoder_activation(settings: Settings) -> Activation | None:
+    """sentence-transformers writes the class of a module: torch.nn.modules.activation.Sigmoid."""
+    nested = settings.get("sentence_transformers", default={})
+    name = nested.get("activation_fn") or settings.get("sbert_ce_default_activation_function")
+    if name is None:
+        return None
+    known: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
+    found = known.get(str(name).rpartition(".")[2])
+    if found is None:
+        raise settings.wrong("activation_fn", name, "Sigmoid or Identity")
+    return found

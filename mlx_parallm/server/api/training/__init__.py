@@ -1,12 +1,10 @@
-"""Training over HTTP: updates, status, feedback, checkpoints, rollouts, and scores of reward models.
+"""Training over HTTP: updates, status, feedback, checkpoints and rollouts.
 
 What blocks (an update, a rollout) runs on threads of its own, never on the event loop: others, that resume or stop the
 server, must never wait for one.
 """
 
 import asyncio
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,13 +13,12 @@ from typing import Any, TypeVar
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.server.api.openai.messages import conversation
 from mlx_parallm.server.api.training.answers import (
     CheckpointWritten,
     FeedbackTaken,
     Rollout,
-    Scored,
     TrainingInternals,
     TrainingStatus,
     Updated,
@@ -31,7 +28,6 @@ from mlx_parallm.server.api.training.bodies import (
     CheckpointBody,
     FeedbackBody,
     RolloutBody,
-    ScoreBody,
     UpdateBody,
 )
 from mlx_parallm.server.context import ServerContext
@@ -57,9 +53,6 @@ def router(context: ServerContext) -> APIRouter:
         ("/training/checkpoint", "POST", training.checkpoint, CheckpointWritten, "Write a checkpoint"),
         ("/debug/training", "GET", training.debug, TrainingInternals, "The trainer's internals"),
         ("/v1/rl/rollout", "POST", training.rollout, Rollout, "Sample, score, and perhaps learn"),
-        ("/v1/rewards/score", "POST", training.score, Scored, "Score texts with a reward model"),
-        ("/v1/score", "POST", training.score, Scored, "Score texts with a reward model"),
-        ("/pooling", "POST", training.score, Scored, "Score texts with a reward model, as vLLM"),
     )
     return routes
 
@@ -166,26 +159,6 @@ class TrainingRoutes:
             )
         return prompts
 
-    async def score(self, body: ScoreBody) -> Response:
-        """A number for each text or conversation: how good the reward model thinks it is."""
-        name = self._training.reward_model_name(body.model)
-        texts = [await self._tokens(text, whole=True) for text in body.texts]
-        self._check_ids(texts)
-        if any(len(text) > self._served.context_length for text in texts):
-            raise ContextLengthError(f"the context holds {self._served.context_length} tokens", param="input")
-        scores = await self._run(partial(self._training.score, name, texts))
-        count = sum(map(len, texts))
-        return JSONResponse(
-            {
-                "id": f"score-{uuid.uuid4().hex}",
-                "object": "list",
-                "created": int(time.time()),
-                "model": name,
-                "data": [{"index": place, "object": "reward", "score": value} for place, value in enumerate(scores)],
-                "usage": {"prompt_tokens": count, "total_tokens": count},
-            }
-        )
-
     def _check_ids(self, prompts: Sequence[list[int]]) -> None:
         for index, prompt in enumerate(prompts):
             param = "prompt" if len(prompts) == 1 else f"prompt.{index}"
@@ -200,8 +173,7 @@ class TrainingRoutes:
         version = adapters.route()
         return None if version is None else version.name
 
-    async def _tokens(self, prompt: Any, whole: bool = False) -> list[int]:
-        """`whole`: a conversation that nobody is to continue."""
+    async def _tokens(self, prompt: Any) -> list[int]:
         if not prompt:
             raise InvalidRequestError("a prompt is empty", param="prompts")
         if isinstance(prompt, str):
@@ -209,7 +181,7 @@ class TrainingRoutes:
         if isinstance(prompt[0], int):
             return list(prompt)
         rendered = conversation(
-            prompt, (), add_generation_prompt=False if whole else None, continue_final_message=False, template_kwargs={}
+            prompt, (), add_generation_prompt=None, continue_final_message=False, template_kwargs={}
         )
         return (await self._tokenizers.render(self._served, rendered, False)).tokens
 

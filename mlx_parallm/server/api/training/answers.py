@@ -108,23 +108,3 @@ class RolloutGroup(AnswerBody):
 
 class Rollout(AnswerBody):
     groups: list[RolloutGroup]
-
-
-class Score(AnswerBody):
-    index: int
-    object: Literal["reward"]
-    score: float
-
-
-class ScoreUsage(AnswerBody):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Scored(AnswerBody):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[Score]
-    usage: ScoreUsage

@@ -1,8 +1,8 @@
 """Bodies of training's routes."""
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.server.api.openai.messages import ChatMessage
@@ -106,32 +106,3 @@ class RolloutBody(Body):
         if value is not None and len(value) != len(info.data.get("prompts", value)):
             raise PydanticCustomError("metadata", "Expected one for each prompt")
         return value
-
-
-class ScoreBody(Body):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "input": [
-                    [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
-                    "any text",
-                ]
-            }
-        }
-    )
-    model: str = Field("default", description="A reward model; default: the first")
-    task: Literal["reward"] = Field("reward", description="For /pooling")
-    input: str | list[str | list[int] | list[ChatMessage]] | None = Field(None, description="Texts or conversations")
-    messages: list[ChatMessage] | None = Field(None, description="One conversation instead")
-
-    @model_validator(mode="after")
-    def _something(self) -> "ScoreBody":
-        if (self.input is None) == (self.messages is None) or self.input == []:
-            raise PydanticCustomError("input", "Expected input or messages, and something in it")
-        return self
-
-    @property
-    def texts(self) -> list[Any]:
-        if self.messages is not None:
-            return [self.messages]
-        return [self.input] if isinstance(self.input, str) else list(self.input or ())

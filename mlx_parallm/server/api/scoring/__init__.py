@@ -1,0 +1,173 @@
+"""Classifiers, reward models and rerankers over HTTP, in our own, vLLM's, Cohere's and Jina's shapes.
+
+All of them score: a classifier's logits become probabilities, a reward is the logit of a model with one label, and a
+reranker's is that of a pair.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server.api.scoring.answers import Classifications, Ranking, Scored
+from mlx_parallm.server.api.scoring.bodies import ClassifyBody, RerankBody, RewardBody, ScoreBody
+from mlx_parallm.server.api.scoring.labels import classification, entities, probabilities
+from mlx_parallm.server.api.scoring.pairs import score_pairs
+from mlx_parallm.server.api.scoring.rewards import RewardModels
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.predictors import ServedPredictor
+from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.text_inputs import EncodedText, encode_texts, numbered
+from mlx_parallm.types import ClassifierInfo, EmbeddingInfo, PredictorInfo
+
+CLASSIFIERS = ("classifier", "reward")
+RERANKERS = ("classifier", "reward", "embedding")
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes, scoring = APIRouter(route_class=JSONRoute, tags=["Classify and rank"]), ScoringRoutes(context)
+    add_routes(
+        routes,
+        ("/v1/classifications", "POST", scoring.classify, Classifications, "Classify texts"),
+        ("/classify", "POST", scoring.classify, Classifications, "Classify texts, as vLLM"),
+        ("/v1/rewards/score", "POST", scoring.reward, Scored, "Score texts with a reward model"),
+        ("/pooling", "POST", scoring.reward, Scored, "Score texts with a reward model, as vLLM"),
+        ("/v1/score", "POST", scoring.score, Scored, "Score pairs of texts, or texts with a reward model"),
+        ("/score", "POST", scoring.score, Scored, "Score pairs of texts, as vLLM"),
+        ("/v1/rerank", "POST", scoring.rerank, Ranking, "Rank documents by a query"),
+        ("/rerank", "POST", scoring.rerank, Ranking, "Rank documents by a query"),
+        ("/v2/rerank", "POST", scoring.rerank_v2, Ranking, "Rank documents by a query, as Cohere's second version"),
+    )
+    return routes
+
+
+class ScoringRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._rewards = RewardModels(context)
+
+    async def classify(self, body: ClassifyBody, request: Request) -> Response:
+        """The label of each text and the probabilities of all; of a model for token classification, the entities."""
+        name = self._first(body.model, lambda info: isinstance(info, ClassifierInfo))
+        async with self._context.predictors.use(name, *CLASSIFIERS) as model:
+            assert isinstance(model.info, ClassifierInfo)
+            texts = body.texts
+            _check_forms(model.info, texts)
+            named = numbered(body.field, len(texts))
+            encoded = await encode_texts(model, texts, self._context.tokenizers, body.truncation(), named)
+            outputs = await model.predict([one.input for one in encoded], request)
+            data = [
+                {"index": place, "object": "classification", "num_classes": len(model.info.labels)}
+                | _classified(model, logits, one, body)
+                for place, (logits, one) in enumerate(zip(outputs, encoded, strict=True))
+            ]
+            return JSONResponse(_envelope("classify", model.name, data, encoded))
+
+    async def reward(self, body: RewardBody, request: Request) -> Response:
+        """A number for each text or conversation: how good the reward model thinks it is."""
+        name, scores, count = await self._rewards.score(body, request)
+        return JSONResponse(_scored(name, "reward", scores, count))
+
+    async def score(self, body: ScoreBody, request: Request) -> Response:
+        """How well two texts fit, by a cross-encoder or by the cosine of embeddings. With `input` or `messages` in
+        place of two texts, it is /v1/rewards/score."""
+        if not body.is_pairs:
+            return await self.reward(body, request)
+        name = self._first(None if body.model == "default" else body.model, _ranks)
+        async with self._context.predictors.use(name, *RERANKERS) as model:
+            scores, count = await score_pairs(
+                model,
+                body.pairs,
+                self._context.tokenizers,
+                body.truncation(),
+                numbered("text_2", len(body.pairs)),
+                request,
+            )
+            return JSONResponse(_scored(model.name, "score", scores, count))
+
+    async def rerank(self, body: RerankBody, request: Request) -> Response:
+        """The documents that a cross-encoder, or an embedding model, finds most relevant to the query, the best first."""
+        return await self._rerank(body, request, "1")
+
+    async def rerank_v2(self, body: RerankBody, request: Request) -> Response:
+        """As /v1/rerank; documents come back only with `return_documents`."""
+        return await self._rerank(body, request, "2")
+
+    async def _rerank(self, body: RerankBody, request: Request, version: str) -> Response:
+        async with self._context.predictors.use(self._first(body.model, _ranks), *RERANKERS) as model:
+            truncation = body.truncation(second=body.max_tokens_per_doc)
+            scores, count = await score_pairs(
+                model, body.pairs, self._context.tokenizers, truncation, lambda place: f"documents.{place}", request
+            )
+            with_documents = version == "1" if body.return_documents is None else body.return_documents
+            order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
+            results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in order]
+            for result in results if with_documents else ():
+                result["document"] = body.documents[result["index"]].model_dump()
+            answer = {
+                "id": f"rerank-{uuid.uuid4().hex}",
+                "model": model.name,
+                "results": results,
+                "usage": {"prompt_tokens": count, "total_tokens": count},
+                "meta": {
+                    "api_version": {"version": version},
+                    "billed_units": {"search_units": 1},
+                    "tokens": {"input_tokens": count},
+                },
+            }
+            return JSONResponse(answer)
+
+    def _first(self, name: str | None, suits: Callable[[PredictorInfo], bool]) -> str | None:
+        """Without a name, the first model that suits; None where there is none."""
+        if name is not None:
+            return name
+        return next((one for one, client in self._context.runtime.predictors.items() if suits(client.info)), None)
+
+
+def _ranks(info: PredictorInfo) -> bool:
+    if isinstance(info, ClassifierInfo):
+        return len(info.labels) == 1 and not info.per_token
+    return isinstance(info, EmbeddingInfo)
+
+
+def _check_forms(info: ClassifierInfo, texts: Sequence[Any]) -> None:
+    """Where an entity stands can be said of a plain text alone."""
+    if info.per_token and not all(isinstance(text, str) or isinstance(text[0], int) for text in texts):
+        raise InvalidRequestError(
+            "this model labels tokens: it takes texts or token ids, no pairs or conversations", param="input"
+        )
+
+
+def _classified(model: ServedPredictor, logits: Any, found: EncodedText, body: ClassifyBody) -> dict[str, Any]:
+    info = model.info
+    assert isinstance(info, ClassifierInfo)
+    values = probabilities(logits, info.activation if body.use_activation else "identity")
+    if info.per_token:
+        return {"entities": entities(info, values, found, model.tokenizer, body.aggregation == "simple")}
+    return classification(info, values)
+
+
+def _scored(model: str, kind: str, scores: Sequence[float], count: int) -> dict[str, Any]:
+    data = [{"index": place, "object": kind, "score": score} for place, score in enumerate(scores)]
+    return _list("score", model, data, count)
+
+
+def _envelope(prefix: str, model: str, data: list[dict[str, Any]], encoded: Sequence[EncodedText]) -> dict[str, Any]:
+    return _list(prefix, model, data, sum(len(one.input.tokens) for one in encoded))
+
+
+def _list(prefix: str, model: str, data: list[dict[str, Any]], count: int) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": data,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }

@@ -1,0 +1,95 @@
+"""From logits to what clients read: probabilities, labels, and the entities of a text."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_parallm.server.text_inputs import EncodedText
+from mlx_parallm.types import ClassifierInfo
+
+Values = NDArray[np.float64]
+OUTSIDE = "O"  # of no entity
+
+
+def probabilities(logits: NDArray[np.float32], activation: str) -> Values:
+    """Over the last axis: softmax, sigmoid, or the logits as they are."""
+    values: Values = logits.astype(np.float64)
+    if activation == "softmax":
+        values = np.exp(values - values.max(axis=-1, keepdims=True))
+        return values / values.sum(axis=-1, keepdims=True)
+    if activation == "sigmoid":
+        return np.exp(-np.logaddexp(0.0, -values))
+    return values
+
+
+def classification(info: ClassifierInfo, values: Values) -> dict[str, Any]:
+    """Of a whole text."""
+    best = int(values.argmax())
+    answer: dict[str, Any] = {
+        "label": info.labels[best],
+        "score": float(values[best]),
+        "probs": values.tolist(),
+        "probabilities": dict(zip(info.labels, values.tolist(), strict=True)),
+    }
+    if info.problem == "multi_label":
+        answer["labels"] = [label for label, value in zip(info.labels, values, strict=True) if value > 0.5]
+    return answer
+
+
+def entities(
+    info: ClassifierInfo, values: Values, found: EncodedText, tokenizer: Any, whole: bool
+) -> list[dict[str, Any]]:
+    """Of a text's tokens, special ones apart: those that have a label, or with `whole` the entities that they are of."""
+    tokens = [_token(info, values[place], found, tokenizer, place) for place in _places(found)]
+    if not whole:
+        return [token for token in tokens if token["label"] != OUTSIDE]
+    groups = (_entity(group, found, tokenizer) for group in _groups(tokens))
+    return [entity for entity in groups if entity["label"] != OUTSIDE]
+
+
+def _places(found: EncodedText) -> Sequence[int]:
+    count = len(found.input.tokens)
+    if found.encoding is None:
+        return range(count)
+    return [place for place, special in enumerate(found.encoding.special_tokens_mask) if not special]
+
+
+def _token(info: ClassifierInfo, values: Values, found: EncodedText, tokenizer: Any, place: int) -> dict[str, Any]:
+    best = int(values.argmax())
+    span = None if found.encoding is None else found.encoding.offsets[place]
+    token = {"label": info.labels[best], "score": float(values[best]), "index": place}
+    return token | _word(span, [place], found, tokenizer)
+
+
+def _word(span: tuple[int, int] | None, places: Sequence[int], found: EncodedText, tokenizer: Any) -> dict[str, Any]:
+    if span is None or found.text is None:
+        return {"word": tokenizer.decode([found.input.tokens[place] for place in places]), "start": None, "end": None}
+    start, end = span
+    while start < end and found.text[start].isspace():  # some tokenizers count the space before a word
+        start += 1
+    return {"word": found.text[start:end], "start": start, "end": end}
+
+
+def _groups(tokens: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Neighbours of one type; B- begins a new entity."""
+    group: list[dict[str, Any]] = []
+    for token in tokens:
+        if group and (token["label"].startswith("B-") or _type(token) != _type(group[-1])):
+            yield group
+            group = []
+        group.append(token)
+    if group:
+        yield group
+
+
+def _type(token: dict[str, Any]) -> str:
+    label: str = token["label"]
+    return label[2:] if label[:2] in ("B-", "I-") else label
+
+
+def _entity(group: Sequence[dict[str, Any]], found: EncodedText, tokenizer: Any) -> dict[str, Any]:
+    span = None if group[0]["start"] is None else (group[0]["start"], group[-1]["end"])
+    score = float(np.mean([token["score"] for token in group]))
+    return {"label": _type(group[0]), "score": score} | _word(span, [t["index"] for t in group], found, tokenizer)

@@ -90,7 +90,7 @@ def _max_length(inner: nn.Module, settings: Settings) -> int:
     length = settings.size("max_position_embeddings", default=32768)
     if settings.get("sliding_window") is None or settings.get("use_sliding_window", default=True) is False:
         return length
-    args = inner.args
+    args = getattr(inner, "args", None)
     knows_windows = hasattr(args, "sliding_window") and getattr(args, "layer_types", ()) is not None
     return length if knows_windows else min(length, settings.size("sliding_window"))
 

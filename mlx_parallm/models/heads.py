@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models.encoders.layers import ACTIVATION_NAMES, ACTIVATIONS, DenseWeights, NormWeights
+from mlx_parallm.models.decoders import DecoderStates
+from mlx_parallm.models.encoders.layers import ACTIVATION_NAMES, ACTIVATIONS, DenseWeights, Encoder, NormWeights
 from mlx_parallm.models.encoders.weights import Settings, Weights
 
+Backbone = Encoder | DecoderStates
 Function = Callable[[mx.array], mx.array]
 
 
@@ -50,8 +52,9 @@ class ClassificationHead:
         return [array for one in layers if one is not None for array in (one.weight, one.bias) if array is not None]
 
 
-def load_head(settings: Settings, weights: Weights, size: int, per_token: bool) -> ClassificationHead:
-    """The head that the weights hold, for states of this size. ModelLoadError where they hold none that is known."""
+def load_head(settings: Settings, weights: Weights, backbone: Backbone, per_token: bool) -> ClassificationHead:
+    """The head that the weights hold, for the states of this model. ModelLoadError where none is known."""
+    size = backbone.hidden_size
     first: Pooling = every_token if per_token else first_token
     if "score.weight" in weights:
         return ClassificationHead(every_token if per_token else last_token(settings), _out(weights, "score", size))
@@ -68,7 +71,8 @@ def load_head(settings: Settings, weights: Weights, size: int, per_token: bool) 
         return ClassificationHead(every_token, out)
     if "pre_classifier.weight" in weights:  # DistilBERT
         return ClassificationHead(first, out, _square(weights, "pre_classifier", size), ACTIVATIONS["relu"])
-    return ClassificationHead(first, out, _square(weights, "pooler.dense", size))  # BERT
+    pooler = backbone.pooler if isinstance(backbone, Encoder) else None
+    return ClassificationHead(first, out, pooler or _square(weights, "pooler.dense", size))  # BERT
 
 
 def _out(weights: Weights, name: str, size: int) -> DenseWeights:

@@ -17,10 +17,11 @@ from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.server.schema import MAX_TOKENS, Body
 from mlx_parallm.server.tokenizers import LONG_TEXT, TokenizerPool
 from mlx_parallm.text.templates import render_chat
-from mlx_parallm.types import TextTokens
+from mlx_parallm.types import INT64, TextTokens
 from mlx_parallm.validation import check_ids
 
 MAX_INPUTS = 2048
+WHOLE_CONTEXT = -1
 CHECKED_CHARACTERS = 16  # for each token of the context: a text of fewer is simply tokenised
 
 Side = Literal["left", "right"]
@@ -82,7 +83,8 @@ class TruncationBody(Body):
 
     truncate_prompt_tokens: int | None = Field(
         None,
-        ge=-1,
+        ge=WHOLE_CONTEXT,
+        le=INT64,
         description="Keep so many tokens of an input; -1: what the model takes. Default: refuse longer ones",
     )
     truncation_side: Side = Field("right", description="Which end of a long input is cut off")
@@ -143,9 +145,13 @@ class _Encoder:
         self._tokenizer = model.tokenizer
         self._truncation = truncation
         self._name = name
-        limit = model.info.context_length or MAX_TOKENS
-        asked = truncation.tokens
-        self._limit = limit if asked is None or asked == -1 else min(limit, asked)
+        limit, asked = model.info.context_length or MAX_TOKENS, truncation.tokens
+        if asked is not None and asked > limit:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens: {asked} is more than the {limit} tokens that the model takes",
+                param="truncate_prompt_tokens",
+            )
+        self._limit = limit if asked is None or asked == WHOLE_CONTEXT else asked
 
     def encode(self, items: Sequence[Any]) -> list[EncodedText]:
         texts: list[tuple[str, str | None, bool]] = []  # a text, its pair, and whether special tokens belong to it
@@ -222,7 +228,7 @@ class _Encoder:
             return _cut(first, room, side), None
         half = room // 2
         lengths = len(first.ids), len(second.ids)
-        shorter = min(*lengths, half) if min(lengths) <= half else half
+        shorter = min(*lengths, half)
         longer = room - shorter
         sizes = (shorter, longer) if lengths[0] <= lengths[1] else (longer, shorter)
         return _cut(first, sizes[0], side), _cut(second, sizes[1], side)
@@ -241,8 +247,8 @@ class _Encoder:
         if count > self._limit:
             name = self._name(place)
             raise ContextLengthError(
-                f"This model's maximum context length is {self._limit} tokens. However, {name} resulted in {words}{count} "
-                "tokens. Please reduce its length, or cut it with truncate_prompt_tokens.",
+                f"This model's maximum context length is {self._limit} tokens. However, {name} resulted in "
+                f"{words}{count} tokens. Please reduce its length, or cut it with truncate_prompt_tokens.",
                 param=name,
             )
 

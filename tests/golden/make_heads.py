@@ -17,6 +17,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests.support.classifiers import with_labels, word_piece, write_classifier
 from tests.support.random_weights import random_tensors
 
 VOCABULARY = 64
@@ -117,6 +118,9 @@ SAVED = {
     "gemma3_saved": FAMILIES["gemma3"] | {"rope_theta": 5000.0, "rope_local_base_freq": 500.0},
 }
 
+ENTITY_LABELS = ["I-PER", "B-PER", "O", "B-LOC", "I-LOC", "MISC", "O", "B-PER"]
+ENTITY_TEXT = "Ann  went to Rome, and Bob did not. Why?"
+
 
 def labels(number: int) -> dict[str, Any]:
     names = [f"label {place}" for place in range(number)]
@@ -127,7 +131,12 @@ def main() -> None:
     chance = random.Random(0)
     families = {name: outputs(config, chance) for name, config in FAMILIES.items()}
     families |= {name: outputs(config, chance, saved=True) for name, config in SAVED.items()}
-    made = {"transformers": transformers.__version__, "torch": torch.__version__, "families": families}
+    entities = entities_of(families["bert_tokens"])
+    made = {
+        "transformers": transformers.__version__,
+        "families": families,
+        "entities": entities,
+    }
     Path(__file__).with_name("heads.json").write_text(json.dumps(made, separators=(",", ":")) + "\n")
 
 
@@ -159,6 +168,26 @@ def saved_as(model_class: Any, config: dict[str, Any]) -> tuple[dict[str, Any], 
         written = json.loads((Path(folder) / "config.json").read_text())
         with safe_open(Path(folder) / "model.safetensors", "np") as file:
             return written, {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def entities_of(family: dict[str, Any]) -> dict[str, Any]:
+    """What the pipeline for token classification finds in a text, as tokens and as whole entities."""
+    config, shapes = with_labels(family["config"], family["shapes"], ENTITY_LABELS)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=word_piece(), pad_token="[PAD]")
+    found: dict[str, Any] = {"text": ENTITY_TEXT, "labels": ENTITY_LABELS}
+    with tempfile.TemporaryDirectory() as folder:
+        write_classifier(Path(folder), config, shapes)
+        model = transformers.BertForTokenClassification.from_pretrained(folder)
+        for aggregation in ("none", "simple"):
+            pipeline = transformers.pipeline(
+                "token-classification", model=model, tokenizer=tokenizer, aggregation_strategy=aggregation
+            )
+            entities = pipeline(ENTITY_TEXT)
+            found[aggregation] = [
+                [one.get("entity", one.get("entity_group")), float(one["score"]), one["start"], one["end"]]
+                for one in entities
+            ]
+    return found
 
 
 def texts(config: dict[str, Any], chance: random.Random) -> list[dict[str, list[int]]]:

@@ -14,6 +14,18 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz.?!"
 
 
+HEADS = ("classifier.", "classifier.out_proj.", "score.")
+
+
+def with_labels(
+    config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], labels: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Sequence[int]]]:
+    """The same model with other labels, or another number of them."""
+    ends = {head + part for head in HEADS for part in ("weight", "bias")}
+    sized = {name: [len(labels), *shape[1:]] if name in ends else shape for name, shape in shapes.items()}
+    return {**config, "id2label": dict(enumerate(labels)), "label2id": {}}, sized
+
+
 def write_classifier(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

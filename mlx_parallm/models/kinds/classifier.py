@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.host import to_numpy
-from mlx_parallm.models.decoders import Decoder, load_decoder
+from mlx_parallm.models.decoders import DecoderStates, load_decoder
+from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.encoders import Encoder, is_encoder, load_encoder
 from mlx_parallm.models.encoders.weights import Settings, Weights
-from mlx_parallm.models.heads import ClassificationHead, load_head
+from mlx_parallm.models.heads import Backbone, ClassificationHead, load_head
 from mlx_parallm.models.kinds import Predictor
-from mlx_parallm.models.tokenizers import TextTokenizer
+from mlx_parallm.models.text_tokenizer import TokenizerConfig, text_tokenizer
 from mlx_parallm.types import ClassifierInfo, TextTokens
 
-Backbone = Encoder | Decoder
+LENGTH_STEP = 16  # on a GPU, batches are padded to a multiple of this: new shapes cost time there
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 Problem = Literal["single_label", "multi_label", "regression"]
 Activation = Literal["softmax", "sigmoid", "identity"]
@@ -47,8 +48,8 @@ def load(folder: Path) -> "Classifier":
     per_token = _architecture(settings.values).endswith(TOKENS)
     backbone: Backbone
     backbone = load_encoder(folder, weights) if is_encoder(dict(settings.values)) else load_decoder(folder)
-    head = load_head(settings, weights, backbone.hidden_size, per_token)
-    return Classifier(settings, backbone, head, TextTokenizer.of(folder), per_token)
+    head = load_head(settings, weights, backbone, per_token)
+    return Classifier(settings, backbone, head, per_token)
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -59,20 +60,20 @@ def _architecture(config: Mapping[str, Any]) -> str:
 class Classifier(Predictor):
     info: ClassifierInfo
 
-    def __init__(
-        self, settings: Settings, backbone: Backbone, head: ClassificationHead, text: TextTokenizer, per_token: bool
-    ) -> None:
-        arrays = [*backbone.arrays(), *head.arrays()]
-        mx.eval(arrays)
+    def __init__(self, settings: Settings, backbone: Backbone, head: ClassificationHead, per_token: bool) -> None:
+        mx.eval(head.arrays())
         self._backbone, self._head = backbone, head
-        self._padding = 0
-        self.tokenizer = text.tokenizer
+        self._step = 1 if device_kind() == "cpu" else LENGTH_STEP
+        self.tokenizer = text_tokenizer(settings.folder)
+        text = TokenizerConfig.of(settings.folder)
         problem, activation = _problem(settings, head.labels)
         self.info = ClassifierInfo(
-            kind="reward" if isinstance(backbone, Decoder) and head.labels == 1 and not per_token else "classifier",
+            kind="reward"
+            if isinstance(backbone, DecoderStates) and head.labels == 1 and not per_token
+            else "classifier",
             source=str(settings.folder),
-            precision=str(backbone.arrays()[0].dtype).removeprefix("mlx.core."),
-            weight_bytes=sum(array.nbytes for array in arrays),
+            precision=backbone.precision,
+            weight_bytes=_weight_bytes(backbone, head),
             context_length=min(backbone.max_length, text.max_length or backbone.max_length),
             vocab_size=backbone.vocab_size,
             labels=_labels(settings, head.labels),
@@ -88,9 +89,9 @@ class Classifier(Predictor):
 
     def predict(self, batch: Sequence[TextTokens]) -> list[NDArray[np.float32]]:
         lengths = [len(item.tokens) for item in batch]
-        if min(lengths) == 0:
-            raise InvalidRequestError("a text is empty", param="input")
-        tokens, segments = np.zeros((2, len(batch), max(lengths)), dtype=np.int32)
+        self._check(batch, lengths)
+        longest = min(-(-max(lengths) // self._step) * self._step, self._backbone.max_length)
+        tokens, segments = np.zeros((2, len(batch), longest), dtype=np.int32)
         for row, item in enumerate(batch):
             tokens[row, : lengths[row]] = item.tokens
             if item.segments is not None:
@@ -98,12 +99,27 @@ class Classifier(Predictor):
         logits = to_numpy(self._forward(mx.array(tokens), mx.array(segments), mx.array(lengths)))
         return [row[:length] if self.info.per_token else row for row, length in zip(logits, lengths, strict=True)]
 
+    def _check(self, batch: Sequence[TextTokens], lengths: Sequence[int]) -> None:
+        """Before anything is computed: an id outside the table would read other memory."""
+        limit, size = self._backbone.max_length, self._backbone.vocab_size
+        if min(lengths) < 1 or max(lengths) > limit:
+            raise InvalidRequestError(f"an input needs 1 to {limit} tokens", param="input")
+        if any(min(item.tokens) < 0 or max(item.tokens) >= size for item in batch):
+            raise InvalidRequestError(f"token ids must be below {size}, and not negative", param="input")
+
     def _forward(self, tokens: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
-        if isinstance(self._backbone, Decoder):
-            hidden = self._backbone(tokens)
+        mask = mx.arange(tokens.shape[1]) < lengths[:, None]
+        if isinstance(self._backbone, DecoderStates):
+            hidden = self._backbone(tokens, mask)
         else:
-            hidden = self._backbone(tokens, mx.arange(tokens.shape[1]) < lengths[:, None], segments)
+            hidden = self._backbone(tokens, mask, segments)
         return self._head(hidden, tokens, lengths).astype(mx.float32)
+
+
+def _weight_bytes(backbone: Backbone, head: ClassificationHead) -> int:
+    """Of both, whose arrays may be the same."""
+    known = set(map(id, backbone.arrays())) if isinstance(backbone, Encoder) else set()
+    return backbone.weight_bytes + sum(array.nbytes for array in head.arrays() if id(array) not in known)
 
 
 def _labels(settings: Settings, count: int) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ class ScoringRoutes:
             return JSONResponse(_scored(model.name, "score", scores, count))
 
     async def rerank(self, body: RerankBody, request: Request) -> Response:
-        """The documents that a cross-encoder, or an embedding model, finds most relevant to the query, the best first."""
+        """The documents that a cross-encoder or an embedding model finds most relevant to the query, the best first."""
         return await self._rerank(body, request, "1")
 
     async def rerank_v2(self, body: RerankBody, request: Request) -> Response:

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field
 
 from mlx_parallm.server.schema import AnswerBody
 
-USAGE = {"prompt_tokens": 14, "total_tokens": 14}
+USAGE: dict[str, Any] = {"prompt_tokens": 14, "total_tokens": 14}
 
 
 class ScoreUsage(AnswerBody):

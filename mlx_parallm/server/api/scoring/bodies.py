@@ -9,7 +9,7 @@ from mlx_parallm.server.api.openai.messages import ChatMessage
 from mlx_parallm.server.schema import Body
 from mlx_parallm.server.text_inputs import MAX_INPUTS, TextInputs, TextPair, TruncationBody
 
-CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+CHAT: list[Any] = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 
 class InputBody(TruncationBody):

@@ -18,9 +18,9 @@ def probabilities(logits: NDArray[np.float32], activation: str) -> Values:
     values: Values = logits.astype(np.float64)
     if activation == "softmax":
         values = np.exp(values - values.max(axis=-1, keepdims=True))
-        return values / values.sum(axis=-1, keepdims=True)
-    if activation == "sigmoid":
-        return np.exp(-np.logaddexp(0.0, -values))
+        values = values / values.sum(axis=-1, keepdims=True)
+    elif activation == "sigmoid":
+        values = np.exp(-np.logaddexp(0.0, -values))
     return values
 
 
@@ -41,7 +41,7 @@ def classification(info: ClassifierInfo, values: Values) -> dict[str, Any]:
 def entities(
     info: ClassifierInfo, values: Values, found: EncodedText, tokenizer: Any, whole: bool
 ) -> list[dict[str, Any]]:
-    """Of a text's tokens, special ones apart: those that have a label, or with `whole` the entities that they are of."""
+    """Of a text's tokens, special ones apart: those that have a label, or with `whole` the entities that they form."""
     tokens = [_token(info, values[place], found, tokenizer, place) for place in _places(found)]
     if not whole:
         return [token for token in tokens if token["label"] != OUTSIDE]

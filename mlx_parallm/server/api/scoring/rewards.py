@@ -59,8 +59,8 @@ class RewardModels:
             if name != DEFAULT:
                 raise error from None
             raise ModelNotFoundError(
-                "this server has no reward model: start it with --model-path NAME=FOLDER, or with --reward-model FOLDER "
-                "for one that training has made",
+                "this server has no reward model: start it with --model-path NAME=FOLDER, or --reward-model FOLDER for "
+                "one that training has made",
                 param="model",
             ) from None
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.server.api.openai.messages import ChatMessage

@@ -138,7 +138,8 @@ def _ranks(info: PredictorInfo) -> bool:
 
 def _check_forms(info: ClassifierInfo, texts: Sequence[Any]) -> None:
     """Where an entity stands can be said of a plain text alone."""
-    if info.per_token and not all(isinstance(text, str) or isinstance(text[0], int) for text in texts):
+    plain = (isinstance(text, str) or (isinstance(text, list) and isinstance(text[0], int)) for text in texts)
+    if info.per_token and not all(plain):
         raise InvalidRequestError(
             "this model labels tokens: it takes texts or token ids, no pairs or conversations", param="input"
         )

@@ -306,13 +306,13 @@ def test_a_wrong_request_harms_nobody_beside_it(client: httpx.Client, server: Se
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cohere") is None, reason="cohere is not installed")
-def test_the_cohere_client(server: ServerProcess) -> None:
+def test_the_cohere_client(server: ServerProcess, client: httpx.Client) -> None:
     cohere = importlib.import_module("cohere")
-    newest = cohere.ClientV2(api_key="none", base_url=server.url)
+    newest = cohere.ClientV2(api_key="none", base_url=server.url, httpx_client=client)
     ranked = newest.rerank(model="ranker", query="rome", documents=DOCUMENTS, top_n=3)
     assert len(ranked.results) == 3
     assert ranked.results[0].relevance_score >= ranked.results[1].relevance_score
-    first = cohere.Client(api_key="none", base_url=server.url)
+    first = cohere.Client(api_key="none", base_url=server.url, httpx_client=client)
     older = first.rerank(model="ranker", query="rome", documents=DOCUMENTS, top_n=3, return_documents=True)
     assert [one.index for one in older.results] == [one.index for one in ranked.results]
     assert older.results[0].document.text == DOCUMENTS[older.results[0].index]
@@ -320,7 +320,8 @@ def test_the_cohere_client(server: ServerProcess) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("litellm") is None, reason="litellm is not installed")
-def test_litellm_ranks(server: ServerProcess, client: httpx.Client) -> None:
+def test_litellm_ranks(server: ServerProcess, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it looks for prices on the network
     litellm = importlib.import_module("litellm")
     wanted = [one["index"] for one in post(client, "/rerank", query="rome", documents=DOCUMENTS)["results"]][:3]
     for provider, base in (("cohere", server.url), ("jina_ai", f"{server.url}/v1"), ("hosted_vllm", server.url)):

@@ -27,8 +27,12 @@ def loaded(name: str, folder: Path, labels: tuple[str, ...] | None = None, **cha
     if labels is not None:
         config, shapes = with_labels(config, shapes, labels)
     write_classifier(folder, config | changes, shapes)
-    assert kind_of(str(folder)).__name__.endswith("classifier")  # type: ignore[union-attr]
-    return load(folder)
+    kind = kind_of(str(folder))
+    assert kind is not None
+    model = kind.load(folder)
+    assert isinstance(model, Classifier)
+    assert kind.__name__.endswith(model.info.kind), "the config tells before the weights do"
+    return model
 
 
 @pytest.mark.parametrize("name", GOLDEN)

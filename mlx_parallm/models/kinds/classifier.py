@@ -1,7 +1,7 @@
 """Classifiers: an encoder or a decoder with a head that gives every text, or every token, a logit for each label.
 
-Rerankers (cross-encoders) are classifiers with one label, reward models are those on a decoder: their `info.kind` is
-"reward". Inputs are `TextTokens`, outputs NumPy arrays of logits, (labels,) or (tokens, labels), in float32.
+Rerankers (cross-encoders) are classifiers with one label; on a decoder it is a reward model, the kind `reward`. Inputs
+are `TextTokens`, outputs NumPy arrays of logits in float32: (labels,), or (tokens, labels).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,14 @@ ACTIVATIONS: dict[Problem, Activation] = {
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    return _architecture(config).endswith((SEQUENCES, TOKENS))
+    return _architecture(config).endswith((SEQUENCES, TOKENS)) and not is_reward_model(config)
+
+
+def is_reward_model(config: dict[str, Any]) -> bool:
+    """Whether it is a decoder with one label for a text."""
+    labels = config.get("id2label")
+    one = len(labels) == 1 if isinstance(labels, dict) else config.get("num_labels") == 1
+    return one and _architecture(config).endswith(SEQUENCES) and not is_encoder(config)
 
 
 def load(folder: Path) -> "Classifier":

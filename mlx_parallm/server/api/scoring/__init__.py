@@ -55,7 +55,7 @@ class ScoringRoutes:
     async def classify(self, body: ClassifyBody, request: Request) -> Response:
         """The label of each text and the probabilities of all; of a model for token classification, the entities."""
         name = self._first(body.model, lambda info: isinstance(info, ClassifierInfo))
-        async with self._context.predictors.use(name, *CLASSIFIERS) as model:
+        async with self._context.predictors.use(name, *CLASSIFIERS, request=request) as model:
             assert isinstance(model.info, ClassifierInfo)
             texts = body.texts
             _check_forms(model.info, texts)
@@ -80,7 +80,7 @@ class ScoringRoutes:
         if not body.is_pairs:
             return await self.reward(body, request)
         name = self._first(None if body.model == "default" else body.model, _ranks)
-        async with self._context.predictors.use(name, *RERANKERS) as model:
+        async with self._context.predictors.use(name, *RERANKERS, request=request) as model:
             scores, count = await score_pairs(
                 model,
                 body.pairs,
@@ -100,7 +100,7 @@ class ScoringRoutes:
         return await self._rerank(body, request, "2")
 
     async def _rerank(self, body: RerankBody, request: Request, version: str) -> Response:
-        async with self._context.predictors.use(self._first(body.model, _ranks), *RERANKERS) as model:
+        async with self._context.predictors.use(self._first(body.model, _ranks), *RERANKERS, request=request) as model:
             truncation = body.truncation(second=body.max_tokens_per_doc)
             scores, count = await score_pairs(
                 model, body.pairs, self._context.tokenizers, truncation, lambda place: f"documents.{place}", request

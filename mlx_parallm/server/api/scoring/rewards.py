@@ -12,6 +12,7 @@ from mlx_parallm.server.api.openai.messages import conversation
 from mlx_parallm.server.api.scoring.bodies import RewardBody
 from mlx_parallm.server.api.scoring.pairs import check_one_label
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.server.text_inputs import TextPair, encode_texts, numbered
 from mlx_parallm.validation import check_ids
@@ -25,15 +26,20 @@ class RewardModels:
     def __init__(self, context: ServerContext) -> None:
         self._predictors = context.predictors
         self._training = context.runtime.training
-        self._served = context.models.default
+        self._models = context.models
         self._tokenizers = context.tokenizers
+
+    @property
+    def _served(self) -> ServedModel:
+        """The model that the trained ones stand on."""
+        return self._models.default
 
     async def score(self, body: RewardBody, request: Request) -> tuple[str, list[float], int]:
         """The model's name, a reward for each input, and how many tokens were read."""
         async with AsyncExitStack() as stack:
             kinds = ("reward",) if body.model == DEFAULT else ("reward", "classifier")
             try:
-                model = await stack.enter_async_context(self._predictors.use(body.model, *kinds))
+                model = await stack.enter_async_context(self._predictors.use(body.model, *kinds, request=request))
             except ModelNotFoundError as error:
                 name = self._trained(body.model, error)
             else:

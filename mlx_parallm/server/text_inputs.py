@@ -118,18 +118,25 @@ Name = Callable[[int], str]  # of an input in the body, for errors
 
 
 async def encode_texts(
-    model: ServedPredictor, items: Sequence[Any], pool: TokenizerPool, truncation: Truncation, name: Name
+    model: ServedPredictor,
+    items: Sequence[Any],
+    pool: TokenizerPool,
+    truncation: Truncation,
+    name: Name,
+    *,
+    offsets: bool = False,
 ) -> list[EncodedText]:
     """The tokens of each input. ContextLengthError for one that is too long, InvalidRequestError for what the model
-    can't take; both name it."""
+    can't take; both name it. `offsets`: the encodings are to say where tokens stand in their text."""
 
     def work() -> list[EncodedText]:
-        return _Encoder(model, truncation, name).encode(items)
+        return _Encoder(model, truncation, name, offsets).encode(items)
 
     return work() if sum(map(_size, items)) < LONG_TEXT else await pool.run(work)
 
 
 def _size(item: Any) -> int:
+    """About how many characters there are to tokenise."""
     if isinstance(item, str):
         return len(item)
     if isinstance(item, TextPair):
@@ -137,12 +144,22 @@ def _size(item: Any) -> int:
     return LONG_TEXT // 8 * len(item) if item and isinstance(item[0], ChatMessage) else 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Text:
+    place: int
+    first: str
+    second: str | None = None
+    special: bool = True  # special tokens belong to it; a chat template writes its own
+
+
 class _Encoder:
     """One call's inputs for one model."""
 
-    def __init__(self, model: ServedPredictor, truncation: Truncation, name: Name) -> None:
+    def __init__(self, model: ServedPredictor, truncation: Truncation, name: Name, offsets: bool) -> None:
         self._info = model.info
         self._tokenizer = model.tokenizer
+        # The batch calls give up the interpreter lock while they work.
+        self._batch = model.tokenizer.encode_batch if offsets else model.tokenizer.encode_batch_fast
         self._truncation = truncation
         self._name = name
         limit, asked = model.info.context_length or MAX_TOKENS, truncation.tokens
@@ -154,28 +171,32 @@ class _Encoder:
         self._limit = limit if asked is None or asked == WHOLE_CONTEXT else asked
 
     def encode(self, items: Sequence[Any]) -> list[EncodedText]:
-        texts: list[tuple[str, str | None, bool]] = []  # a text, its pair, and whether special tokens belong to it
-        places: list[int] = []
         found: dict[int, EncodedText] = {}
+        texts: dict[bool, list[_Text]] = {True: [], False: []}
         for place, item in enumerate(items):
             if isinstance(item, list) and isinstance(item[0], int):
                 found[place] = EncodedText(TextTokens(self._ids(item, place)))
-                continue
-            texts.append(self._text(item, place))
-            places.append(place)
-        found |= dict(zip(places, self._encode_texts(texts, places), strict=True))
+            else:
+                text = self._text(item, place)
+                self._check_characters(text)
+                texts[text.special].append(text)
+        for special, some in texts.items():
+            inputs = [text.first if text.second is None else (text.first, text.second) for text in some]
+            encodings = self._batch(inputs, add_special_tokens=special) if inputs else ()
+            for text, encoding in zip(some, encodings, strict=True):
+                found[text.place] = self._fitting(text, encoding)
         return [found[place] for place in range(len(items))]
 
-    def _text(self, item: Any, place: int) -> tuple[str, str | None, bool]:
+    def _text(self, item: Any, place: int) -> _Text:
         if isinstance(item, str):
-            return item, None, True
+            return _Text(place, item)
         if isinstance(item, TextPair):
-            return item.text, item.text_pair, True
+            return _Text(place, item.text, item.text_pair)
         messages = conversation(
             item, (), add_generation_prompt=False, continue_final_message=False, template_kwargs={}
         ).messages
         template, special = getattr(self._info, "chat_template", None), getattr(self._info, "special_tokens", {})
-        return render_chat(template, messages, special, self._name(place)), None, False
+        return _Text(place, render_chat(template, messages, special, self._name(place)), special=False)
 
     def _ids(self, tokens: list[int], place: int) -> list[int]:
         check_ids(tokens, self._info.vocab_size or MAX_TOKENS, self._name(place))
@@ -183,41 +204,35 @@ class _Encoder:
             self._check_length(len(tokens), place)
         return tokens[: self._limit] if self._truncation.side == "right" else tokens[-self._limit :]
 
-    def _encode_texts(self, texts: Sequence[tuple[str, str | None, bool]], places: Sequence[int]) -> list[EncodedText]:
-        for (first, second, _), place in zip(texts, places, strict=True):
-            self._check_characters(first, second, place)
-        different = list(
-            dict.fromkeys(text for first, second, _ in texts for text in (first, second) if text is not None)
-        )
-        tokens = dict(zip(different, self._tokens(different), strict=True))
-        encoded = []
-        for (text, second, special), place in zip(texts, places, strict=True):
-            encoding = self._whole(tokens[text], None if second is None else tokens[second], special, place)
-            segments = None if second is None else encoding.type_ids
-            encoded.append(EncodedText(TextTokens(encoding.ids, segments), text, encoding))
-        return encoded
+    def _fitting(self, text: _Text, encoding: Any) -> EncodedText:
+        """As it is where it fits, else cut where that is asked for."""
+        ids = encoding.ids
+        if len(ids) > self._limit or (text.second is not None and self._truncation.second is not None):
+            encoding = self._cut(text)
+            ids = encoding.ids
+        if not ids:
+            name = self._name(text.place)
+            raise InvalidRequestError(f"{name} is empty: it has no tokens", param=name)
+        segments = None if text.second is None else encoding.type_ids
+        return EncodedText(TextTokens(ids, segments), text.first, encoding)
 
-    def _tokens(self, texts: list[str]) -> list[Any]:
-        """Without special tokens. The batch call gives up the interpreter lock while it works."""
-        return list(self._tokenizer.encode_batch(texts, add_special_tokens=False)) if texts else []
-
-    def _whole(self, first: Any, second: Any, special: bool, place: int) -> Any:
-        """With special tokens, and cut where that is asked for."""
-        added = self._tokenizer.num_special_tokens_to_add(second is not None) if special else 0
+    def _cut(self, text: _Text) -> Any:
+        """Anew, without the special tokens: they stay whatever is cut."""
+        parts = [text.first] if text.second is None else [text.first, text.second]
+        first, *rest = self._batch(parts, add_special_tokens=False)
+        second = rest[0] if rest else None
+        added = self._tokenizer.num_special_tokens_to_add(second is not None) if text.special else 0
         if second is not None and self._truncation.second is not None:
-            second = _cut(second, self._truncation.second, "right")
+            second.truncate(self._truncation.second)
         count = len(first.ids) + (0 if second is None else len(second.ids))
         if count + added > self._limit:
             if self._truncation.tokens is None:
-                self._check_length(count + added, place)
-            first, second = self._shortened(first, second, self._limit - added)
-        encoding = self._tokenizer.post_process(first, second, special)
-        if not encoding.ids:
-            raise InvalidRequestError(f"{self._name(place)} is empty: it has no tokens", param=self._name(place))
-        return encoding
+                self._check_length(count + added, text.place)
+            self._shorten(first, second, self._limit - added)
+        return self._tokenizer.post_process(first, second, text.special)
 
-    def _shortened(self, first: Any, second: Any, room: int) -> tuple[Any, Any]:
-        """Both texts of a pair keep half of the room, and what the other leaves."""
+    def _shorten(self, first: Any, second: Any, room: int) -> None:
+        """Each text of a pair keeps half of the room, and what the other leaves."""
         if room < 1:
             raise InvalidRequestError(
                 f"truncate_prompt_tokens is {self._limit}, which the model's own special tokens take up",
@@ -225,23 +240,24 @@ class _Encoder:
             )
         side = self._truncation.side
         if second is None:
-            return _cut(first, room, side), None
-        half = room // 2
-        lengths = len(first.ids), len(second.ids)
-        shorter = min(*lengths, half)
-        longer = room - shorter
-        sizes = (shorter, longer) if lengths[0] <= lengths[1] else (longer, shorter)
-        return _cut(first, sizes[0], side), _cut(second, sizes[1], side)
-
-    def _check_characters(self, first: str, second: str | None, place: int) -> None:
-        """Refuses a text that is far too long without tokenising all of it, which takes seconds for megabytes."""
-        if self._truncation.tokens is not None or (second is not None and self._truncation.second is not None):
+            first.truncate(room, direction=side)
             return
-        for text in (first, second or ""):
-            if len(text) > self._limit * CHECKED_CHARACTERS:
-                count = len(self._tokens([text[: self._limit * CHECKED_CHARACTERS]])[0].ids)
+        lengths = len(first.ids), len(second.ids)
+        shorter = min(*lengths, room // 2)
+        sizes = (shorter, room - shorter) if lengths[0] <= lengths[1] else (room - shorter, shorter)
+        first.truncate(sizes[0], direction=side)
+        second.truncate(sizes[1], direction=side)
+
+    def _check_characters(self, text: _Text) -> None:
+        """Refuses a text that is far too long without tokenising all of it, which takes seconds for megabytes."""
+        if self._truncation.tokens is not None or (text.second is not None and self._truncation.second is not None):
+            return
+        for part in (text.first, text.second or ""):
+            if len(part) > self._limit * CHECKED_CHARACTERS:
+                [beginning] = self._batch([part[: self._limit * CHECKED_CHARACTERS]], add_special_tokens=False)
+                count = len(beginning.ids)
                 if count > self._limit + self._limit // 16 + 64:  # cut off, it may have a few tokens more
-                    self._check_length(count, place, "more than ")
+                    self._check_length(count, text.place, "more than ")
 
     def _check_length(self, count: int, place: int, words: str = "") -> None:
         if count > self._limit:
@@ -251,15 +267,6 @@ class _Encoder:
                 f"{words}{count} tokens. Please reduce its length, or cut it with truncate_prompt_tokens.",
                 param=name,
             )
-
-
-def _cut(encoding: Any, size: int, side: Side) -> Any:
-    """The same encoding where it is short enough, else a copy: a text that stands in several pairs is shared."""
-    if len(encoding.ids) <= size:
-        return encoding
-    copied = type(encoding).merge([encoding])
-    copied.truncate(size, direction=side)
-    return copied
 
 
 def numbered(field: str, count: int) -> Name:

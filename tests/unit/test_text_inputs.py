@@ -28,7 +28,7 @@ class Client:
 
 async def encode(items: list[Any], truncation: Truncation = WHOLE, **fields: Any) -> list[EncodedText]:
     model: Any = ServedPredictor("model", Client(**fields), None)  # type: ignore[arg-type]
-    return await encode_texts(model, items, TokenizerPool(), truncation, numbered("input", len(items)))
+    return await encode_texts(model, items, TokenizerPool(), truncation, numbered("input", len(items)), offsets=True)
 
 
 def inputs(value: Any) -> Any:

@@ -60,7 +60,9 @@ class ScoringRoutes:
             texts = body.texts
             _check_forms(model.info, texts)
             named = numbered(body.field, len(texts))
-            encoded = await encode_texts(model, texts, self._context.tokenizers, body.truncation(), named)
+            encoded = await encode_texts(
+                model, texts, self._context.tokenizers, body.truncation(), named, offsets=model.info.per_token
+            )
             outputs = await model.predict([one.input for one in encoded], request)
             data = [
                 {"index": place, "object": "classification", "num_classes": len(model.info.labels)}

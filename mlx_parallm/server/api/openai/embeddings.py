@@ -11,17 +11,14 @@ from pydantic import ConfigDict, Field, PlainValidator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.predictors import ServedPredictor
-from mlx_parallm.server.schema import AnswerBody, Body, read_prompts
-from mlx_parallm.server.tokenizers import LONG_TEXT
+from mlx_parallm.server.schema import AnswerBody, read_prompts
+from mlx_parallm.server.text_inputs import MAX_INPUTS, TruncationBody, encode_texts, numbered
 from mlx_parallm.types import INT64, EmbeddingInfo
-from mlx_parallm.validation import check_ids
 
-MAX_INPUTS = 2048
 MANY_NUMBERS = 1 << 16  # from here on an answer is written off the event loop; a millisecond or two
-WHOLE_CONTEXT = -1
 
 Vectors = Sequence[npt.NDArray[np.float32]]
 
@@ -36,7 +33,7 @@ EmbeddingTexts = Annotated[
 ]
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(TruncationBody):
     """Texts to embed."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"input": ["The food was delicious.", "It tasted great."]}})
@@ -49,12 +46,6 @@ class EmbeddingBody(Body):
         None, ge=1, le=INT64, description="Keep so many numbers of each vector, where the model was trained for it"
     )
     prompt_name: str | None = Field(None, description="Put this prompt of the model's before each text")
-    truncate_prompt_tokens: int | None = Field(
-        None,
-        ge=WHOLE_CONTEXT,
-        le=INT64,
-        description="Keep the first so many tokens of an input; -1: what the model takes",
-    )
     user: str | None = Field(None, description="Ignored")
 
 
@@ -112,32 +103,12 @@ class EmbeddingRoutes:
     async def _tokens(self, body: EmbeddingBody, model: ServedPredictor, info: EmbeddingInfo) -> list[list[int]]:
         """Token ids of each input that the model knows, and that fit it."""
         prompt = _prompt(body.prompt_name, info)
-        keep = _kept_tokens(body.truncate_prompt_tokens, info)
-        texts = [prompt + text for text in body.input if isinstance(text, str)]
-
-        def work() -> list[list[int]]:
-            return _encode(model.tokenizer, texts, keep)
-
-        if texts:
-            tokens = await self._tokenizers.run(work) if sum(map(len, texts)) > LONG_TEXT else work()
-        else:
-            if body.prompt_name is not None:
-                raise InvalidRequestError("prompt_name is for texts, and the input is token ids", param="prompt_name")
-            tokens = [ids[:keep] for ids in body.input if not isinstance(ids, str)]
-        for index, ids in enumerate(tokens):
-            _check(ids, info, "input" if len(tokens) == 1 else f"input.{index}")
-        return tokens
-
-
-def _encode(tokenizer: Any, texts: list[str], keep: int | None) -> list[list[int]]:
-    """Special tokens stay when a text is cut."""
-    if keep is None:
-        return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
-    room = max(0, keep - tokenizer.num_special_tokens_to_add(False))
-    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-    for encoding in encodings:
-        encoding.truncate(room)
-    return [tokenizer.post_process(encoding).ids[:keep] for encoding in encodings]
+        if body.prompt_name is not None and not isinstance(body.input[0], str):
+            raise InvalidRequestError("prompt_name is for texts, and the input is token ids", param="prompt_name")
+        texts = [prompt + item if isinstance(item, str) else item for item in body.input]
+        named = numbered("input", len(texts))
+        encoded = await encode_texts(model, texts, self._tokenizers, body.truncation(), named)
+        return [list(one.input.tokens) for one in encoded]
 
 
 def _prompt(name: str | None, info: EmbeddingInfo) -> str:
@@ -147,34 +118,6 @@ def _prompt(name: str | None, info: EmbeddingInfo) -> str:
         known = f"has the prompts {', '.join(info.prompts)}" if info.prompts else "has no prompts"
         raise InvalidRequestError(f"prompt_name: {name!r} is none of the model's: it {known}", param="prompt_name")
     return info.prompts[name]
-
-
-def _kept_tokens(asked: int | None, info: EmbeddingInfo) -> int | None:
-    if asked is None:
-        return None
-    assert info.context_length is not None
-    if asked == 0:
-        raise InvalidRequestError("truncate_prompt_tokens: 0 would leave nothing", param="truncate_prompt_tokens")
-    if asked > info.context_length:
-        raise InvalidRequestError(
-            f"truncate_prompt_tokens: {asked} is more than the {info.context_length} tokens that the model takes",
-            param="truncate_prompt_tokens",
-        )
-    return info.context_length if asked == WHOLE_CONTEXT else asked
-
-
-def _check(ids: list[int], info: EmbeddingInfo, param: str) -> None:
-    assert info.context_length is not None
-    assert info.vocab_size is not None
-    if not ids:
-        raise InvalidRequestError(f"{param}: the input is empty", param=param)
-    if len(ids) > info.context_length:
-        raise ContextLengthError(
-            f"This model's maximum context length is {info.context_length} tokens. However, {param} has {len(ids)} "
-            "tokens. Please reduce its length, or set truncate_prompt_tokens to -1.",
-            param=param,
-        )
-    check_ids(ids, info.vocab_size, param)
 
 
 def _check_dimensions(asked: int | None, info: EmbeddingInfo) -> None:

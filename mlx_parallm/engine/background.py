@@ -18,7 +18,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 MAX_CREDIT = 1.0  # seconds: who has not asked for long does not get it all at once
 IDLE_SLICE = 0.25  # seconds of a step that nobody waits for; somebody may come
-SERVING_SLICE = 0.8  # of a turn of serving: the next token then comes in less than twice its time
+SERVING_SLICE = 0.6  # of a turn of serving: the next token then comes well within twice its time
 WEIGHT_OF_NEWEST = 0.2  # in the moving average of a turn
 
 

@@ -88,6 +88,11 @@ def scores(answer: dict[str, Any]) -> list[float]:
     return [entry["score"] for entry in answer["data"]]
 
 
+def test_models_say_what_they_are(client: httpx.Client) -> None:
+    kinds = {model["id"]: model["kind"] for model in client.get("/v1/models").json()["data"]}
+    assert kinds == dict.fromkeys(MODELS, "classifier") | {"judge": "reward", "vectors": "embedding", "tiny": "chat"}
+
+
 def test_labels_and_probabilities(client: httpx.Client, folders: dict[str, Path]) -> None:
     texts = ["it is good", "b", "why not? " * 5]
     wanted = np.exp(logits(folders["mood"], *texts))

@@ -20,6 +20,7 @@ from mlx_parallm.models.encoders import Encoder, is_encoder, load_encoder
 from mlx_parallm.models.encoders.weights import Settings, Weights
 from mlx_parallm.models.heads import Backbone, ClassificationHead, load_head
 from mlx_parallm.models.kinds import Predictor
+from mlx_parallm.models.sentence import module_kind
 from mlx_parallm.models.text_tokenizer import TokenizerConfig, text_tokenizer
 from mlx_parallm.types import ClassifierInfo, TextTokens
 
@@ -40,7 +41,9 @@ ACTIVATIONS: dict[Problem, Activation] = {
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    return _architecture(config).endswith((SEQUENCES, TOKENS)) and not is_reward_model(config)
+    modules = [module for module in config.get("modules", ()) if isinstance(module, dict)]
+    pools = any(module_kind(module) == "Pooling" for module in modules)  # it embeds
+    return _architecture(config).endswith((SEQUENCES, TOKENS)) and not pools and not is_reward_model(config)
 
 
 def is_reward_model(config: dict[str, Any]) -> bool:

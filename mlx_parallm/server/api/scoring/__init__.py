@@ -54,7 +54,7 @@ class ScoringRoutes:
 
     async def classify(self, body: ClassifyBody, request: Request) -> Response:
         """The label of each text and the probabilities of all; of a model for token classification, the entities."""
-        name = self._first(body.model, lambda info: isinstance(info, ClassifierInfo))
+        name = self._first(body.model, _classifies)
         async with self._context.predictors.use(name, *CLASSIFIERS, request=request) as model:
             assert isinstance(model.info, ClassifierInfo)
             texts = body.texts
@@ -81,7 +81,7 @@ class ScoringRoutes:
         place of two texts, it is /v1/rewards/score."""
         if not body.is_pairs:
             return await self.reward(body, request)
-        name = self._first(None if body.model == "default" else body.model, _ranks)
+        name = self._first(body.model, _compares, _embeds)
         async with self._context.predictors.use(name, *RERANKERS, request=request) as model:
             scores, count = await score_pairs(
                 model,
@@ -102,7 +102,8 @@ class ScoringRoutes:
         return await self._rerank(body, request, "2")
 
     async def _rerank(self, body: RerankBody, request: Request, version: str) -> Response:
-        async with self._context.predictors.use(self._first(body.model, _ranks), *RERANKERS, request=request) as model:
+        name = self._first(body.model, _compares, _embeds)
+        async with self._context.predictors.use(name, *RERANKERS, request=request) as model:
             truncation = body.truncation(second=body.max_tokens_per_doc)
             scores, count = await score_pairs(
                 model, body.pairs, self._context.tokenizers, truncation, lambda place: f"documents.{place}", request
@@ -125,16 +126,23 @@ class ScoringRoutes:
             }
             return JSONResponse(answer)
 
-    def _first(self, name: str | None, suits: Callable[[PredictorInfo], bool]) -> str | None:
-        """Without a name, the first model that suits; None where there is none."""
-        if name is not None:
+    def _first(self, name: str | None, *suitable: Callable[[PredictorInfo], bool]) -> str | None:
+        """Without a name, the first model that suits, by the first test that any passes; None where there is none."""
+        if name not in (None, "default"):
             return name
-        return next((one for one, client in self._context.runtime.predictors.items() if suits(client.info)), None)
+        loaded = [(one, client.info) for one, client in self._context.runtime.predictors.items()]
+        return next((one for suits in suitable for one, info in loaded if suits(info)), None)
 
 
-def _ranks(info: PredictorInfo) -> bool:
-    if isinstance(info, ClassifierInfo):
-        return len(info.labels) == 1 and not info.per_token
+def _classifies(info: PredictorInfo) -> bool:
+    return isinstance(info, ClassifierInfo)
+
+
+def _compares(info: PredictorInfo) -> bool:
+    return isinstance(info, ClassifierInfo) and len(info.labels) == 1 and not info.per_token
+
+
+def _embeds(info: PredictorInfo) -> bool:
     return isinstance(info, EmbeddingInfo)
 
 

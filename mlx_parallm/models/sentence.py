@@ -186,7 +186,7 @@ def _dimensions(folder: Path, transformer: Path) -> dict[str, Any]:
 def pool(hidden: mx.array, lengths: Sequence[int], modes: Sequence[str]) -> mx.array:
     """Hidden states (B, T, D) of texts that are padded on the right -> (B, modes * D)."""
     hidden = hidden.astype(mx.float32)
-    size, longest = np.array(lengths)[:, None], hidden.shape[1]
+    size, longest = np.array(lengths, np.int32)[:, None], hidden.shape[1]
     seen = np.arange(longest) < size  # (B, T)
     # All but the maximum are weighted sums over the tokens, and so one product.
     weighted = [mode for mode in modes if mode != "max"]

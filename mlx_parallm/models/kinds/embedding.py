@@ -93,7 +93,7 @@ class Embedder(Predictor):
         tokens = np.zeros((len(batch), longest), np.int32)
         for row, ids in enumerate(batch):
             tokens[row, : len(ids)] = ids
-        mask = np.arange(longest) < np.array(lengths)[:, None]
+        mask = np.arange(longest) < np.array(lengths, np.int32)[:, None]
         x = pool(self._states(mx.array(tokens), mx.array(mask)), lengths, self._sentence.modes)
         for dense in self._sentence.dense:
             x = dense(x)

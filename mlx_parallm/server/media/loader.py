@@ -6,7 +6,7 @@ import binascii
 import re
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +82,7 @@ class MediaLoader:
             data = await self._in_place(sources[number], self._bytes(sources[number].url))
 
             def work() -> ImageInput:
-                tokens = sum(len(image.tokens) for image in found.values())
-                if tokens >= context:
-                    raise ContextLengthError.of(context, tokens, at_least=True, param="messages")
+                _check_length(found.values(), context)  # before more of them are decoded in vain
                 return self.held.hold(reader.read(decode(data)))
 
             found[number] = await self._in_place(sources[number], self._run(work))
@@ -95,6 +93,7 @@ class MediaLoader:
         finally:
             for task in tasks:
                 task.cancel()
+        _check_length(found.values(), context)
         return [found[number] for number in range(len(sources))]
 
     async def _in_place(self, source: ImageSource, work: Awaitable[T]) -> T:
@@ -150,3 +149,9 @@ def data_of(url: str) -> bytes:
         return base64.b64decode(url[head.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequestError(f"the data URL's base64 is wrong: {error}") from error
+
+
+def _check_length(images: Iterable[ImageInput], context: int) -> None:
+    tokens = sum(len(image.tokens) for image in list(images))
+    if tokens >= context:
+        raise ContextLengthError.of(context, tokens, at_least=True, param="messages")

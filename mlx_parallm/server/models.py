@@ -91,11 +91,14 @@ class ModelTable:
 
     @property
     def _served(self) -> dict[str, ServedModel]:
-        clients = self._runtime.models
-        for name, client in clients.items():
-            if name not in self._known or self._known[name].client is not client:
-                self._known[name] = ServedModel(name, client)
-        return {name: self._known[name] for name in clients}
+        """Those that are loaded; new ones get their tools here."""
+        known, clients = self._known, self._runtime.models
+        if [served.client for served in known.values()] != list(clients.values()):
+            self._known = known = {
+                name: known[name] if name in known and known[name].client is client else ServedModel(name, client)
+                for name, client in clients.items()
+            }
+        return known
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._served.values())
@@ -115,7 +118,7 @@ class ModelTable:
         await acquire(self._runtime.pool, own, request, self._timeout)
         request.scope.setdefault("held_models", []).append(partial(self._runtime.pool.release, own))
         if own not in self._known:
-            await asyncio.to_thread(lambda: self._served)
+            await asyncio.to_thread(lambda: self._served)  # its tools take a while to make
 
     def _name_of(self, name: str) -> str:
         """A model's own name: of `default`, of an adapter, or of a model that is not loaded."""

@@ -60,6 +60,7 @@ def cached(tiny_folder: Path, folder: Path, *more: str) -> Iterator[ServerProces
         yield server
 
 
+@pytest.mark.slow
 def test_a_working_set_larger_than_memory_comes_from_the_ssd(
     tiny_folder: Path, answers: list[str], tmp_path: Path
 ) -> None:

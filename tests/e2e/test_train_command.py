@@ -89,7 +89,6 @@ def test_a_run_leaves_its_log_its_report_and_both_formats(tiny_folder: Path, tmp
 @pytest.mark.parametrize(
     ("kills", "rate"),
     [
-        (2, "3e-4"),
         pytest.param(20, "3e-4", marks=pytest.mark.slow),
         pytest.param(20, "3e-3", marks=pytest.mark.slow),  # so fast that there are alarms, and ways back
     ],

@@ -227,7 +227,7 @@ def test_the_token_that_ends_a_row_has_its_logprob(running: Driver) -> None:
     assert answer.last.stop_logprob.logprob == pytest.approx(logprobs[tokens.index(tokens[4])], abs=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_followers_that_lose_their_place(adapters: dict[str, Adapter]) -> None:
     """With memory for some of the rows: all end, each token has one version, and they come in order."""
     prompts = [[10 + n, *PROMPT, *PROMPT[: 2 * n]] for n in range(12)]

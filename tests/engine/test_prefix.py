@@ -99,10 +99,8 @@ def test_conversations_that_grow_and_branch(pair: tuple[Driver, Bare], turns: li
 RESTARTED = [
     ("llama", None),
     ("llama", 12),
-    ("gemma3", None),
     ("hybrid", None),
-    pytest.param("qwen3_next", None, marks=pytest.mark.slow),
-    ("mamba", None),
+    *(pytest.param(kind, None, marks=pytest.mark.slow) for kind in ("gemma3", "qwen3_next", "mamba")),
 ]
 
 

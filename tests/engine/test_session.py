@@ -453,7 +453,7 @@ def test_updates_are_made_while_requests_are_paused() -> None:
         one.driver.settle()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_embedded_models_rollouts_are_the_trainers_numbers(own_cache: None) -> None:
     """From cached prompts too, and again after a publish: within 1e-4 in float32."""
     with driver_of(lambda: load(None, name="embedded")) as driver:

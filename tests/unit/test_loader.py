@@ -107,7 +107,8 @@ def test_missing_parts(tmp_path: Path) -> None:
         load(str(tmp_path), name="m")
 
 
-def test_unknown_hub_names() -> None:
+def test_unknown_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it would ask again and again
     with pytest.raises(ModelLoadError, match="no local folder"):
         load("nobody/nothing", name="m")
     with pytest.raises(ModelLoadError, match="there is no folder"):

@@ -131,6 +131,7 @@ class ModelStatus:
     error: str | None = None  # why it has failed
     pinned: bool = False  # stays in memory
     users: int = 0  # requests that use it
+    loads: int = 0  # how often it was loaded
     bytes: int = 0  # of its weights; of one that is not loaded, what they will be, where that is known
     context_length: int | None = None
     signature: Mapping[str, Any] | None = None

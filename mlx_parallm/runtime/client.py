@@ -209,6 +209,10 @@ class PoolClient(Protocol):
     on_failure: Callable[[str], None] | None  # is told why a model has stopped for good, on its thread
 
     def statuses(self) -> Sequence[ModelStatus]: ...
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Has it called when models came or went: who knows models by name must let go of those that have gone."""
+        ...
+
     def acquire(self, name: str) -> "Future[None]":
         """Holds a model for a request, until `release`; loads it first where it is not loaded."""
         ...

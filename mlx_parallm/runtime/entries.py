@@ -30,6 +30,7 @@ class PoolEntry:
     error: ParallmError | None = None  # why it has failed
     model: Engine | LocalPredictor | None = None
     users: int = 0
+    loads: int = 0
     used: float = field(default_factory=time.monotonic)  # last
     bytes: int = 0
     held_before: int = 0  # bytes in memory when its loading began
@@ -76,6 +77,7 @@ class PoolEntry:
             error=None if self.error is None else self.error.message,
             pinned=self.pinned,
             users=self.users,
+            loads=self.loads,
             bytes=self.bytes,
             context_length=context,
             signature=signature,

@@ -59,7 +59,7 @@ class ModelPool:
         self._closing = threading.Event()
         self._looked = -LOOK_SECONDS  # when, into the folder of models
         self.on_failure: Callable[[str], None] | None = None  # when an engine has died
-        self.on_change: Callable[[], None] = lambda: None  # when models came or went; on the pool's thread
+        self._listeners: list[Callable[[], None]] = []
         for name, source in config.named_models().items():
             self._entries[name] = PoolEntry(name, source, kind_name(source))
 
@@ -72,6 +72,15 @@ class ModelPool:
                 self._bring_up(entry, progress)
         if self._config.model.idle_unload_seconds is not None:
             threading.Thread(target=self._watch_idle, name="idle models", daemon=True).start()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Has it called when models came or went, on the pool's thread: who knows models by name must let go of those
+        that have gone, or their memory stays taken."""
+        self._listeners.append(listener)
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     @property
     def generators(self) -> Mapping[str, Engine]:
@@ -252,7 +261,7 @@ class ModelPool:
                 entry.kind, entry.bytes = model.info.kind, model.info.weight_bytes
             entry.model = model
         try:
-            self.on_change()
+            self._tell()
         except BaseException:
             with self._changed:
                 entry.model = None
@@ -260,6 +269,7 @@ class ModelPool:
             raise
         with self._changed:
             entry.status, entry.error, entry.used = "ready", None, time.monotonic()
+            entry.loads += 1
             entry.wake(None)
             self._changed.notify_all()
 
@@ -288,7 +298,7 @@ class ModelPool:
         if isinstance(model, Engine):
             model.drain(max(0.0, deadline - time.monotonic()))
         self._loader.take_down(model)
-        self.on_change()
+        self._tell()
         del model
         self._loader.reclaim()
         log.info("%s has left memory", entry.name)

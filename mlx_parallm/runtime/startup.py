@@ -28,7 +28,7 @@ class Runtime:
         self.adapters = LocalAdapters(pool, self.training, config.adapters.max_lora_bytes)
         self._config = config
         self._manager: TrainingManager | None = None
-        pool.on_change = self._follow
+        pool.listen(self._follow)
 
     @property
     def models(self) -> Mapping[str, Engine]:

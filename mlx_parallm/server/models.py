@@ -1,6 +1,5 @@
 """The served models, each with its text tools. `app` makes the table of them, routes look them up."""
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Iterator
@@ -86,19 +85,18 @@ class ModelTable:
     def __init__(self, runtime: RuntimeClient, timeout: float | None = None) -> None:
         self._runtime = runtime
         self._timeout = timeout  # seconds for which a request waits for a model
-        self._known: dict[str, ServedModel] = {}
-        self._served  # noqa: B018  the tools of what is loaded are made before the first request
+        self._served: dict[str, ServedModel] = {}
+        runtime.pool.listen(self._refresh)
+        self._refresh()
 
-    @property
-    def _served(self) -> dict[str, ServedModel]:
-        """Those that are loaded; new ones get their tools here."""
-        known, clients = self._known, self._runtime.models
+    def _refresh(self) -> None:
+        """Makes the tools of models that are new, and lets go of those that have gone."""
+        known, clients = self._served, self._runtime.models
         if [served.client for served in known.values()] != list(clients.values()):
-            self._known = known = {
+            self._served = {
                 name: known[name] if name in known and known[name].client is client else ServedModel(name, client)
                 for name, client in clients.items()
             }
-        return known
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._served.values())
@@ -117,8 +115,6 @@ class ModelTable:
         own = self._name_of(name)
         await acquire(self._runtime.pool, own, request, self._timeout)
         request.scope.setdefault("held_models", []).append(partial(self._runtime.pool.release, own))
-        if own not in self._known:
-            await asyncio.to_thread(lambda: self._served)  # its tools take a while to make
 
     def _name_of(self, name: str) -> str:
         """A model's own name: of `default`, of an adapter, or of a model that is not loaded."""

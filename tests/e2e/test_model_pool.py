@@ -28,13 +28,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[httpx.Client]:
+def server(folder: Path) -> Iterator[ServerProcess]:
     port = free_port()
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(port), "--model-dir", f"{folder / 'models'}"]
-    with (
-        running(ServerProcess(command, port, "first")) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with running(ServerProcess(command, port, "first")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
@@ -107,3 +110,17 @@ def test_what_can_not_be_loaded_is_refused(
     answer = client.post("/v1/models/load", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
     assert ask(client, "second").status_code == 200
+
+
+def test_memory_comes_back(server: ServerProcess, client: httpx.Client, tmp_path: Path) -> None:
+    save_tiny(tiny("llama", intermediate_size=1 << 16), tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    without = []
+    for _ in range(3):
+        assert client.post("/v1/models/load", json={"model": "heavy", "path": str(tmp_path)}).status_code == 200
+        assert ask(client, "heavy").status_code == 200
+        held = server.memory()
+        assert client.post("/v1/models/unload", json={"model": "heavy"}).status_code == 200
+        without.append(server.memory())
+        assert held - without[-1] > size // 2, "its weights are still there"
+    assert without[-1] - without[0] < size // 4, "something stays each time"

@@ -203,11 +203,13 @@ class PoolCollector(Collector):
         labels = ["model", "kind"]
         ready = GaugeMetricFamily(f"{PREFIX}model_loaded", "Whether a model is in memory", labels=labels)
         size = GaugeMetricFamily(f"{PREFIX}model_bytes", "Bytes of a loaded model's weights", labels=labels)
+        loads = CounterMetricFamily(f"{PREFIX}model_loads", "How often a model was loaded", labels=labels)
         for status in self._runtime.pool.statuses():
+            loads.add_metric([status.name, status.kind], status.loads)
             loaded = status.status in ("ready", "unloading")
             ready.add_metric([status.name, status.kind], float(loaded))
             size.add_metric([status.name, status.kind], status.bytes if loaded else 0)
-        yield from (ready, size)
+        yield from (ready, size, loads)
         predictors = self._runtime.predictors
         for name, (attribute, text) in PREDICTOR_METRICS.items():
             kind = GaugeMetricFamily if attribute == "waiting" else CounterMetricFamily

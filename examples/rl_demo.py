@@ -37,6 +37,7 @@ from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
 
 GAIN = 0.15  # of the held-out score: what counts as learnt
+STILL_STEPS = 4  # at a learning rate of 0: each is the same update of nothing
 
 
 def parse_args() -> argparse.Namespace:
@@ -67,12 +68,13 @@ class Demo:
     def run(self, name: str, seed: int, learning_rate: float, shuffled: bool = False) -> tuple[float, float]:
         """Held-out scores before and after."""
         args = self._args
+        steps = args.steps if learning_rate else min(STILL_STEPS, args.steps)
         lora = LoRAConfig(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj"), layers=args.layers)
         config = RLConfig(learning_rate=learning_rate, seed=seed, microbatch_tokens=160)
         session = Session(self._engine, name, lora, config, alarms=Alarms(reward_drop=None))
         session.start(serve=False)
         settings = LoopConfig(
-            steps=args.steps,
+            steps=steps,
             prompts_per_step=args.prompts,
             group_size=args.group_size,
             eval_problems=args.held_out,
@@ -81,7 +83,7 @@ class Demo:
             seed=seed,
         )
         (args.out / name / LOG).unlink(missing_ok=True)
-        with Progress(args.out / name, args.steps, name) as progress:
+        with Progress(args.out / name, steps, name) as progress:
             reports = Loop(session, self._sampler, settings, progress.on_step).run()
         self._engine.adapters.unload(name)
         held_out = [one.held_out for one in reports if one.held_out is not None]

@@ -109,6 +109,8 @@ class LocalPredictor:
         if not inputs:
             call.future.set_result([])
             return call.future
+        cost = self.predictor.cost
+        entries = [Input(call, index, value, cost(value)) for index, value in enumerate(inputs)]
         with self._lock:
             if len(self._calls) >= self._max_queue_size:
                 raise QueueFullError(f"{len(self._calls)} requests wait for this model; try again later")
@@ -116,8 +118,6 @@ class LocalPredictor:
             self.metrics.requests += 1
             self.metrics.waiting = len(self._calls)
         call.future.add_done_callback(lambda _: self._forget(call))
-        cost = self.predictor.cost
-        entries = [Input(call, index, value, cost(value)) for index, value in enumerate(inputs)]
         with self._lock:
             self._waiting.extend(entries)
             if not self._running:

@@ -75,6 +75,9 @@ class PredictorTable:
             pool.release(found)
 
     def _find(self, name: str | None, kinds: Sequence[str], param: str) -> str:
+        client = None if name is None else self._runtime.predictors.get(name)
+        if name is not None and client is not None and client.info.kind in kinds:
+            return name
         known = {status.name: status for status in self._runtime.pool.statuses()}
         fitting = [one.name for one in known.values() if one.kind in kinds]
         if name in fitting:

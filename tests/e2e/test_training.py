@@ -533,7 +533,7 @@ def test_sigterm_writes_the_state(tiny_folder: Path, flags: list[str], tmp_path:
     flags = [*flags, "--update-frequency", "8", "--checkpoint-dir", str(tmp_path)]
     with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         rollout(client, n=8, seed=3, scoring_function="shorter", submit=True)
-        before = until(client, lambda now: now["updates"] == 1)
+        before = until(client, lambda now: now["updates"] == 1 and now["policy_version"] == 2)
         greedy = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "request_id": "r"}
         last = post(client, "/generate", greedy)
         server.process.terminate()

@@ -155,6 +155,15 @@ class Engine:
         """Ends the engine thread; what still runs is cut off."""
         self._thread.stop()
 
+    def release(self) -> None:
+        """After `stop`: frees weights and caches at once, whoever still knows this engine."""
+        compute = self._parts.compute
+        compute.runner.cache.reset()
+        if compute.prefix is not None:
+            compute.prefix.reset()
+        for _, layer in self.model.module.named_modules():
+            layer.clear()
+
     def pause(self, mode: PauseMode, timeout: float) -> bool:
         """Stops between two steps, until `resume`; what is sent meanwhile waits.
 

@@ -64,6 +64,7 @@ class Loader:
             self.engines.remove(model)
             self._move_predictors()
             model.stop()
+            model.release()
         else:
             self.predictors.remove(model)
 

@@ -7,6 +7,7 @@ served under the names that `--model-path NAME=FOLDER` gives them, on the engine
 import importlib
 import json
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from mlx_parallm.types import PredictorInfo
 
 
-class Predictor:
+class Predictor(ABC):
     """A loaded model. Its weights are evaluated in `load`; both run on an engine's thread, which may change between two
     calls, so nothing lazy may be kept."""
 
@@ -30,10 +31,10 @@ class Predictor:
         """What an input weighs in a batch: its tokens, where it has any. Batches are of inputs of similar cost."""
         return 1
 
+    @abstractmethod
     def predict(self, batch: Sequence[Any]) -> list[Any]:
         """An output for each input. Both are plain values or NumPy arrays, never MLX's. The batch may be of several
         clients: what is wrong with an input is found before it comes here, or raised, and then each is tried alone."""
-        raise NotImplementedError
 
 
 class Kind(Protocol):

@@ -6,6 +6,7 @@ bounds returns clipped actions, with the log-probability before the clip, as mos
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -35,27 +36,27 @@ class RowSeeds:
 
 
 @dataclass(slots=True, kw_only=True)
-class ActionHead:
+class ActionHead(ABC):
     """A distribution over actions. `bind` checks it against the network's outputs, before anything is drawn."""
 
-    def bind(self, outputs: Mapping[str, TensorSpec]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def bind(self, outputs: Mapping[str, TensorSpec]) -> None: ...
 
     @property
+    @abstractmethod
     def names(self) -> list[str]:
         """The outputs that it reads."""
-        raise NotImplementedError
 
     @property
     def tensors(self) -> dict[str, Shape]:
         """Weights that belong to it and to no layer."""
         return {}
 
-    def describe(self) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def describe(self) -> dict[str, Any]: ...
 
-    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn:
-        raise NotImplementedError
+    @abstractmethod
+    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn: ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from mlx_parallm.runtime.client import PredictorClient, RuntimeClient
 from mlx_parallm.server.disconnect import client_left
 from mlx_parallm.server.errors import ClientLeft
 from mlx_parallm.server.loading import acquire
-from mlx_parallm.server.models import GENERATING
+from mlx_parallm.server.models import DEFAULT, GENERATING
 from mlx_parallm.types import PredictorInfo
 
 
@@ -82,7 +82,7 @@ class PredictorTable:
         fitting = [one.name for one in known.values() if one.kind in kinds]
         if name in fitting:
             return str(name)
-        if name is None or (name == "default" and fitting):
+        if name is None or name == DEFAULT:
             if not fitting:
                 wanted = " or ".join(kinds)
                 raise ModelNotFoundError(f"no {wanted} model is served here; name one with --model-path", param=param)

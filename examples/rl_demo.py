@@ -70,7 +70,7 @@ class Demo:
         args = self._args
         steps = args.steps if learning_rate else min(STILL_STEPS, args.steps)
         lora = LoRAConfig(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj"), layers=args.layers)
-        config = RLConfig(learning_rate=learning_rate, seed=seed, microbatch_tokens=160)
+        config = RLConfig(learning_rate=learning_rate, seed=seed, microbatch_tokens=640)
         session = Session(self._engine, name, lora, config, alarms=Alarms(reward_drop=None))
         session.start(serve=False)
         settings = LoopConfig(

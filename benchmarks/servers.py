@@ -16,7 +16,8 @@ from mlx_parallm.http_client import Endpoint
 sys.path.append(
     str(Path(__file__).parents[1])
 )  # scripts are started by path; what they share with tests is beside them
-from tests.support.servers import ServerProcess, free_port, ours, running
+from tests.support import servers
+from tests.support.servers import ServerProcess, free_port, running
 
 __all__ = ["ServerProcess", "blas_environment", "free_port", "mlx_lm", "ours", "running", "script", "server_at"]
 
@@ -28,6 +29,11 @@ def script(main: Callable[[], int]) -> NoReturn:
         sys.exit(main())
     except ParallmError as error:
         sys.exit(str(error))
+
+
+def ours(model: str | None, flags: Sequence[str] = (), port: int | None = None) -> ServerProcess:
+    """A process that is started as a user would."""
+    return servers.ours(model, flags, port, fork=False)
 
 
 def mlx_lm(model: str, flags: Sequence[str] = (), port: int | None = None) -> ServerProcess:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.rights import ADMIN, OPEN, USER
+from tests.support import forked
 from tests.support.servers import ServerProcess, free_port, ours, running
 
 KEYS = {"none": None, "user": "open", "admin": "sesame", "wrong": "guess"}
@@ -135,7 +136,7 @@ def test_flags_widen_both(tiny_folder: Path) -> None:
 
 def start(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(free_port()), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**_environment(), **environment})
+    return forked.run(command, 60, {**_environment(), **environment})
 
 
 def _environment() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from mlx_lm.tuner.utils import load_adapters
 from safetensors.numpy import load_file
 
 from tests.engine.harness import Bare
+from tests.support import forked
 from tests.support.servers import ours, running
 from tests.tiny import tiny
 from tests.unit.test_adapters import ADAPTERS, written
@@ -201,7 +201,7 @@ def test_what_is_refused_changes_nothing(
 
 def test_a_wrong_adapter_at_start_ends_the_server_with_its_reason(tiny_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--model-path", str(tiny_folder), "--port", "0"]
-    ended = subprocess.run([*command, "--lora-path", f"x={tmp_path}"], capture_output=True, text=True, timeout=120)
+    ended = forked.run([*command, "--lora-path", f"x={tmp_path}"], 120)
     assert ended.returncode != 0
     assert "holds no adapter_config.json" in ended.stderr
     assert "Traceback" not in ended.stderr

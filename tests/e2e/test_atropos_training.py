@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig
+from tests.support import forked
 from tests.support.servers import ServerProcess, free_port, ours, running
 
 ENVIRONMENT = Path(__file__).with_name("atropos_env.py")
@@ -252,6 +253,6 @@ def test_what_an_environment_needs_is_said_at_once(
 ) -> None:
     arguments = [*(sys.executable, "-m", "mlx_parallm", "serve", "--model-path", str(tiny_folder), "--no-ssd"), *flags]
     arguments += ["--port", str(free_port()), "--checkpoint-dir", str(tmp_path)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    done = forked.run(arguments, 60)
     assert done.returncode != 0
     assert said in done.stderr + done.stdout

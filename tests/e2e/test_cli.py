@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm import __version__
+from tests.support import forked
 from tests.support.servers import ServerProcess, free_port, running
 
 Result = subprocess.CompletedProcess[str]
@@ -18,7 +19,9 @@ Result = subprocess.CompletedProcess[str]
 def parallm(*args: str, stdin: str = "", **environment: str) -> Result:
     command = [sys.executable, "-m", "mlx_parallm", *args]
     env = os.environ | {"PARALLM_LOG_LEVEL": "WARNING"} | environment
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env=env)
+    if stdin:
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env=env)
+    return forked.run(command, 120, env)
 
 
 def assert_one_line(result: Result, code: int, *words: str) -> None:
@@ -261,6 +264,6 @@ def test_what_a_file_says_of_training_does_not_stop_a_start_without_it(tmp_path:
     )
     port = free_port()
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(port), "--model-path", str(tiny_folder)]
-    with running(ServerProcess([*command, "--config", str(config)], port, "default")) as server:
+    with running(ServerProcess([*command, "--config", str(config)], port, "default", fork=True)) as server:
         assert "atropos_url and environment is not used" in server.tail()
     assert_one_line(parallm("serve", "--atropos-url", "http://127.0.0.1:1"), 2, "--enable-rl-training")

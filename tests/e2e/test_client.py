@@ -15,6 +15,7 @@ from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, Permissi
 from mlx_parallm.lora.layout import Layout
 from tests.e2e.test_generate import scored
 from tests.engine.harness import Bare
+from tests.support import forked
 from tests.support.servers import ServerProcess, ours, running
 from tests.tiny import tiny
 from tests.unit.test_adapters import written
@@ -158,7 +159,7 @@ def test_the_command(server: list[ServerProcess], tmp_path: Path) -> None:
 
     def parallm(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "mlx_parallm", "adapters", "--url", server[0].url, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return forked.run(command, 60)
 
     for arguments, said in (
         (("load", "x", folder), "x@1 is published"),

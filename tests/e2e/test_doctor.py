@@ -10,6 +10,7 @@ import pytest
 
 from mlx_parallm.doctor import machine
 from mlx_parallm.doctor.findings import Finding, look
+from tests.support import forked
 
 MACHINE = ["platform", "chip", "memory", "versions", "BLAS", "kernels", "open files", "faults", "cache", "port", "disk"]
 MODEL = ["model", "parity", "decode", "prefill", "sampler", "adapters", "joins"]
@@ -17,7 +18,7 @@ MODEL = ["model", "parity", "decode", "prefill", "sampler", "adapters", "joins"]
 
 def doctor(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mlx_parallm", "doctor", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return forked.run(command, 300)
 
 
 def test_a_report_of_machine_and_model(tiny_folder: Path, tmp_path: Path) -> None:

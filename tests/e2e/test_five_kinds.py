@@ -80,7 +80,7 @@ def test_five_kinds_in_too_little_memory(tmp_path: Path, seconds: int) -> None:
     write_models(tmp_path)
     port = free_port()
     flags = ["--model-dir", str(tmp_path), "--model-path", "vectors=all-MiniLM-L6-v2", "--memory-limit", str(LIMIT)]
-    server = ServerProcess([*SERVE, "--port", str(port), *flags], port, "chat")
+    server = ServerProcess([*SERVE, "--port", str(port), *flags], port, "chat", fork=True)
     with running(server), httpx.Client(base_url=server.url, timeout=300) as client:
         asks = requests()
         alone = {name: ask(client) for name, ask in asks.items()}

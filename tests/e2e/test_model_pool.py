@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[ServerProcess]:
     port = free_port()
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(port), "--model-dir", f"{folder / 'models'}"]
-    with running(ServerProcess(command, port, "first")) as server:
+    with running(ServerProcess(command, port, "first", fork=True)) as server:
         yield server
 
 

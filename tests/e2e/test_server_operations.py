@@ -23,6 +23,7 @@ from mlx_parallm.server.api.openai.models import Model, ModelList
 from mlx_parallm.server.api.ops import DebugMetrics, MetricsSummary
 from mlx_parallm.server.api.tokens import Tokens
 from mlx_parallm.server.schema import EXAMPLES, AnswerBody
+from tests.support import forked
 from tests.support.servers import ServerProcess, free_port, ours, running
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
@@ -224,7 +225,7 @@ def test_openai_client(tiny_server: ServerProcess) -> None:
 def test_port_in_use_is_said_before_the_model_loads(tiny_server: ServerProcess, tiny_folder: Path) -> None:
     port = str(httpx.URL(tiny_server.url).port)
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", port, "--model-path", str(tiny_folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = forked.run(command, 60)
     assert ended.returncode == 2
     assert f"can't listen on 127.0.0.1:{port}" in ended.stderr
 
@@ -404,7 +405,7 @@ def test_another_server_on_all_addresses_is_noticed(tiny_folder: Path) -> None:
         other.listen()
         port = other.getsockname()[1]
         command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(port), "--model-path", str(tiny_folder)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        ended = forked.run(command, 60)
     assert ended.returncode == 2
     assert f"can't listen on 127.0.0.1:{port}" in ended.stderr
 

@@ -18,7 +18,7 @@ def test_each_request_reaches_the_model_it_names(tiny_folder: Path, tmp_path: Pa
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(port)]
     command += ["--model-path", f"small={tiny_folder}", "--model-path", f"other={second}"]
     with (
-        running(ServerProcess(command, port, "small")) as server,
+        running(ServerProcess(command, port, "small", fork=True)) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
 

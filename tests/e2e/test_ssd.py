@@ -53,7 +53,6 @@ def answers(tiny_folder: Path) -> list[str]:
         return [ask(server, text)[0] for text in TEXTS]
 
 
-@pytest.mark.slow
 @contextmanager
 def cached(tiny_folder: Path, folder: Path, *more: str) -> Iterator[ServerProcess]:
     with running(ours(str(tiny_folder), [*FLAGS, "--ssd-cache-dir", str(folder), *more])) as server:

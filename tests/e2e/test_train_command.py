@@ -3,7 +3,6 @@
 import json
 import random
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from mlx_parallm.common_words import WORDS
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.tasks import Problem, Task
+from tests.support import forked
 from tests.support.servers import free_port
 
 
@@ -42,7 +42,7 @@ def command(folder: Path, out: Path, port: int, *flags: str) -> list[str]:
 
 
 def finish(arguments: list[str], seconds: float = 120) -> str:
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=seconds)
+    done = forked.run(arguments, seconds)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -99,7 +99,7 @@ def test_killed_at_random_it_ends_where_it_would_have(tiny_folder: Path, tmp_pat
     chance = random.Random(kills)
     for _ in range(kills):
         port = free_port()
-        process = subprocess.Popen(command(tiny_folder, tmp_path / "cut", port, *flags), stdout=subprocess.DEVNULL)
+        process = forked.ForkedProcess(command(tiny_folder, tmp_path / "cut", port, *flags))
         for _ in range(400):
             time.sleep(0.05)
             if process.poll() is not None or _healthy(port):
@@ -125,9 +125,7 @@ def _healthy(port: int) -> bool:
 
 def test_it_serves_while_it_trains(tiny_folder: Path, tmp_path: Path) -> None:
     port = free_port()
-    process = subprocess.Popen(
-        command(tiny_folder, tmp_path, port, "--steps", "2000"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = forked.ForkedProcess(command(tiny_folder, tmp_path, port, "--steps", "2000"))
     try:
         for _ in range(600):
             time.sleep(0.05)
@@ -154,12 +152,7 @@ def test_wrong_settings_are_said_at_once(tiny_folder: Path, tmp_path: Path) -> N
         (("--lora-target-modules", "wobble"), "no layer called wobble"),
         (("--learning-rate", "-1"), "learning_rate"),
     ):
-        done = subprocess.run(
-            command(tiny_folder, tmp_path, free_port(), "--steps", "1", *flags),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = forked.run(command(tiny_folder, tmp_path, free_port(), "--steps", "1", *flags), 60)
         assert done.returncode in (1, 2)
         assert word in done.stderr + done.stdout
 
@@ -287,7 +280,7 @@ def test_wrong_datasets_are_said(tiny_folder: Path, tmp_path: Path, flags: tuple
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n')
     arguments = offline(tiny_folder, tmp_path, *(str(bad) if flag == "BAD" else flag for flag in flags))
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    done = forked.run(arguments, 60)
     assert done.returncode in (1, 2)
     assert word in " ".join((done.stderr + done.stdout).split())
     assert "Traceback" not in done.stderr
@@ -309,7 +302,7 @@ def test_a_reward_model_is_trained_served_and_scores(tiny_folder: Path, tmp_path
         *(sys.executable, "-m", "mlx_parallm", "serve", "--model-path", str(tiny_folder), "--port", str(port)),
         *("--no-ssd", "--reward-model", str(tmp_path / "reward-model")),
     ]
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+    process = forked.ForkedProcess(arguments)
     try:
         for _ in range(600):
             time.sleep(0.05)

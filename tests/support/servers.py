@@ -1,7 +1,7 @@
 """Starts and stops real server processes, for tests and benchmarks.
 
-They run as `python -m …`, so that a checkout on PYTHONPATH is enough. A server's output goes to a file that is shown
-when it fails to start.
+They run as `python -m …`, so that a checkout on PYTHONPATH is enough; those of tests are forked from a process that
+has its imports done. A server's output goes to a file that is shown when it fails to start.
 """
 
 import asyncio
@@ -19,21 +19,31 @@ from typing import IO
 
 from mlx_parallm.errors import UnavailableError
 from mlx_parallm.http_client import Endpoint, WireError, send
+from tests.support import forked
 
 
 class ServerProcess:
-    """A server on a port of its own. `model` is the name to ask it for."""
+    """A server on a port of its own. `model` is the name to ask it for. `fork`: see `forked.py`."""
 
     def __init__(
-        self, command: Sequence[str], port: int, model: str, environment: dict[str, str] | None = None
+        self,
+        command: Sequence[str],
+        port: int,
+        model: str,
+        environment: dict[str, str] | None = None,
+        fork: bool = False,
     ) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="parallm-", ignore_cleanup_errors=True)
         self.url = f"http://127.0.0.1:{port}"
         self.model = model
-        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `running`)
+        self.output: IO[bytes] = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed by `running`)
         # An SSD cache of its own: no server meets what another has left, unless a flag says so.
         env = os.environ | {"PARALLM_SSD_CACHE_DIR": f"{self.scratch.name}/kv"} | (environment or {})
-        self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, env=env)
+        self.process: subprocess.Popen[bytes] | forked.ForkedProcess
+        if fork and forked.can_fork(command):
+            self.process = forked.ForkedProcess(command, self.output.name, self.output.name, env)
+        else:
+            self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, env=env)
 
     def wait_ready(self, patience: float) -> None:
         deadline = time.monotonic() + patience
@@ -92,7 +102,7 @@ def running(server: ServerProcess, patience: float = 300) -> Iterator[ServerProc
         server.scratch.cleanup()
 
 
-def ours(model: str | None, flags: Sequence[str] = (), port: int | None = None) -> ServerProcess:
+def ours(model: str | None, flags: Sequence[str] = (), port: int | None = None, fork: bool = True) -> ServerProcess:
     port = port or free_port()
     path = ["--model-path", model] if model else []
     command = [
@@ -107,4 +117,4 @@ def ours(model: str | None, flags: Sequence[str] = (), port: int | None = None) 
         *path,
         *flags,
     ]
-    return ServerProcess(command, port, "default")
+    return ServerProcess(command, port, "default", fork=fork)

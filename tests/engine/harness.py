@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +70,7 @@ class Pending:
 
 
 HAIR = 3e-7  # of a number in float32: some units in its last place
+TIE = 3e-6  # between two logits: what float32 leaves open
 FIELDS = ("priority", "timeout", "cache_salt", "adapter", "adapter_version", "follow", "images")
 
 
@@ -137,8 +138,11 @@ class Bare:
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
 
-    def greedy(self, prompt: list[int], count: int, ignore_eos: bool = False) -> tuple[list[int], list[float]]:
-        """Tokens until the end-of-sequence token or `count`, and their log-probabilities."""
+    def greedy(
+        self, prompt: list[int], count: int, ignore_eos: bool = False, answer: Sequence[int] = ()
+    ) -> tuple[list[int], list[float]]:
+        """Tokens until the end-of-sequence token or `count`, and their log-probabilities. Where two tokens' logits are
+        equal but for the order of additions, the one of `answer`."""
         cache = make_prompt_cache(self.model.module)
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -146,6 +150,8 @@ class Bare:
         while len(tokens) < count:
             logits = self.model.module(mx.array([step]), cache=cache)[0, -1].astype(mx.float32)
             token = int(mx.argmax(logits).item())
+            if len(tokens) < len(answer) and (logits[token] - logits[answer[len(tokens)]]).item() < TIE:
+                token = answer[len(tokens)]
             if token in self.model.eos_token_ids and not ignore_eos:
                 break
             tokens.append(token)

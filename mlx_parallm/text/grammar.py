@@ -40,8 +40,19 @@ def regex_grammar(pattern: str) -> str:
     return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
+def pattern_grammar(pattern: str) -> str:
+    """A regular expression in Lark, to be part of another grammar."""
+    escaped = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern)
+    return f"start: /{escaped}/"
+
+
 def choice_grammar(choices: Sequence[str]) -> str:
     return "start: " + " | ".join(_quoted(choice) for choice in choices)
+
+
+def tagged_grammar(tags: Sequence[llguidance.StructTag]) -> str:
+    """Free text, in which what begins with the trigger of a tag follows its grammar to its end."""
+    return llguidance.StructTag.to_grammar(list(tags), assume_special=False)
 
 
 @dataclass(frozen=True, slots=True)

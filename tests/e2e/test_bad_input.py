@@ -232,6 +232,10 @@ TABLE = [
     text("guided_grammar", None, guided_grammar="no grammar ["),
     text("guided_regex", None, guided_regex="a", response_format={"type": "json_object"}),
     text("structured_outputs", structured_outputs={}),
+    text("use_beam_search", use_beam_search=True),
+    text("logprobs_mode", logprobs_mode="raw_logits"),
+    text("structured_outputs.structural_tag", structured_outputs={"structural_tag": "{"}),
+    text("structured_outputs.structural_tag", structured_outputs={"structural_tag": {"structures": []}}),
     text("structured_outputs", structured_outputs={"regex": "a", "choice": ["a"]}),
     # tools
     chat("tools", tools="look"),

@@ -124,6 +124,22 @@ def test_continue_final_message(api: Api) -> None:
     assert api.chat(**body, max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
 
 
+def test_echo_begins_with_the_last_message(api: Api) -> None:
+    messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one, two"}]
+    body: dict[str, Any] = dict(messages=messages, continue_final_message=True, max_tokens=3, ignore_eos=True)
+    alone = api.chat(**body)["choices"][0]["message"]["content"]
+    assert api.chat(**body, echo=True)["choices"][0]["message"]["content"] == "one, two" + alone
+    assert api.chat(max_tokens=3, ignore_eos=True, echo=True) | {"id": 0, "created": 0} == api.chat(
+        max_tokens=3, ignore_eos=True
+    ) | {"id": 0, "created": 0}
+
+
+def test_tokens_as_ids(api: Api) -> None:
+    answer = api.chat(max_tokens=3, ignore_eos=True, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
+    assert all(entry["token"].startswith("token_id:") for entry in answer["choices"][0]["logprobs"]["content"])
+    assert answer["prompt_logprobs"] is None
+
+
 def test_logprobs(api: Api) -> None:
     body: dict[str, Any] = dict(max_tokens=6, ignore_eos=True, logprobs=True, top_logprobs=2)
     answer = api.chat(**body)["choices"][0]

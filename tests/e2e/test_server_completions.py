@@ -1,5 +1,6 @@
 """/v1/completions on a real server: every parameter, whole and streamed."""
 
+import json
 import math
 from collections.abc import Iterator
 
@@ -173,6 +174,32 @@ def test_guided_outputs(api: Api) -> None:
     assert text(api, guided_regex="[a-c]{5}", ignore_eos=False).strip("abc") == ""
     assert text(api, guided_choice=["left", "right"], ignore_eos=False) in ("left", "right")
     assert text(api, structured_outputs={"choice": ["left", "right"]}, ignore_eos=False) in ("left", "right")
+
+
+def test_structural_tags_hold_within_free_text(api: Api) -> None:
+    """The trigger is the model's likeliest token: what follows it must be of the schema."""
+    first = text(api, max_tokens=1)
+    part = {"begin": first, "schema": {"enum": [12345]}, "end": "!"}
+    wanted = {"structures": [part], "triggers": [first]}
+    for body in (
+        {"structured_outputs": {"structural_tag": wanted}},
+        {"structured_outputs": {"structural_tag": json.dumps(wanted)}},
+        {"response_format": {"type": "structural_tag", **wanted}},
+    ):
+        assert text(api, max_tokens=12, **body).startswith(f"{first}12345!")
+
+
+def test_a_schema_as_llama_cpp_has_it(api: Api) -> None:
+    shape = {"type": "json_object", "schema": {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}}
+    assert json.loads(text(api, response_format=shape, max_tokens=30, ignore_eos=False))["a"] == 7
+
+
+def test_tokens_as_ids(api: Api) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 2, "return_token_ids": True, "ignore_eos": True}
+    choice = api.complete(**body, return_tokens_as_token_ids=True)["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
+    assert choice["prompt_logprobs"] is None
 
 
 def test_truncated_prompt_and_long_prompt(api: Api) -> None:

@@ -11,6 +11,7 @@ import pytest
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server.api.openai.structural_tags import StructuralTag
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.grammar import (
     GrammarCompiler,
@@ -72,6 +73,35 @@ def test_json() -> None:
     assert not accepts(json_grammar(SCHEMA), '{"a": "5"}')
     assert not accepts(json_grammar(SCHEMA), '{"a": 5, "b": 1}')
     assert not accepts(json_grammar(SCHEMA), '{"a":' + " " * 100 + "5}")
+
+
+def test_structural_tags() -> None:
+    parts = [{"begin": "<f=add>", "schema": SCHEMA, "end": "</f>"}]
+    old = StructuralTag.model_validate({"structures": parts, "triggers": ["<f="]}).grammar()
+    contents = [
+        {"type": "json_schema", "json_schema": SCHEMA},
+        {"type": "regex", "pattern": r"a/b+\/c"},
+        {"type": "grammar", "grammar": 'start: "x" | "y"'},
+        {"type": "const_string", "value": 'q"'},
+    ]
+    tags = [{"begin": f"<f={n}>", "content": one, "end": "</f>"} for n, one in enumerate(contents)]
+    new = StructuralTag.model_validate(
+        {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": tags}}
+    ).grammar()
+    for text in ("", "free < text", 'so <f=add>{"a": 1}</f> and <f=add>{"a": 2}</f>.'):
+        assert accepts(old, text)
+    for text in ('<f=add>{"a": "1"}</f>', "<f=sub>", '<f=add>{"a": 1}'):
+        assert not accepts(old, text)
+    assert accepts(new, 'a <f=0>{"a": 1}</f> <f=1>a/bb/c</f> <f=2>y</f><f=3>q"</f>')
+    for text in ("<f=1>a/c</f>", "<f=2>z</f>", "<f=4>"):
+        assert not accepts(new, text)
+    one = {"format": {"type": "tag", "begin": "<x>", "content": contents[0], "end": "</x>"}}
+    assert accepts(
+        after_thinking(
+            StructuralTag.model_validate(one).grammar(), Thinking("<think>", "</think>"), VOCABULARY, "before"
+        ),
+        "ab",
+    )
 
 
 def test_regex_and_choice() -> None:

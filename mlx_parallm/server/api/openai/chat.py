@@ -9,14 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
-from mlx_parallm.server.api.openai.messages import TemplateBody, conversation, image_sources
-from mlx_parallm.server.api.openai.writer import ResponseWriter, finite, prompt_logprobs
+from mlx_parallm.server.api.openai.messages import ChatMessage, TemplateBody, conversation, image_sources
+from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, finite, prompt_logprobs
 from mlx_parallm.server.call import ChatTurn, GenerationCall
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.responses import event, respond
 from mlx_parallm.server.schema import Body
 from mlx_parallm.server.service import GenerationService
-from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.calls import CallDelta
 from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
 
@@ -50,6 +50,7 @@ class ChatBody(GenerationBody, TemplateBody):
     parallel_tool_calls: bool = Field(True, description="False: at most one call")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_special_tokens: bool = Field(False, description="Have the tokenizer add its own to the template's")
+    echo: bool = Field(False, description="Begin the answer with the last message where that is the assistant's")
     separate_reasoning: bool = Field(True, description="False: reasoning stays in the content, marks and all")
 
     @property
@@ -126,12 +127,16 @@ class ChatWriter(ResponseWriter):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
+    def __init__(self, name: str, generation: Generation, options: ResponseOptions, echo: str) -> None:
+        self._echo = echo
+        super().__init__(name, generation, options)
+
     def opening(self) -> bytes:
         return b"".join(event(self._opening(choice)) for choice in self.generation.choices)
 
     def _opening(self, choice: ChoiceStream) -> dict[str, Any]:
         chunk = self._chunk([self._skeleton(choice, "")])
-        chunk["choices"][0]["delta"] = {"role": "assistant", "content": ""}
+        chunk["choices"][0]["delta"] = {"role": "assistant", "content": self._echo}
         if self.options.token_ids:
             chunk["prompt_token_ids"] = self.generation.prompts[choice.prompt]
         return chunk
@@ -161,7 +166,7 @@ class ChatWriter(ResponseWriter):
 
     def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
         choices = [self._message(*pair) for pair in zip(self.generation.choices, results, strict=True)]
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"prompt_logprobs": None}
         if self.options.prompt_logprobs:
             found = self.generation.choices[0].prompt_logprobs or []
             more["prompt_logprobs"] = prompt_logprobs(found, self.served.vocabulary)
@@ -170,7 +175,7 @@ class ChatWriter(ResponseWriter):
         return self._whole(choices, **more)
 
     def _message(self, choice: ChoiceStream, result: Collected) -> dict[str, Any]:
-        content = "".join(result.content)
+        content = self._echo + "".join(result.content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning := "".join(result.reasoning):
             message["reasoning_content"] = message["reasoning"] = reasoning
@@ -189,15 +194,19 @@ class ChatWriter(ResponseWriter):
     def _logprobs(self, entries: Sequence[tuple[TokenLogprob, int]]) -> dict[str, Any] | None:
         if not self.options.logprobs:
             return None
-        vocabulary = self.served.vocabulary
         content = [
             {
-                **_token(vocabulary, entry.token, entry.logprob),
-                "top_logprobs": [_token(vocabulary, token, logprob) for token, logprob in entry.top],
+                **self._token(entry.token, entry.logprob),
+                "top_logprobs": [self._token(token, logprob) for token, logprob in entry.top],
             }
             for entry, _ in entries
         ]
         return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        spelled = self.served.vocabulary.spell(token)
+        text = self._token_text(token) if self.options.tokens_as_ids else spelled.decode("utf-8", "replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(spelled)}
 
 
 class ChatRoutes:
@@ -208,13 +217,17 @@ class ChatRoutes:
         """Answers the conversation, `n` times. With `stream`, chunks arrive as server-sent events."""
         call, options = chat_call(body), options_of(body, body.logprobs)
         generation = await self._service.prepare(call, request, "chatcmpl")
-        writer = ChatWriter(f"chatcmpl-{request.scope['request_id']}", generation, options)
+        echo = _last_words(body.messages) if body.echo else ""
+        writer = ChatWriter(f"chatcmpl-{request.scope['request_id']}", generation, options, echo)
         return await respond(generation, writer, request)
 
 
-def _token(vocabulary: Vocabulary, token: int, logprob: float) -> dict[str, Any]:
-    spelled = vocabulary.spell(token)
-    return {"token": spelled.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(spelled)}
+def _last_words(messages: Sequence[ChatMessage]) -> str:
+    """Of the assistant, where the last message is its own."""
+    last = messages[-1]
+    if last.role != "assistant" or last.content is None:
+        return ""
+    return last.content if isinstance(last.content, str) else "".join(part.content for part in last.content)
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:

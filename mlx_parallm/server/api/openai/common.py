@@ -78,9 +78,11 @@ class GenerationBody(PolicyBody, StructureBody):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
-    logprobs_mode: Literal["raw", "processed"] = Field(
+    logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"] = Field(
         "raw", description="Of the model itself, or as tokens were drawn: after temperature, penalties, top_p and top_k"
     )
+    return_tokens_as_token_ids: bool = Field(False, description="Tokens in logprobs as `token_id:17`, not as text")
+    use_beam_search: bool = Field(False, description="Not supported")
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool = Field(
         False, description="The ids of prompt and output, the token that ended it included, as are then its logprobs"
@@ -97,6 +99,22 @@ class GenerationBody(PolicyBody, StructureBody):
     def _only_for_streams(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if value is not None and not info.data.get("stream"):
             raise PydanticCustomError("stream_options", "stream_options needs stream to be true")
+        return value
+
+    @field_validator("logprobs_mode", mode="before")
+    @classmethod
+    def _no_logits(cls, value: Any) -> Any:
+        if value in ("raw_logits", "processed_logits"):
+            raise PydanticCustomError("logprobs_mode", "Logits are not returned: ask for raw or processed logprobs")
+        return value
+
+    @field_validator("use_beam_search")
+    @classmethod
+    def _no_beams(cls, value: bool) -> bool:
+        if value:
+            raise PydanticCustomError(
+                "use_beam_search", "Beam search is not supported: sample with n, or with temperature 0"
+            )
         return value
 
     @field_validator("prompt_logprobs")
@@ -128,7 +146,7 @@ def call_of(
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
-        processed_logprobs=body.logprobs_mode == "processed",
+        processed_logprobs=body.logprobs_mode.startswith("processed"),
         prompt_logprobs=prompt_logprobs,
     )
     return GenerationCall(
@@ -158,6 +176,7 @@ def options_of(body: "GenerationBody", logprobs: bool) -> ResponseOptions:
     return ResponseOptions(
         logprobs=logprobs,
         token_ids=body.return_token_ids,
+        tokens_as_ids=body.return_tokens_as_token_ids,
         prompt_logprobs=body.prompt_logprobs is not None,
         usage=options is not None and options.include_usage,
         running_usage=options is not None and options.continuous_usage_stats,

@@ -165,8 +165,10 @@ class CompletionWriter(ResponseWriter):
             prompt = self._prompt_entries(choice) if self._echo is not None else []
             shifted = [(entry, place + self._start(choice)) for entry, place in result.logprobs]
             answer["logprobs"] = self._logprobs([*prompt, *shifted], 0)
-        if self.options.prompt_logprobs:
-            answer["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs or [], self.served.vocabulary)
+        asked = self.options.prompt_logprobs
+        answer["prompt_logprobs"] = (
+            prompt_logprobs(choice.prompt_logprobs or [], self.served.vocabulary) if asked else None
+        )
         if self.options.token_ids:
             answer["token_ids"] = result.tokens
             answer["prompt_token_ids"] = self.generation.prompts[choice.prompt]
@@ -187,7 +189,7 @@ class CompletionWriter(ResponseWriter):
         return entries
 
     def _logprobs(self, entries: Sequence[tuple[TokenLogprob, int]], start: int) -> dict[str, Any]:
-        text = self.served.vocabulary.text
+        text = self._token_text
         return {
             "tokens": [text(entry.token) for entry, _ in entries],
             "token_logprobs": [finite(entry.logprob) for entry, _ in entries],
@@ -200,7 +202,7 @@ class CompletionWriter(ResponseWriter):
             return None
         likeliest = [*entry.top, (entry.token, entry.logprob)]
         # Of tokens that read alike, the likeliest is kept: it is written last.
-        return {self.served.vocabulary.text(token): finite(logprob) for token, logprob in reversed(likeliest)}
+        return {self._token_text(token): finite(logprob) for token, logprob in reversed(likeliest)}
 
 
 class CompletionRoutes:

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server.api.openai.structural_tags import StructuralTag
 from mlx_parallm.server.call import Structure
 from mlx_parallm.server.schema import Body
 from mlx_parallm.text.grammar import choice_grammar, json_grammar, regex_grammar
@@ -17,7 +18,9 @@ GRAMMARS: dict[str, Callable[[Any], str]] = {
     "regex": regex_grammar,
     "choice": choice_grammar,
     "grammar": str,  # Lark, as it is
+    "structural_tag": StructuralTag.grammar,
 }
+GUIDED = ("json", "regex", "choice", "grammar")  # those with a field `guided_…`
 
 
 class StructuredOutputs(Body):
@@ -28,11 +31,26 @@ class StructuredOutputs(Body):
     choice: list[str] | None = Field(None, min_length=1, max_length=1000)
     grammar: str | None = Field(None, max_length=100_000, description="A Lark grammar")
     json_object: bool | None = None
+    structural_tag: StructuralTag | None = Field(None, description="Parts of the text, between marks of their own")
+
+    @field_validator("structural_tag", mode="before")
+    @classmethod
+    def _may_be_text(cls, value: Any) -> Any:
+        """vLLM's clients send it as JSON text."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
+            raise PydanticCustomError("structural_tag", "It is not valid JSON") from None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "StructuredOutputs":
-        if sum(bool(value) for value in (self.json_, self.regex, self.choice, self.grammar, self.json_object)) != 1:
-            raise PydanticCustomError("structure", "Give exactly one of json, regex, choice, grammar and json_object")
+        given = (self.json_, self.regex, self.choice, self.grammar, self.json_object, self.structural_tag)
+        if sum(bool(value) for value in given) != 1:
+            raise PydanticCustomError(
+                "structure", "Give exactly one of json, regex, choice, grammar, json_object and structural_tag"
+            )
         return self
 
 
@@ -44,14 +62,26 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="With json_object, as llama.cpp has it")
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
+    format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> "ResponseFormat":
         if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
             raise PydanticCustomError("missing_schema", "The type json_schema needs json_schema.schema")
+        if self.type == "structural_tag":
+            self._tag = StructuralTag.model_validate(self.model_dump(include={"structures", "triggers", "format"}))
         return self
+
+    _tag: StructuralTag | None = None
+
+    @property
+    def structural_tag(self) -> StructuralTag | None:
+        return self._tag
 
 
 class StructureBody(Body):
@@ -79,14 +109,16 @@ def _asked(body: StructureBody) -> dict[str, tuple[str, Any]]:
     asked: dict[str, tuple[str, Any]] = {}
     shape, wanted = body.response_format, body.structured_outputs
     if shape is not None and shape.type == "json_object":
-        asked["response_format"] = "json", {"type": "object"}
+        asked["response_format"] = "json", shape.schema_ or {"type": "object"}
+    if shape is not None and shape.structural_tag is not None:
+        asked["response_format"] = "structural_tag", shape.structural_tag
     if shape is not None and shape.json_schema is not None and shape.type == "json_schema":
         asked["response_format.json_schema.schema"] = "json", shape.json_schema.schema_
     if wanted is not None and wanted.json_object:
         asked["structured_outputs.json"] = "json", {"type": "object"}
-    fields = {f"guided_{kind}": (kind, getattr(body, f"guided_{kind}")) for kind in GRAMMARS}
+    fields = {f"guided_{kind}": (kind, getattr(body, f"guided_{kind}")) for kind in GUIDED}
     if wanted is not None:
-        values = {"json": wanted.json_, "regex": wanted.regex, "choice": wanted.choice, "grammar": wanted.grammar}
+        values = {kind: getattr(wanted, "json_" if kind == "json" else kind) for kind in GRAMMARS}
         fields = {f"structured_outputs.{kind}": (kind, value) for kind, value in values.items()} | fields
     for param, (kind, value) in fields.items():
         if value is not None:

@@ -27,6 +27,7 @@ class ResponseOptions:
 
     logprobs: bool = False
     token_ids: bool = False
+    tokens_as_ids: bool = False  # in logprobs
     prompt_logprobs: bool = False
     usage: bool = False  # at the end of a stream
     running_usage: bool = False  # in every chunk
@@ -101,6 +102,10 @@ class ResponseWriter(ABC):
             },
             "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
         }
+
+    def _token_text(self, token: int) -> str:
+        """In logprobs."""
+        return f"token_id:{token}" if self.options.tokens_as_ids else self.served.vocabulary.text(token)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._envelope, "object": self.part, "choices": choices, **self._fingerprint}

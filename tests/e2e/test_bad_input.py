@@ -235,7 +235,7 @@ TABLE = [
     text("use_beam_search", use_beam_search=True),
     text("logprobs_mode", logprobs_mode="raw_logits"),
     text("structured_outputs.structural_tag", structured_outputs={"structural_tag": "{"}),
-    text("structured_outputs.structural_tag", structured_outputs={"structural_tag": {"structures": []}}),
+    text("structured_outputs.structural_tag", structured_outputs={"structural_tag": {}}),
     text("structured_outputs", structured_outputs={"regex": "a", "choice": ["a"]}),
     # tools
     chat("tools", tools="look"),

@@ -190,8 +190,8 @@ def test_structural_tags_hold_within_free_text(api: Api) -> None:
 
 
 def test_a_schema_as_llama_cpp_has_it(api: Api) -> None:
-    shape = {"type": "json_object", "schema": {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}}
-    assert json.loads(text(api, response_format=shape, max_tokens=30, ignore_eos=False))["a"] == 7
+    shape = {"type": "json_object", "schema": {"enum": [12345]}}
+    assert text(api, response_format=shape, max_tokens=30, ignore_eos=False) == "12345"
 
 
 def test_tokens_as_ids(api: Api) -> None:

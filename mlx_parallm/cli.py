@@ -1,4 +1,4 @@
-"""The commands: `parallm serve | train | chat | bench | adapters | export | doctor`; `mlx_parallm_serve`, `…_train`.
+"""The commands: `parallm serve | train | chat | …`; `mlx_parallm_serve`, `mlx_parallm_train`.
 
 Nothing here imports MLX or FastAPI before a command needs it, so that help and remote work start at once.
 A user's mistake (a bad flag, a model that can't be loaded) is one line on stderr: 2 for flags, 1 for the rest.
@@ -8,12 +8,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config, export_cli, train_cli
 from mlx_parallm.doctor import command as doctor
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.platforms import check_python
+from mlx_parallm.terminal import completion, connect, models, pull, recommend, top
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -28,6 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("chat", "talk to a model in the terminal", chat.add_flags, chat.run),
         ("bench", "measure any OpenAI-compatible server under load", bench_cli.add_flags, bench_cli.run),
         ("adapters", "list and change the adapters of a running server", adapters_cli.add_flags, adapters_cli.run),
+        ("models", "list, load, unload and pin the models of a running server", models.add_flags, models.run),
+        ("top", "watch a running server", top.add_flags, top.run),
+        ("connect", "print what clients need to use a running server", connect.add_connect_flags, connect.connect),
+        ("launch", "start a coding agent on a running server", connect.add_launch_flags, connect.launch),
+        ("pull", "download a model from the Hugging Face hub", pull.add_flags, pull.run),
+        ("recommend", "which models fit this machine, and how fast they are", recommend.add_flags, recommend.run),
+        ("completion", "print the completion script of a shell", completion.add_flags, partial(completion.run, parser)),
         ("export", "write a network's folder from a torch state_dict", export_cli.add_flags, export_cli.run),
         ("doctor", "check this machine: is it set up, does it compute right, how fast", doctor.add_flags, doctor.run),
     ):

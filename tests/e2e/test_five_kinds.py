@@ -58,7 +58,7 @@ def requests() -> dict[str, Ask]:
         "vectors": post(
             "/v1/embeddings",
             {"model": "vectors", "input": ["a text", "another one"]},
-            lambda found: [round(number, 4) for item in found["data"] for number in item["embedding"]],
+            lambda found: [number for item in found["data"] for number in item["embedding"]],
         ),
         "classifier": post(
             "/v1/classifications",
@@ -69,7 +69,7 @@ def requests() -> dict[str, Ask]:
         "network": post(
             "/v1/predict",
             {"model_id": "network", "inputs": {"observation": acts["observations"]}},
-            lambda found: [[round(number, 3) for number in row] for row in found["outputs"]["head"]],
+            lambda found: [number for row in found["outputs"]["head"] for number in row],
         ),
     }
 
@@ -84,6 +84,8 @@ def test_five_kinds_in_too_little_memory(tmp_path: Path, seconds: int) -> None:
     with running(server), httpx.Client(base_url=server.url, timeout=300) as client:
         asks = requests()
         alone = {name: ask(client) for name, ask in asks.items()}
+        for name in ("vectors", "network"):
+            alone[name] = pytest.approx(alone[name], abs=1e-3 if name == "network" else 1e-4)
         deadline, counted = time.monotonic() + seconds, dict.fromkeys(asks, 0)
         held: list[int] = []
 

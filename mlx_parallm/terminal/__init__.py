@@ -1,0 +1,1 @@
+"""Commands for people at a terminal: models, top, connect, launch, pull, recommend, completion."""

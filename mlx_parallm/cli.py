@@ -43,7 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         add_flags(command)
         command.set_defaults(run=run, known_flags=list(command._option_string_actions))
-    return _run(parser.parse_args(argv))
+    given, passed_on = list(sys.argv[1:] if argv is None else argv), []
+    if given[:1] == ["launch"] and "--" in given:
+        place = given.index("--")
+        given, passed_on = given[:place], given[place + 1 :]
+    args = parser.parse_args(given)
+    if passed_on:
+        args.passed_on = passed_on
+    return _run(args)
 
 
 def serve_main(argv: Sequence[str] | None = None) -> int:

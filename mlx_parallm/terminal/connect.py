@@ -35,9 +35,9 @@ def add_connect_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("agent", choices=list(AGENTS), help="the program to start")
+    parser.add_argument("agent", choices=list(AGENTS), help="the program to start; it gets what stands after --")
+    parser.set_defaults(passed_on=())
     _add_flags(parser)
-    parser.add_argument("arguments", nargs="*", help="after --: given to the program")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def launch(args: argparse.Namespace) -> int:
     program = shutil.which(AGENTS[args.agent])
     if program is None:
         raise ConfigError(f"{AGENTS[args.agent]} is not on the PATH: install {args.agent} first")
-    arguments = [*_arguments(args.agent, found), *args.arguments]
+    arguments = [*_arguments(args.agent, found), *args.passed_on]
     return subprocess.run([program, *arguments], env=os.environ | environment(args.agent, found)).returncode
 
 

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.http_client import add_tls_flags
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -13,6 +14,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="a running server (default: %(default)s)")
     parser.add_argument("--api-key", help="its admin key, where it has one")
+    add_tls_flags(parser)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action")
     _action(actions, "list", "the adapters there are (default)")
     load = _action(actions, "load", "publish what a folder on the server's machine holds", "name", "path")
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace) -> int:
     from mlx_parallm.client import InferenceClient
 
-    async with InferenceClient(args.url, api_key=args.api_key) as client:
+    async with InferenceClient(args.url, api_key=args.api_key, ca=args.ca, insecure=args.insecure) as client:
         match args.action:
             case "load":
                 version = await client.load_adapter(args.name, args.path, version=_number(args.number))

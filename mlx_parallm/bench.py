@@ -19,7 +19,7 @@ import orjson
 
 from mlx_parallm.common_words import WORDS
 from mlx_parallm.errors import ConfigError, UnavailableError
-from mlx_parallm.http_client import Endpoint, HttpAnswer, WireError, send
+from mlx_parallm.http_client import Endpoint, HttpAnswer, WireError, send, tls_context
 
 Span = tuple[int, int]
 
@@ -46,7 +46,13 @@ class LoadSpec:
     ignore_eos: bool = False
     shared_prefix_words: int = 0
     api_key: str | None = None
+    ca: str | None = None  # PEM file of certificates to trust; None: the system's
+    insecure: bool = False  # the server's certificate is not checked
     timeout: float = 600.0
+
+    @property
+    def server(self) -> Endpoint:
+        return Endpoint.parse(self.url, self.api_key, tls_context(self.ca, self.insecure))
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
@@ -321,7 +327,7 @@ def _arrivals(spec: LoadSpec) -> Iterator[float]:
 
 async def _offer(spec: LoadSpec, first: int, on_done: Callable[[RequestRecord], None]) -> list[RequestRecord]:
     """Clients that take requests in turn until there are no more; `first` is the first request's number."""
-    endpoint = Endpoint.parse(spec.url, spec.api_key)
+    endpoint = spec.server
     path = "/v1/chat/completions" if spec.endpoint == "chat" else "/v1/completions"
     begin = time.perf_counter()
     work = zip(count(), _arrivals(spec), strict=False)
@@ -348,7 +354,7 @@ async def _offer(spec: LoadSpec, first: int, on_done: Callable[[RequestRecord], 
 async def load(spec: LoadSpec, on_done: Callable[[RequestRecord], None] = lambda record: None) -> LoadResult:
     """Warms up, then offers the load; `on_done` hears of each measured request's end."""
     if not spec.model:
-        spec = replace(spec, model=await first_model(Endpoint.parse(spec.url, spec.api_key)))
+        spec = replace(spec, model=await first_model(spec.server))
     if spec.warmup:
         warm = replace(spec, requests=spec.warmup, duration=None, rate=math.inf)
         await _offer(warm, 1_000_000_000, lambda record: None)  # numbers that the measured requests do not have

@@ -12,6 +12,7 @@ import orjson
 
 from mlx_parallm.bench import BenchSummary, LoadResult, LoadSpec, Percentiles, RequestRecord, Span, run_load
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.http_client import add_tls_flags
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,6 +55,7 @@ def _add_server_flags(group: Any) -> None:
     add("--model", default="", help="model id (default: the first that the server lists)")
     add("--endpoint", choices=("chat", "completions"), default="chat", help="route to load (default: %(default)s)")
     add("--api-key", help="bearer token (default: none)")
+    add_tls_flags(group)
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request (default: %(default)s)")
 
 

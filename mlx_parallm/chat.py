@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import json
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
+from mlx_parallm.http_client import add_tls_flags, tls_context
 from mlx_parallm.types import SamplingParams
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -35,6 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--model-path", help="load a model here: hub id, folder or .gguf (default: the embedded one)")
     add("--model", default="default", help="which of the server's models (default: %(default)s)")
     add("--api-key", help="the server's bearer token")
+    add_tls_flags(parser)
     add("--system", help="system prompt")
     add("-p", "--prompt", help="ask this one thing and leave; - reads it from stdin")
     add("--temperature", type=float, default=0.7, help="default: %(default)s")
@@ -73,13 +76,14 @@ class Backend(Protocol):
 
 
 def _open_backend(args: argparse.Namespace) -> Backend:
+    tls = tls_context(args.ca, args.insecure)
     if args.url:
-        server = RemoteServer(args.url, args.model, args.api_key)
+        server = RemoteServer(args.url, args.model, args.api_key, tls)
         if not server.answers():
             raise UnavailableError(f"no server answers at {args.url}")
         return server
     if not args.model_path:
-        server = RemoteServer(DEFAULT_URL, args.model, args.api_key)
+        server = RemoteServer(DEFAULT_URL, args.model, args.api_key, tls)
         if server.answers():
             return server
         if args.model != "default":
@@ -88,13 +92,14 @@ def _open_backend(args: argparse.Namespace) -> Backend:
 
 
 class RemoteServer:
-    def __init__(self, url: str, model: str, api_key: str | None) -> None:
+    def __init__(self, url: str, model: str, api_key: str | None, tls: ssl.SSLContext | None = None) -> None:
         import httpx
 
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
-            self.http = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(600, connect=5))
+            timeout = httpx.Timeout(600, connect=5)
+            self.http = httpx.Client(base_url=base, headers=headers, timeout=timeout, verify=tls or True)
         except httpx.InvalidURL as error:
             raise ConfigError(f"{url!r} is not a URL: {error}") from None
         self.model = model

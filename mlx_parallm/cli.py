@@ -1,4 +1,4 @@
-"""The commands: `parallm serve | train | chat | …`; `mlx_parallm_serve`, `mlx_parallm_train`.
+"""The commands: `parallm serve | train | chat | …`, and `mlx_parallm_serve` and `mlx_parallm_train` for the first two.
 
 Nothing here imports MLX or FastAPI before a command needs it, so that help and remote work start at once.
 A user's mistake (a bad flag, a model that can't be loaded) is one line on stderr: 2 for flags, 1 for the rest.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config, export_cli, train_cli
+from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config, export_cli, keys_cli, train_cli
 from mlx_parallm.doctor import command as doctor
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.platforms import check_python
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("pull", "download a model from the Hugging Face hub", pull.add_flags, pull.run),
         ("recommend", "which models fit this machine, and how fast they are", recommend.add_flags, recommend.run),
         ("completion", "print the completion script of a shell", completion.add_flags, partial(completion.run, parser)),
+        ("keys", "make, list and remove the keys of a server", keys_cli.add_flags, keys_cli.run),
         ("export", "write a network's folder from a torch state_dict", export_cli.add_flags, export_cli.run),
         ("doctor", "check this machine: is it set up, does it compute right, how fast", doctor.add_flags, doctor.run),
     ):

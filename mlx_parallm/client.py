@@ -35,6 +35,7 @@ from mlx_parallm.errors import (
     UnavailableError,
     UnprocessableError,
 )
+from mlx_parallm.http_client import tls_context
 
 Tensors = Mapping[str, Any]  # names to arrays of NumPy, MLX or PyTorch
 Weights = Tensors | bytes | str | Path  # arrays, a safetensors file's bytes, a file, or an adapter's folder
@@ -77,6 +78,8 @@ class InferenceClient:
         api_key: str | None = None,
         timeout: float = 600.0,  # seconds, of each call
         max_connections: int = 256,
+        ca: str | None = None,  # PEM file of certificates to trust; None: the system's
+        insecure: bool = False,  # the server's certificate is not checked
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
@@ -85,6 +88,7 @@ class InferenceClient:
             timeout=httpx.Timeout(timeout, connect=10.0),
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            verify=tls_context(ca, insecure) or True,
         )
 
     async def __aenter__(self) -> "InferenceClient":

@@ -12,6 +12,7 @@ ParallmError                     500 server_error
 ├── NotFoundError                404 not_found_error
 │   └── ModelNotFoundError       404 code model_not_found
 ├── QueueFullError               429 rate_limit_error, with Retry-After
+│   └── RateLimitError           429 code rate_limit_exceeded: a key has used what it may
 ├── RequestTimeoutError          504 timeout_error
 ├── UnavailableError             503 the server drains, or its engine has died
 ├── ModelLoadError               a model that can't be loaded: names the file, architecture or tensor type
@@ -110,6 +111,10 @@ class QueueFullError(ParallmError):
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RateLimitError(QueueFullError):
+    default_code = "rate_limit_exceeded"
 
 
 class RequestTimeoutError(ParallmError):

@@ -4,14 +4,36 @@
 the server it measures: bytes are parsed in the transport's own callback, so that a streamed token wakes no task.
 """
 
+import argparse
 import asyncio
 import contextlib
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from mlx_parallm.errors import ConfigError
+
+
+def tls_context(ca: str | None, insecure: bool = False) -> ssl.SSLContext | None:
+    """How a server's certificate is checked: by those of the file `ca`, or not at all; None: as the system does."""
+    if not insecure and ca is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=None if ca is None else str(Path(ca).expanduser()))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--ca: {ca} can't be read as PEM certificates: {error.strerror or error}") from None
+    if insecure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def add_tls_flags(parser: "argparse._ActionsContainer") -> None:
+    parser.add_argument("--ca", metavar="FILE", help="PEM certificates to trust for https (default: the system's)")
+    parser.add_argument(
+        "--insecure", action="store_true", help="do not check the server's certificate: for tests alone (default: off)"
+    )
 
 
 class WireError(Exception):
@@ -31,9 +53,10 @@ class Endpoint:
     secure: bool
     prefix: str = ""
     api_key: str | None = None
+    tls: ssl.SSLContext | None = None  # None: the system's certificates
 
     @classmethod
-    def parse(cls, url: str, api_key: str | None = None) -> "Endpoint":
+    def parse(cls, url: str, api_key: str | None = None, tls: ssl.SSLContext | None = None) -> "Endpoint":
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r} is not an http or https URL")
@@ -43,7 +66,7 @@ class Endpoint:
             raise ConfigError(f"{url!r} has no valid port") from None
         secure = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, port or (443 if secure else 80), secure, prefix, api_key)
+        return cls(parts.hostname, port or (443 if secure else 80), secure, prefix, api_key, tls)
 
     @property
     def url(self) -> str:
@@ -217,7 +240,7 @@ async def send(
 ) -> HttpAnswer:
     """POSTs `body`, or GETs without one. Cancelling the task closes the connection at once."""
     request = endpoint.head("GET" if body is None else "POST", path, len(body or b"")) + (body or b"")
-    context = ssl.create_default_context() if endpoint.secure else None
+    context = (endpoint.tls or ssl.create_default_context()) if endpoint.secure else None
     transport: asyncio.Transport | None = None
     loop = asyncio.get_running_loop()
     try:

@@ -11,7 +11,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.platforms import raise_open_files
 from mlx_parallm.runtime.startup import start
 from mlx_parallm.server import logs
-from mlx_parallm.server.access import check_exposure, keys_of
+from mlx_parallm.server.access import check_access
 from mlx_parallm.server.banner import progress
 from mlx_parallm.server.run import HttpServer
 from mlx_parallm.server.sockets import listen
@@ -25,8 +25,7 @@ def serve(config: ServeConfig, companion: Callable[[TrainingManager], int | None
     `companion` works beside it, on a thread, once it serves; the server stops when that returns a code.
     """
     logs.set_up(config.http.log_level, config.http.log_json)
-    check_exposure(config)
-    keys_of(config)  # what is wrong with a file of keys is known before a model is loaded
+    check_access(config)
     raise_open_files()
     listener = listen(config.http.host, config.http.port)
     dispatcher = Dispatcher()

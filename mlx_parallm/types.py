@@ -320,6 +320,7 @@ class RolloutCall:
     scoring_function: str | None = None
     metadata: Sequence[Mapping[str, Any]] | None = None  # one for each prompt
     submit: bool = False
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

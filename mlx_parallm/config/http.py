@@ -13,11 +13,25 @@ class HttpConfig:
     port: int = option(8000, "port to listen on; 0: one that the system chooses", parse=int)
     api_key: str | None = option(None, "bearer token that every route but /health and /metrics asks for")
     admin_key: str | None = option(
-        None, "bearer token for routes that change the server: adapters, training, pauses, caches"
+        None, "bearer token for routes that change the server: adapters, training, models, pauses, caches"
+    )
+    named_key: tuple[str, ...] = option(
+        (),
+        "bearer token with a name, as NAME=KEY or NAME:ROLE=KEY; roles are user, trainer and admin; repeatable, in the "
+        "environment with commas",
+        parse=parse_list,
     )
     keys_file: str | None = option(
-        None, "YAML file of named keys, as 'alice: {key: SECRET, role: user}'; roles are user and admin"
+        None,
+        "JSON, TOML or YAML file of named keys with roles and limits, as 'parallm keys' writes it; read anew when it "
+        "changes, and on SIGHUP",
+        aliases=("--api-keys-file",),
     )
+    audit_log: str | None = option(
+        None, "file that gets a JSON line for every call that changes the server: who, what, when; never a body"
+    )
+    tls_cert: str | None = option(None, "PEM file of the certificate chain to serve https with; needs --tls-key")
+    tls_key: str | None = option(None, "PEM file of the certificate's private key, without a password")
     insecure: bool = option(False, "listen beyond this machine without any key", parse=parse_bool)
     allowed_host: tuple[str, ...] = option(
         (),
@@ -52,9 +66,12 @@ class HttpConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_body_size")
         check_at_least(self, 0, "drain_timeout_seconds")
-        for name in ("api_key", "admin_key", "keys_file"):
+        for name in ("api_key", "admin_key", "keys_file", "audit_log", "tls_cert", "tls_key"):
             if (value := getattr(self, name)) is not None and not value.strip():
                 raise ConfigError(f"{name} is empty: give it a value, or leave it out (unset PARALLM_{name.upper()})")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
+            raise ConfigError(f"{given} needs {missing} too: https takes a certificate and its key")
         folder = self.allowed_local_media_path
         if folder is not None and not Path(folder).expanduser().is_dir():
             raise ConfigError(f"allowed_local_media_path is {folder!r}, and there is no such folder")
@@ -65,7 +82,7 @@ class HttpConfig:
 
     @property
     def has_keys(self) -> bool:
-        return not (self.api_key is None and self.admin_key is None and self.keys_file is None)
+        return bool(self.named_key) or not (self.api_key is None and self.admin_key is None and self.keys_file is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,13 @@ class PoolEntry:
             return bool(self.model.adapters.names)
         return self.model is not None and self.model.predictor.has_changed
 
+    def without_path(self, message: str) -> str:
+        """A message for the log, which does not say where users have their files."""
+        paths = [] if self.source is None else [self.source, str(Path(self.source).expanduser().resolve())]
+        for path in sorted(paths, key=len, reverse=True):
+            message = message.replace(path, repr(self.name))
+        return message
+
     def wake(self, error: BaseException | None) -> None:
         """Tells all that wait: each of them uses it from now on, or gets the reason why it can't."""
         waiting, self.waiting = self.waiting, []

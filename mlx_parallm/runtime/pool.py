@@ -274,7 +274,7 @@ class ModelPool:
             self._changed.notify_all()
 
     def _fail(self, entry: PoolEntry, error: ParallmError) -> None:
-        log.error("%s can't be loaded: %s", entry.name, error.message)
+        log.error("%s can't be loaded: %s", entry.name, entry.without_path(error.message))
         with self._changed:
             if isinstance(error, UnavailableError):  # there was no memory for it: there may be, later
                 entry.status = "unloaded"

@@ -1,37 +1,46 @@
 """Who may call the server: keys with roles, and which pages in a browser. Pure ASGI, made by `server.app`.
 
 `OriginGuard` refuses what a web page sends without leave: a foreign `Host` (DNS rebinding), a foreign `Origin`, or a
-body of a type that browsers send across sites without asking. `Authentication` asks for a bearer key: a user's for all
-routes but probes, an admin's for routes that change the server for everybody.
+body of a type that browsers send across sites without asking. `Authentication` asks for a key, as a bearer token or by
+the cookie of a login: a user's for all routes but probes, a trainer's for adapters and training, an admin's for what
+changes the server for everybody; and counts what a key with limits uses.
 """
 
-import hashlib
-import hmac
 import ipaddress
+import logging
 import socket
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-import yaml
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_parallm.config import ServeConfig, nearest
+from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import (
     AuthenticationError,
     ConfigError,
     InvalidRequestError,
     ParallmError,
     PermissionDeniedError,
+    RateLimitError,
 )
+from mlx_parallm.server.audit import AuditLog
+from mlx_parallm.server.caller import ANYBODY, Caller, current_caller
 from mlx_parallm.server.errors import error_response
+from mlx_parallm.server.keys import Key, KeyRing, Role
+from mlx_parallm.server.logins import COOKIE, Logins
+from mlx_parallm.server.rates import RateLimits
+from mlx_parallm.server.sockets import check_certificate
 from mlx_parallm.tensors import SAFETENSORS_TYPES
 
-Role = Literal["user", "admin"]
-OPEN_PATHS = frozenset({"/health", "/health/", "/metrics"})  # for probes and scrapers, as vLLM leaves them
+log = logging.getLogger(__name__)
+
+PROBES = frozenset({"/health", "/health/", "/metrics"})  # for probes and scrapers, as vLLM leaves them
+LOGIN_PATHS = frozenset({"/dashboard/login", "/dashboard/logout", "/dashboard/session"})
+OPEN_PATHS = PROBES | LOGIN_PATHS
 UPLOAD_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter", "/update_adapter_weights"})
 UPLOAD_TYPES = frozenset(
     {"multipart/form-data", "application/octet-stream", "application/x-safetensors", "application/vnd.safetensors"}
@@ -40,14 +49,14 @@ TENSOR_PATHS = frozenset({"/v1/predict", "/v1/rl/act"})
 CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 ADMIN_PATHS = frozenset({"/v1/models/load", "/v1/models/unload"})  # GET /v1/models/NAME is for users
-ADMIN_PREFIXES = (
-    "/debug/",
+ADMIN_PREFIXES = ("/debug/", "/model/")
+TRAINER_PATHS = frozenset({"/debug/training"})  # although it begins as an admin's
+TRAINER_PREFIXES = (
     "/v1/adapters/",
     "/load_adapter",
     "/unload_adapter",
     "/upload_adapter",
     "/update_adapter_weights",
-    "/model/",
     "/pause",
     "/resume",
     "/continue_generation",
@@ -62,85 +71,137 @@ ADMIN_PREFIXES = (
     "/batch_update_named_params",
     "/close_communicator",
 )
+# Calls of users that leave something behind, and so stand in the audit log beside those of trainers and admins.
+AUDITED_PATHS = frozenset({"/v1/training/feedback", "/v1/rl/rollout", "/dashboard/login", "/dashboard/logout"})
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    name: str
-    role: Role
-    digest: bytes  # the key itself is not kept
+def role_needed(path: str) -> Role | None:
+    """None: nobody is asked."""
+    if path in OPEN_PATHS:
+        return None
+    if path in TRAINER_PATHS or path.startswith(TRAINER_PREFIXES):
+        return "trainer"
+    return "admin" if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES) else "user"
+
+
+def is_audited(method: str, path: str) -> bool:
+    return method in CHANGING_METHODS and (path in AUDITED_PATHS or role_needed(path) in ("trainer", "admin"))
+
+
+@dataclass(slots=True)
+class AccessControl:
+    """The keys, what they have used, who has signed in, and the audit log."""
+
+    ring: KeyRing
+    rates: RateLimits = field(default_factory=RateLimits)
+    audit: AuditLog | None = None
+    logins: Logins = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.logins = Logins(self.ring)
 
     @classmethod
-    def of(cls, name: str, role: Role, secret: str) -> "Key":
-        return cls(name, role, hashlib.sha256(secret.encode()).digest())
+    def of(cls, config: ServeConfig) -> "AccessControl":
+        path = config.http.audit_log
+        return cls(KeyRing.of(config), audit=None if path is None else AuditLog(Path(path).expanduser()))
 
+    def reload(self) -> None:
+        """On SIGHUP."""
+        self.ring.reload()
+        if self.audit is not None:
+            self.audit.reopen()
 
-def keys_of(config: ServeConfig) -> list[Key]:
-    """All keys that a configuration names, on its flags and in its file."""
-    given: list[tuple[str | None, Role]] = [(config.http.api_key, "user"), (config.http.admin_key, "admin")]
-    keys = [Key.of(role, role, secret) for secret, role in given if secret is not None]
-    return keys + (read_keys(Path(config.http.keys_file).expanduser()) if config.http.keys_file is not None else [])
+    def caller(self, key: Key) -> Caller:
+        return Caller(key, self.rates.usage(key) if key.limits else None)
 
-
-def read_keys(path: Path) -> list[Key]:
-    """A YAML file of names, each with its `key` and, where it is not `user`, its `role`."""
-    try:
-        document = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"keys file {path} can't be read: {error}") from None
-    if not isinstance(document, dict) or not document:
-        raise ConfigError(f"keys file {path}: write names with a key each, as in 'alice: {{key: SECRET, role: user}}'")
-    return [_read_key(path, str(name), entry) for name, entry in document.items()]
-
-
-def _read_key(path: Path, name: str, entry: Any) -> Key:
-    where = f"keys file {path}: {name}"
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: expected its key and role, as in '{name}: {{key: SECRET, role: user}}'")
-    for field in entry:
-        if field not in ("key", "role"):
-            raise ConfigError(f"{where}: unknown field {field!r}{nearest(field, ('key', 'role'))}")
-    secret, role = entry.get("key"), entry.get("role", "user")
-    if not isinstance(secret, str) or not secret.strip():
-        raise ConfigError(f"{where}: its key is empty or no text; quote it if it looks like a number")
-    if role not in get_args(Role):
-        raise ConfigError(f"{where}: its role is {role!r}, and must be user or admin")
-    return Key.of(name, role, secret)
+    def role_of_anybody(self) -> Role | None:
+        """What may be done without a key; None: nothing."""
+        return None if self.ring.guards("user") else "user" if self.ring.guards("admin") else "admin"
 
 
 class Authentication:
-    """Bearer keys: any key for all routes but probes, an admin's for admin routes as soon as there is any key."""
+    """A key for all routes but probes, of the role that the route needs; `--admin-key` alone leaves users' open."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[Key]) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl) -> None:
         self.app = app
-        self._keys = list(keys)
-        self._guards_users = any(key.role == "user" for key in keys)
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        app = self.app if error is None else error_response(error)
-        await app(scope, receive, send)
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self._access.ring.refresh()
+        caller, error = self._identify(scope)
+        scope["caller"] = caller
+        token = current_caller.set(caller)
+        try:
+            await self._serve(caller, error, scope, receive, send if caller.usage is None else _telling(caller, send))
+        finally:
+            current_caller.reset(token)
 
-    def _refusal(self, scope: Scope) -> ParallmError | None:
-        path = scope["path"]
-        admin = path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)
-        if path in OPEN_PATHS or not self._keys or not (self._guards_users or admin):
-            return None
-        kind, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not token:
-            return AuthenticationError("this server needs a key: send it as 'Authorization: Bearer KEY'")
-        key = self._find(token)
+    async def _serve(
+        self, caller: Caller, error: ParallmError | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """What asks a model for work counts; reading, and probes, do not."""
+        counts = scope["method"] in CHANGING_METHODS and scope["path"] not in OPEN_PATHS
+        if counts:
+            try:
+                caller.admit()
+            except RateLimitError as refused:
+                await error_response(refused)(scope, receive, send)
+                return
+        try:
+            await (self.app if error is None else error_response(error))(scope, receive, send)
+        finally:
+            if counts:
+                caller.leave()
+
+    def _identify(self, scope: Scope) -> tuple[Caller, ParallmError | None]:
+        """Who calls, and why not."""
+        needed, headers = role_needed(scope["path"]), Headers(scope=scope)
+        secret = _bearer(headers)
+        key = self._access.ring.find(secret) if secret is not None else self._signed_in(scope["method"], headers)
+        caller = ANYBODY if key is None else self._access.caller(key)
+        if needed is None or not self._access.ring.guards(needed):
+            return caller, None
+        if key is None and secret is None:
+            return caller, AuthenticationError("this server needs a key: send it as 'Authorization: Bearer KEY'")
         if key is None:
-            return AuthenticationError("the key is wrong")
-        if admin and key.role != "admin":
-            return PermissionDeniedError("this route needs an admin key: --admin-key sets one")
-        return None
+            return caller, AuthenticationError("the key is wrong")
+        if not key.may(needed):
+            flag = "--admin-key sets one" if needed == "admin" else "'parallm keys add NAME --role trainer' makes one"
+            article = "an" if needed == "admin" else "a"
+            return caller, PermissionDeniedError(f"this route needs {article} {needed} key: {flag}")
+        return caller, None
 
-    def _find(self, token: str) -> Key | None:
-        """Compares with every key, in the same time whichever it is."""
-        digest = hashlib.sha256(token.encode()).digest()
-        found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
-        return next((key for key in found if key.role == "admin"), found[0] if found else None)
+    def _signed_in(self, method: str, headers: Headers) -> Key | None:
+        """By the cookie of a login, which counts for pages of this very server, whatever other pages may call it."""
+        origin = headers.get("origin")
+        if method in CHANGING_METHODS and origin is not None and not is_own_origin(origin, headers.get("host", "")):
+            return None
+        token = session_token(headers)
+        return None if token is None else self._access.logins.find(token)
+
+
+def _bearer(headers: Headers) -> str | None:
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token if kind.lower() == "bearer" and token else None
+
+
+def session_token(headers: Headers) -> str | None:
+    return cookie_parser(headers.get("cookie", "")).get(COOKIE) or None
+
+
+def _telling(caller: Caller, send: Send) -> Send:
+    """Adds to every answer what is left of the key's limits."""
+
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message.setdefault("headers", [])
+            MutableHeaders(scope=message).update(caller.headers())
+        await send(message)
+
+    return told
 
 
 class OriginGuard:
@@ -188,7 +249,11 @@ class OriginGuard:
     def _may_call(self, origin: str, host: str) -> bool:
         if "*" in self._origins or origin.lower() in self._origins:
             return True
-        return origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
+        return is_own_origin(origin, host)
+
+
+def is_own_origin(origin: str, host: str) -> bool:
+    return origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
 def _media_type_error(path: str, headers: Headers) -> ParallmError | None:
@@ -249,3 +314,19 @@ def check_exposure(config: ServeConfig) -> None:
         f'"$(openssl rand -hex 24)"\n'
         f"or let anybody use and change it:\n  mlx_parallm_serve --host {config.http.host} --insecure"
     )
+
+
+def check_access(config: ServeConfig) -> None:
+    """What is wrong with keys, files and certificates is known before a model is loaded."""
+    check_exposure(config)
+    access = AccessControl.of(config)
+    if access.audit is not None:
+        access.audit.close()
+    if plain := access.ring.plain_names:
+        log.warning(
+            "keys file %s holds keys as plain text: %s; 'parallm keys add' writes hashes",
+            config.http.keys_file,
+            ", ".join(plain),
+        )
+    if config.http.tls_cert is not None and config.http.tls_key is not None:
+        check_certificate(config.http.tls_cert, config.http.tls_key)

@@ -13,7 +13,7 @@ from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.server import errors
-from mlx_parallm.server.access import Authentication, OriginGuard, is_loopback, keys_of
+from mlx_parallm.server.access import AccessControl, Authentication, OriginGuard, is_loopback
 from mlx_parallm.server.api import routers
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.media.loader import MediaLoader
@@ -28,16 +28,21 @@ DESCRIPTION = """An LLM server for Apple Silicon with continuous batching, behin
 
 Every error is `{"error": {"message", "type", "param", "code"}}`; every response carries `X-Request-Id`."""
 
+RATE_HEADERS = [
+    f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+]
+
 
 def create_app(
     runtime: RuntimeClient, config: ServeConfig, dispatcher: Dispatcher, state: ServerState | None = None
 ) -> FastAPI:
     """Over models that have started; their deltas come through `dispatcher`."""
-    middleware, tokenizers = _middleware(config), TokenizerPool(media=_media(config))
+    access = AccessControl.of(config)
+    middleware, tokenizers = _middleware(config, access), TokenizerPool(media=_media(config))
     models = ModelTable(runtime, config.batch.request_timeout_seconds or None)
     service = GenerationService(models, config, tokenizers, runtime.training)
     predictors = PredictorTable(runtime, config)
-    context = ServerContext(runtime, config, state or ServerState(), models, tokenizers, service, predictors)
+    context = ServerContext(runtime, config, state or ServerState(), models, tokenizers, service, predictors, access)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -54,6 +59,7 @@ def create_app(
         middleware=middleware,
         redoc_url=None,
     )
+    app.state.access = access  # what `run` has read anew on a signal
     errors.add_handlers(app)
     for router in routers(context):
         app.include_router(router)
@@ -71,20 +77,20 @@ def _hosts(config: ServeConfig) -> list[str] | None:
     return [config.http.host, *config.http.allowed_host]
 
 
-def _middleware(config: ServeConfig) -> list[Middleware]:
+def _middleware(config: ServeConfig, access: AccessControl) -> list[Middleware]:
     """From the outside in."""
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(config.http.cors_allow_origin),
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After"],
+        expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
     )
     return [
-        Middleware(RequestLog),
+        Middleware(RequestLog, audit=access.audit),
         *([cors] if config.http.cors_allow_origin else []),
         Middleware(OriginGuard, hosts=_hosts(config), origins=config.http.cors_allow_origin),
-        Middleware(Authentication, keys=keys_of(config)),
+        Middleware(Authentication, access=access),
         # In base64 an adapter grows by a third.
         Middleware(
             BodyLimit, limit=config.http.max_body_size, upload_limit=config.adapters.max_lora_bytes * 4 // 3 + (1 << 20)

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.runtime.client import ModelClient, RuntimeClient, TrainingClient
-from mlx_parallm.server.access import is_loopback, keys_of
+from mlx_parallm.server.access import is_loopback
+from mlx_parallm.server.keys import KeyRing
 from mlx_parallm.types import ModelStatus
 
 SLOW_SECONDS = 1.0  # a step that takes longer says so when it is done
@@ -73,12 +74,12 @@ def _training(config: ServeConfig, training: TrainingClient) -> str:
 
 
 def _keys(config: ServeConfig) -> str:
-    keys = keys_of(config)
+    ring = KeyRing.of(config)
     everybody = "everybody on this machine" if is_loopback(config.http.host) else "EVERYBODY WHO CAN REACH THIS ADDRESS"
-    if not keys:
+    if not ring.guards("admin"):
         return f"none: {everybody} may use and change this server (--api-key, --admin-key)"
-    if not any(key.role == "user" for key in keys):
-        return f"for admin routes only: {everybody} may ask for answers (--api-key)"
-    if not any(key.role == "admin" for key in keys):
+    if not ring.guards("user"):
+        return f"for changes only: {everybody} may ask for answers (--api-key)"
+    if not any(key.role == "admin" for key in ring.keys):
         return "needed for every request; admin routes are closed (--admin-key opens them)"
-    return "needed for every request, and an admin's for changes"
+    return "needed for every request, and an admin's or a trainer's for changes"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.runtime.client import RuntimeClient
+from mlx_parallm.server.access import AccessControl
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.predictors import PredictorTable
 from mlx_parallm.server.service import GenerationService
@@ -20,3 +21,4 @@ class ServerContext:
     tokenizers: TokenizerPool
     service: GenerationService
     predictors: PredictorTable
+    access: AccessControl

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError, ParallmError, QueueFullError
+from mlx_parallm.server.logs import route_path
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +60,8 @@ def add_handlers(app: FastAPI) -> None:
 
 async def _on_ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, ParallmError)
-    if error.status >= 500:
-        log.warning("%s %s: %s", request.method, request.url.path, error.message)
+    if error.status >= 500:  # without its message: that may name a path which came in the body
+        log.warning("%s %s: %s", request.method, route_path(request.scope), error.code or error.type)
     return error_response(error)
 
 

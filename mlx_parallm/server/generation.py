@@ -11,6 +11,7 @@ from typing import Protocol
 
 from mlx_parallm.errors import ParallmError, UnavailableError
 from mlx_parallm.server.call import GenerationCall
+from mlx_parallm.server.caller import ANYBODY, Caller
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.tokenizers import TokenizedPrompts
@@ -36,6 +37,7 @@ class Generation:
         name: str,
         label: str,
         timeout: float | None,
+        caller: Caller = ANYBODY,
     ) -> None:
         self.served = served
         self.call = call
@@ -50,6 +52,8 @@ class Generation:
         ]
         self.listener: Listener | None = None
         self._client = served.client
+        self._caller = caller
+        self._charged = 0  # tokens of the answers so far
         self._open = len(self.choices)
         self._ended = False
         self._submitted = False
@@ -92,7 +96,11 @@ class Generation:
         self._submitted = True
 
     def cancel(self) -> None:
-        """Frees every row that still runs. May be called at any time, more than once."""
+        """Frees every row that still runs, and charges what was generated. May be called at any time, more than once;
+        whoever starts a generation calls it at the end."""
+        generated = sum(choice.completion_tokens for choice in self.choices)
+        self._caller.charge_output(generated - self._charged)
+        self._charged = generated
         if self._ended:
             return
         self._ended = True

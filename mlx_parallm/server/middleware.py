@@ -1,6 +1,6 @@
 """What every request passes on its way to a route. Pure ASGI: a disconnect reaches the route as it happens.
 
-From the outside in: `RequestLog` (id, access log, last resort), CORS when configured, `access.OriginGuard`,
+From the outside in: `RequestLog` (id, access log, audit log, last resort), CORS when configured, `access.OriginGuard`,
 `access.Authentication`, `BodyLimit`.
 """
 
@@ -15,9 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.errors import ParallmError, PayloadTooLargeError
-from mlx_parallm.server.access import OPEN_PATHS, UPLOAD_PATHS
+from mlx_parallm.server.access import PROBES, UPLOAD_PATHS, is_audited
+from mlx_parallm.server.audit import AuditLog
+from mlx_parallm.server.caller import ANYBODY
 from mlx_parallm.server.errors import CLIENT_LEFT, error_response
-from mlx_parallm.server.logs import request_id
+from mlx_parallm.server.logs import request_id, route_path
 
 log = logging.getLogger("mlx_parallm.access")
 
@@ -27,8 +29,9 @@ _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class RequestLog:
     """Gives each request its id, answers with it, logs the end, and lets no exception out."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, audit: AuditLog | None = None) -> None:
         self.app = app
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,7 +53,7 @@ class RequestLog:
         try:
             await self.app(scope, receive, send_with_id)
         except Exception:
-            log.exception("%s %s has failed", scope["method"], scope["path"])
+            log.exception("%s %s has failed", scope["method"], route_path(scope))
             if not status:
                 error = ParallmError("the server has failed at this request; its log says why")
                 await error_response(error)(scope, receive, send_with_id)
@@ -61,14 +64,27 @@ class RequestLog:
             request_id.reset(token)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
-        level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
+        key = scope.get("caller", ANYBODY).key
+        if self._audit is not None and is_audited(scope["method"], scope["path"]):
+            self._audit.write(
+                key=None if key is None else key.name,
+                role=None if key is None else key.role,
+                method=scope["method"],
+                path=route_path(scope),
+                status=status,
+                request_id=scope["request_id"],
+            )
+        level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
         if not log.isEnabledFor(level):
             return
         client = scope["client"][0] if scope.get("client") else "-"
         fields: dict[str, Any] = dict(
-            method=scope["method"], path=scope["path"], status=status, seconds=round(seconds, 4), client=client
+            method=scope["method"], path=route_path(scope), status=status, seconds=round(seconds, 4), client=client
         )
         line = "%(method)s %(path)s %(status)s %(seconds).3fs from %(client)s"
+        if key is not None:
+            fields["key"] = key.name
+            line += " as %(key)s"
         if outcome := scope.get("outcome"):  # of a stream whose status was sent long before its end
             fields["outcome"] = outcome
             line += " (%(outcome)s)"

@@ -12,12 +12,13 @@ from starlette.requests import Request
 from mlx_parallm import __version__
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.runtime.client import AdapterTable, ModelClient, RuntimeClient
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.loading import acquire
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.chat import Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.text.prompts import Prompts
-from mlx_parallm.types import AdapterVersion, ModelInfo
+from mlx_parallm.types import AdapterVersion, ModelInfo, ModelStatus
 
 DEFAULT = "default"
 GENERATING = ("chat", "vision")  # kinds of models that generate text
@@ -80,7 +81,10 @@ class ServedModel:
 
 
 class ModelTable:
-    """Served models by name; `default` is the first. Those that are not loaded come with `use`."""
+    """Served models by name; `default` is the first. Those that are not loaded come with `use`.
+
+    Where a request names one, only those are there that its key may use; who goes through all of them gets all.
+    """
 
     def __init__(self, runtime: RuntimeClient, timeout: float | None = None) -> None:
         self._runtime = runtime
@@ -103,9 +107,22 @@ class ModelTable:
 
     @property
     def default(self) -> ServedModel:
+        """The first of all, which is the one that is trained."""
         for served in self:
-            return served
+            if current_caller.get().may_use_model(served.name):
+                return served
+            break
         raise ModelNotFoundError("no model that generates text is loaded here", param="model")
+
+    def visible(self) -> dict[str, ServedModel]:
+        """Those that the request's key may use."""
+        caller = current_caller.get()
+        return {name: served for name, served in self._served.items() if caller.may_use_model(name)}
+
+    def visible_statuses(self) -> dict[str, ModelStatus]:
+        """The same, those that are not loaded too, of all kinds."""
+        caller = current_caller.get()
+        return {one.name: one for one in self._runtime.pool.statuses() if caller.may_use_model(one.name)}
 
     async def use(self, name: str, request: Request) -> None:
         """Holds the model of this name, or of the adapter of this name, until the request is answered.
@@ -118,10 +135,10 @@ class ModelTable:
 
     def _name_of(self, name: str) -> str:
         """A model's own name: of `default`, of an adapter, or of a model that is not loaded."""
-        served = self._served
+        served = self.visible()
         if name in served:
             return name
-        statuses = {status.name: status for status in self._runtime.pool.statuses()}
+        statuses = self.visible_statuses()
         if name in statuses:
             if statuses[name].kind not in GENERATING:
                 raise InvalidRequestError(
@@ -134,26 +151,27 @@ class ModelTable:
         return self.find(name).name
 
     def find(self, name: str) -> ServedModel:
-        served = self._served
+        served = self.visible()
         if name in served:
             return served[name]
         if name == DEFAULT:
-            return self.default
+            return next(iter(served.values()), None) or self.default
         for one in served.values():
-            if name in one.adapters:
+            if name in adapter_names(one.adapters):
                 return one
-        known = [*served, *(name for one in served.values() for name in one.adapters.names), DEFAULT]
-        known = list(dict.fromkeys([*known, *(status.name for status in self._runtime.pool.statuses())]))
+        known = [*served, *(name for one in served.values() for name in adapter_names(one.adapters)), DEFAULT]
+        known = list(dict.fromkeys([*known, *self.visible_statuses()]))
         raise ModelNotFoundError(f"there is no model {name!r} here; there is {', '.join(known)}", param="model")
 
     def with_adapter(self, name: str) -> ServedModel:
-        for served in self:
-            if name in served.adapters:
+        for served in self.visible().values():
+            if name in adapter_names(served.adapters):
                 return served
         raise ModelNotFoundError(f"there is no adapter {name!r} here", param="name")
 
     def check_free(self, name: str) -> None:
-        """A model's name can't be an adapter's."""
+        """A model's name can't be an adapter's, and a key may be bound to some names."""
+        current_caller.get().check_changes_adapter(name)
         names = {status.name for status in self._runtime.pool.statuses()}
         if name in names or name in (DEFAULT, BASE):
             raise InvalidRequestError(f"{name!r} is the name of a model", param="name")
@@ -171,7 +189,7 @@ class ModelTable:
         if policy_version is None:
             return served, version
         registry = served.adapters
-        if policy_version == 0 or not registry.names or (version is None and lora_adapter is not None):
+        if policy_version == 0 or not adapter_names(registry) or (version is None and lora_adapter is not None):
             return served, None
         name = version.name if version is not None else _only_name(registry)
         return served, registry.find(name, policy_version)
@@ -183,13 +201,19 @@ class ModelTable:
         name, number = parse_label(lora_adapter, "lora_adapter")
         if name == BASE:
             return None
-        if name not in registry:
+        if name not in adapter_names(registry):
             raise ModelNotFoundError(f"{served.name} has no adapter {name!r}", param="lora_adapter")
         return registry.find(name, number)
 
 
+def adapter_names(registry: AdapterTable) -> list[str]:
+    """Of the adapters that the request's key may use."""
+    caller = current_caller.get()
+    return [name for name in registry.names if caller.may_use_adapter(name)]
+
+
 def _only_name(registry: AdapterTable) -> str:
-    names = registry.names
+    names = adapter_names(registry)
     if len(names) > 1:
         raise InvalidRequestError(
             f"policy_version: there are several adapters: say with lora_adapter which one is meant: {', '.join(names)}",

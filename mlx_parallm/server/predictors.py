@@ -15,6 +15,7 @@ from starlette.requests import Request
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.runtime.client import PredictorClient, RuntimeClient
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.disconnect import client_left
 from mlx_parallm.server.errors import ClientLeft
 from mlx_parallm.server.loading import acquire
@@ -75,10 +76,11 @@ class PredictorTable:
             pool.release(found)
 
     def _find(self, name: str | None, kinds: Sequence[str], param: str) -> str:
-        client = None if name is None else self._runtime.predictors.get(name)
+        caller = current_caller.get()
+        client = None if name is None or not caller.may_use_model(name) else self._runtime.predictors.get(name)
         if name is not None and client is not None and client.info.kind in kinds:
             return name
-        known = {status.name: status for status in self._runtime.pool.statuses()}
+        known = {one.name: one for one in self._runtime.pool.statuses() if caller.may_use_model(one.name)}
         fitting = [one.name for one in known.values() if one.kind in kinds]
         if name in fitting:
             return str(name)
@@ -91,7 +93,7 @@ class PredictorTable:
             if known[name].status != "ready" and known[name].kind not in GENERATING:
                 return name  # its kind is certain only when it is loaded
             raise _wrong_kind(name, known[name].kind, kinds, fitting, param)
-        if name in self._runtime.models:
+        if name in self._runtime.models and caller.may_use_model(name):
             raise _wrong_kind(name, "chat", kinds, fitting, param)
         there = f"; there is {', '.join(fitting)}" if fitting else ""
         raise ModelNotFoundError(f"there is no {' or '.join(kinds)} model {name!r} here{there}", param=param)

@@ -1,7 +1,8 @@
 """The HTTP server's process: a socket, an event loop, and a shutdown in order. `serve` and `integrated` run it.
 
 The first SIGTERM or SIGINT stops
-admission (503) and waits for running requests; a second ends the process there and then.
+admission (503) and waits for running requests; a second ends the process there and then. SIGHUP has the keys file read
+and the audit log opened anew, where there is one of them.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 
@@ -50,9 +52,11 @@ class HttpServer(uvicorn.Server):
         self._state = ServerState()
         self._exit_code = 0
         self._shutdown: asyncio.Task[None] | None = None
+        self._app = create_app(runtime, config, dispatcher, self._state)
+        cert, key = (None if path is None else str(Path(path).expanduser()) for path in self._certificate)
         super().__init__(
             uvicorn.Config(
-                create_app(runtime, config, dispatcher, self._state),
+                self._app,
                 loop="uvloop",
                 http="httptools",
                 ws="none",
@@ -61,8 +65,14 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=LAST_BYTES_SECONDS,
+                ssl_certfile=cert,
+                ssl_keyfile=key,
             )
         )
+
+    @property
+    def _certificate(self) -> tuple[str | None, str | None]:
+        return self._settings.http.tls_cert, self._settings.http.tls_key
 
     def run_until_stopped(self) -> int:
         with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
@@ -80,6 +90,8 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        if self._settings.http.keys_file is not None or self._settings.http.audit_log is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._app.state.access.reload)
 
         def on_failure(reason: str) -> None:  # on the engine thread
             loop.call_soon_threadsafe(self._on_failure, reason)
@@ -95,7 +107,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if self._certificate == (None, None) else "https"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         say("\n".join(ready_lines(self._runtime, self._settings, url)))
         if self._companion is not None:
             self._work = asyncio.ensure_future(self._accompany(self._companion))

@@ -6,6 +6,7 @@ writer turns what comes of it into bytes.
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request
@@ -14,11 +15,12 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.runtime.client import TrainingClient
 from mlx_parallm.server.call import GenerationCall
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.constraints import compiled_grammar
 from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.limits import sampling_for
 from mlx_parallm.server.models import ModelTable
-from mlx_parallm.server.tokenizers import TokenizerPool
+from mlx_parallm.server.tokenizers import TokenizerPool, own_images
 from mlx_parallm.types import Collection
 from mlx_parallm.validation import check_choices
 
@@ -36,7 +38,8 @@ class GenerationService:
         """What a call asks for, not handed to a model yet. `kind` begins its requests' names."""
         await self._models.use(call.model, request)
         served, version = self._models.version_of(call.model, call.lora_adapter, call.policy_version)
-        prompts = await self._tokenizers.prompts(call, served)
+        caller = current_caller.get()
+        prompts = own_images(await self._tokenizers.prompts(call, served), caller.tenant)
         grammar = await compiled_grammar(call, served, prompts.inside_thinking, self._tokenizers)
         default = self._config.max_tokens
         sampling = [sampling_for(call, served, len(prompt), grammar, default) for prompt in prompts.tokens]
@@ -47,16 +50,18 @@ class GenerationService:
         if call.collect_trajectory:
             adapter = None if version is None else version.name
             self._training.check_collects(served.name, adapter, call.scoring_function)
+        caller.charge_prompt(sum(map(len, prompts.tokens)))
         request_id: str = request.scope["request_id"]
         generation = Generation(
             served,
-            call,
+            replace(call, cache_salt=caller.cache_salt(call.cache_salt)),
             version,
             prompts,
             sampling,
             name=f"{kind}-{request_id}",
             label=call.request_id or request_id,
             timeout=self._config.request_timeout_seconds or None,
+            caller=caller,
         )
         if call.collect_trajectory and call.scoring_function is not None:  # else its reward comes later, as feedback
             generation.score = partial(self._score, generation, call.scoring_function)

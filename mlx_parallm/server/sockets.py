@@ -1,7 +1,9 @@
-"""The socket that the server listens on."""
+"""The socket that the server listens on, and the certificate that it shows there."""
 
 import errno
 import socket
+import ssl
+from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import ConfigError
@@ -27,3 +29,21 @@ def _somebody_answers(family: int, address: Any) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(0.5)
         return probe.connect_ex((host, *address[1:])) == 0
+
+
+def check_certificate(cert: str, key: str) -> None:
+    """ConfigError where the files can't be read, are no certificate and key, or do not fit each other."""
+    for name, path in (("tls_cert", cert), ("tls_key", key)):
+        try:
+            Path(path).expanduser().read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{name}: {path} can't be read: {error.strerror}") from None
+    try:
+        # A key with a password would ask for it on the terminal.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(Path(cert).expanduser(), Path(key).expanduser(), password=lambda: "")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"tls_cert and tls_key: {cert} and {key} are no PEM certificate and its key without a password: "
+            f"{error.reason or error}"
+        ) from None

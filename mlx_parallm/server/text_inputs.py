@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.api.openai.messages import ChatMessage, conversation
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.server.schema import MAX_TOKENS, Body
 from mlx_parallm.server.tokenizers import LONG_TEXT, TokenizerPool
@@ -126,13 +127,16 @@ async def encode_texts(
     *,
     offsets: bool = False,
 ) -> list[EncodedText]:
-    """The tokens of each input. ContextLengthError for one that is too long, InvalidRequestError for what the model
-    can't take; both name it. `offsets`: the encodings are to say where tokens stand in their text."""
+    """The tokens of each input, charged to the request's key. ContextLengthError for one that is too long,
+    InvalidRequestError for what the model can't take; both name it. `offsets`: the encodings are to say where tokens
+    stand in their text."""
 
     def work() -> list[EncodedText]:
         return _Encoder(model, truncation, name, offsets).encode(items)
 
-    return work() if sum(map(_size, items)) < LONG_TEXT else await pool.run(work)
+    encoded = work() if sum(map(_size, items)) < LONG_TEXT else await pool.run(work)
+    current_caller.get().charge_prompt(sum(len(one.input.tokens) for one in encoded))
+    return encoded
 
 
 def _size(item: Any) -> int:

@@ -259,7 +259,13 @@ class TrainingService:
             manager.check_trained(call.adapter)
         label = f"rollout-{uuid.uuid4().hex[:12]}"
         drawn = manager.rollouts.draw(
-            call.prompts, call.sampling, adapter=call.adapter, seed=call.seed, label=label, redraw=False
+            call.prompts,
+            call.sampling,
+            adapter=call.adapter,
+            seed=call.seed,
+            salt=call.cache_salt,
+            label=label,
+            redraw=False,
         )
         groups = self._scored(drawn, call)
         if call.submit:

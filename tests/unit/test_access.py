@@ -1,7 +1,5 @@
 """Keys, roles and origins, without a server: requests go through ASGI straight to the two guards."""
 
-from pathlib import Path
-
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
@@ -12,22 +10,32 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.access import (
     ADMIN_PREFIXES,
     OPEN_PATHS,
+    TRAINER_PREFIXES,
     UPLOAD_PATHS,
+    AccessControl,
     Authentication,
-    Key,
     OriginGuard,
-    Role,
     check_exposure,
+    is_audited,
     is_loopback,
     is_loopback_address,
-    keys_of,
-    read_keys,
+    role_needed,
 )
-from tests.rights import ADMIN, OPEN, USER
+from mlx_parallm.server.keys import Key, KeyLimits, KeyRing, Role
+from mlx_parallm.server.logins import COOKIE, MAX_LOGINS
+from tests.rights import ADMIN, ALL, OPEN, TRAINER, USER, rights_of
+
+SECRETS: dict[str, str] = {"user": "open", "trainer": "teach", "admin": "sesame"}
 
 
 def keys(*roles: Role) -> list[Key]:
-    return [Key.of(role, role, {"user": "open", "admin": "sesame"}[role]) for role in roles]
+    return [Key.of(role, role, SECRETS[role]) for role in roles]
+
+
+def guarded(app: ASGIApp, *given: Key | Role) -> Authentication:
+    """An application behind keys, or behind those of some roles."""
+    found = [key for one in given for key in ([one] if isinstance(one, Key) else keys(one))]
+    return Authentication(app, AccessControl(KeyRing(found)))
 
 
 async def ask(app: ASGIApp, path: str, method: str = "GET", **options: object) -> tuple[int, str | None, str]:
@@ -49,31 +57,56 @@ def bearer(secret: str) -> dict[str, dict[str, str]]:
 BEHIND = PlainTextResponse("behind")
 
 
-@pytest.mark.parametrize("path", sorted(OPEN | USER | ADMIN))
+ALLOWED = {
+    "open": (200, 200, 200, 200),
+    "user": (401, 200, 200, 200),
+    "trainer": (401, 403, 200, 200),
+    "admin": (401, 403, 403, 200),
+}
+
+
+@pytest.mark.parametrize("path", sorted(ALL))
 async def test_every_route_with_every_key(path: str) -> None:
-    guard = Authentication(BEHIND, keys("user", "admin"))
-    rights = "open" if path in OPEN else "user" if path in USER else "admin"
-    allowed = {"open": (200, 200, 200), "user": (401, 200, 200), "admin": (401, 403, 200)}[rights]
+    guard = guarded(BEHIND, "user", "trainer", "admin")
+    allowed = ALLOWED[rights_of(path)]
     assert (await ask(guard, path))[0] == allowed[0]
     assert (await ask(guard, path, **bearer("guess")))[0] == allowed[0]
-    assert (await ask(guard, path, **bearer("open")))[0] == allowed[1]
-    assert (await ask(guard, path, **bearer("sesame")))[0] == allowed[2]
+    for role, status in zip(("user", "trainer", "admin"), allowed[1:], strict=True):
+        assert (await ask(guard, path, **bearer(SECRETS[role])))[0] == status, role
 
 
-def test_no_prefix_of_admin_routes_is_idle_and_none_covers_a_users_route() -> None:
-    for prefix in ADMIN_PREFIXES:
-        assert any(path.startswith(prefix) for path in ADMIN), prefix
-        others = [other for other in ADMIN_PREFIXES if other != prefix]
-        assert any(not path.startswith(tuple(others)) for path in ADMIN), f"{prefix} could be left out"
-        assert not any(path.startswith(prefix) for path in USER | OPEN), prefix
+def test_every_route_has_one_role() -> None:
+    assert sum(map(len, (OPEN, USER, TRAINER, ADMIN))) == len(ALL)
+    assert {path: role_needed(path) or "open" for path in ALL} == {path: rights_of(path) for path in ALL}
     assert OPEN_PATHS == OPEN
+
+
+@pytest.mark.parametrize(("prefixes", "paths"), [(ADMIN_PREFIXES, ADMIN), (TRAINER_PREFIXES, TRAINER)])
+def test_no_prefix_is_idle_and_none_covers_a_users_route(prefixes: tuple[str, ...], paths: set[str]) -> None:
+    for prefix in prefixes:
+        assert any(path.startswith(prefix) for path in paths), prefix
+        others = [other for other in prefixes if other != prefix]
+        assert any(not path.startswith(tuple(others)) for path in paths), f"{prefix} could be left out"
+        assert not any(path.startswith(prefix) for path in USER | OPEN), prefix
+
+
+def test_what_stands_in_the_audit_log() -> None:
+    audited = {path for path in ALL if is_audited("POST", path)}
+    assert audited - TRAINER - ADMIN == {
+        "/v1/training/feedback",
+        "/v1/rl/rollout",
+        "/dashboard/login",
+        "/dashboard/logout",
+    }
+    assert audited >= TRAINER | ADMIN
+    assert not any(is_audited("GET", path) for path in ALL)
 
 
 async def test_the_route_gets_the_request_s_own_body() -> None:
     async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         await PlainTextResponse((await receive())["body"])(scope, receive, send)
 
-    guards = OriginGuard(Authentication(echo, keys("user")), None, [])
+    guards = OriginGuard(guarded(echo, "user"), None, [])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guards), base_url="http://x") as calls:
         answer = await calls.post("/v1/completions", content=b"{}", headers={"content-type": "application/json"})
         assert answer.status_code == 401
@@ -82,12 +115,12 @@ async def test_the_route_gets_the_request_s_own_body() -> None:
 
 
 async def test_without_keys_everybody_may_do_everything() -> None:
-    guard = Authentication(BEHIND, [])
+    guard = guarded(BEHIND)
     assert (await ask(guard, "/pause"))[0] == (await ask(guard, "/v1/models"))[0] == 200
 
 
 async def test_an_admins_key_alone_guards_admin_routes_alone() -> None:
-    guard = Authentication(BEHIND, keys("admin"))
+    guard = guarded(BEHIND, "admin")
     assert (await ask(guard, "/v1/completions"))[0] == 200
     status, code, message = await ask(guard, "/pause")
     assert (status, code, "Authorization: Bearer KEY" in message) == (401, "invalid_api_key", True)
@@ -95,22 +128,30 @@ async def test_an_admins_key_alone_guards_admin_routes_alone() -> None:
 
 
 async def test_a_users_key_alone_opens_no_admin_route() -> None:
-    guard = Authentication(BEHIND, keys("user"))
-    status, _, message = await ask(guard, "/pause", **bearer("open"))
+    guard = guarded(BEHIND, "user")
+    status, _, message = await ask(guard, "/model/switch-lora", **bearer("open"))
     assert (status, "--admin-key" in message) == (403, True)
+    status, _, message = await ask(guard, "/pause", **bearer("open"))
+    assert (status, "--role trainer" in message) == (403, True)
     assert (await ask(guard, "/pause"))[0] == 401
+
+
+async def test_a_trainers_key_closes_users_routes_and_opens_them() -> None:
+    guard = guarded(BEHIND, "trainer")
+    assert (await ask(guard, "/v1/models"))[0] == 401
+    assert (await ask(guard, "/v1/models", **bearer("teach")))[0] == 200
 
 
 @pytest.mark.parametrize(
     "header", ["", "open", "Bearer", "Bearer ", "Basic open", "bearer  open", "Bearer open x", "Bearer OPEN"]
 )
 async def test_headers_that_hold_no_key(header: str) -> None:
-    guard = Authentication(BEHIND, keys("user"))
+    guard = guarded(BEHIND, "user")
     assert (await ask(guard, "/v1/models", headers={"Authorization": header}))[0] == 401
 
 
 async def test_the_scheme_may_be_written_in_any_case() -> None:
-    guard = Authentication(BEHIND, keys("user"))
+    guard = guarded(BEHIND, "user")
     assert (await ask(guard, "/v1/models", headers={"Authorization": "bEARER open"}))[0] == 200
     wrong = await ask(guard, "/v1/models", **bearer("guess"))
     assert wrong == (401, "invalid_api_key", "the key is wrong")
@@ -119,7 +160,7 @@ async def test_the_scheme_may_be_written_in_any_case() -> None:
 async def test_a_key_with_two_roles_is_an_admins() -> None:
     user, admin = Key.of("a", "user", "x"), Key.of("b", "admin", "x")
     for both in ([user, admin], [admin, user]):
-        assert (await ask(Authentication(BEHIND, both), "/pause", **bearer("x")))[0] == 200
+        assert (await ask(guarded(BEHIND, *both), "/pause", **bearer("x")))[0] == 200
 
 
 async def test_what_is_no_http_passes_both_guards() -> None:
@@ -128,61 +169,97 @@ async def test_what_is_no_http_passes_both_guards() -> None:
     async def app(scope: dict[str, str], receive: object, send: object) -> None:
         seen.append(scope["type"])
 
-    for guard in (Authentication(app, keys("user")), OriginGuard(app, ["llm"], [])):  # type: ignore[arg-type]
+    for guard in (guarded(app, "user"), OriginGuard(app, ["llm"], [])):  # type: ignore[arg-type]
         await guard({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
     assert seen == ["lifespan", "lifespan"]
 
 
-def test_a_key_is_kept_as_its_digest() -> None:
-    assert Key.of("a", "user", "secret") == Key.of("a", "user", "secret") != Key.of("a", "user", "Secret")
-    key = Key.of("alice", "user", "open")
-    assert (key.name, key.role, len(key.digest)) == ("alice", "user", 32)
-    assert b"open" not in key.digest
+LIMITED = Key.of("bob", "user", "b", limits=KeyLimits(requests_per_minute=2))
 
 
-def test_keys_of_flags_and_file(tmp_path: Path) -> None:
-    assert keys_of(ServeConfig.of()) == []
-    path = tmp_path / "keys.yaml"
-    path.write_text("bob: {key: b}\neve: {key: e, role: admin}\n")
-    config = ServeConfig.of(api_key="u", admin_key="a", keys_file=str(path))
-    assert keys_of(config) == [
-        Key.of("user", "user", "u"),
-        Key.of("admin", "admin", "a"),
-        Key.of("bob", "user", "b"),
-        Key.of("eve", "admin", "e"),
-    ]
+async def raw(app: ASGIApp, path: str, method: str = "POST", **headers: str) -> httpx.Response:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
+        return await client.request(method, path, headers=headers)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "write names with a key each"),
-        ("- a", "write names with a key each"),
-        ("{}", "write names with a key each"),
-        ("a: [", "can't be read"),
-        ("a: secret", "a: expected its key and role, as in 'a: {key: SECRET, role: user}'"),
-        ("a: {kee: x}", "a: unknown field 'kee'; did you mean 'key'?"),
-        ("a: {rol: x}", "a: unknown field 'rol'; did you mean 'role'?"),
-        ("a: {role: admin}", "a: its key is empty or no text"),
-        ("a: {key: ' '}", "a: its key is empty or no text"),
-        ("a: {key: 5}", "a: its key is empty or no text"),
-        ("a: {key: x, role: root}", "a: its role is 'root', and must be user or admin"),
-    ],
-)
-def test_keys_files_that_are_wrong_say_where(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "keys.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        read_keys(path)
-    assert f"keys file {path}" in caught.value.message
-    assert message in caught.value.message
+async def test_every_answer_to_a_limited_key_tells_what_is_left() -> None:
+    guard = guarded(BEHIND, LIMITED, "admin")
+    told = []
+    for path, method in (
+        ("/v1/models", "GET"),
+        ("/v1/completions", "POST"),
+        ("/pause", "POST"),
+        ("/v1/completions", "POST"),
+        ("/health", "GET"),
+    ):
+        answer = await raw(guard, path, method, Authorization="Bearer b")
+        assert answer.headers["x-ratelimit-limit-requests"] == "2"
+        assert "x-ratelimit-limit-tokens" not in answer.headers
+        told.append((answer.status_code, answer.headers["x-ratelimit-remaining-requests"]))
+    assert told == [(200, "2"), (200, "1"), (403, "0"), (429, "0"), (200, "0")]
+    assert 1 <= int((await raw(guard, "/x", Authorization="Bearer b")).headers["retry-after"]) <= 61
+    assert "x-ratelimit-limit-requests" not in (await raw(guard, "/x", Authorization="Bearer sesame")).headers
 
 
-def test_a_keys_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
-    for name in ("none", "bytes"):
-        with pytest.raises(ConfigError, match="can't be read"):
-            read_keys(tmp_path / name)
+async def test_a_request_leaves_however_it_ends() -> None:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ZeroDivisionError
+
+    access = AccessControl(KeyRing([Key.of("c", "user", "c", limits=KeyLimits(concurrency=1))]))
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            await raw(Authentication(fail, access), "/v1/completions", Authorization="Bearer c")
+    assert (await raw(Authentication(BEHIND, access), "/x", Authorization="Bearer c")).status_code == 200
+
+
+async def test_a_cookie_has_the_role_of_its_key() -> None:
+    ring = KeyRing(keys("user", "trainer", "admin"))
+    access = AccessControl(ring)
+    guard = Authentication(BEHIND, access)
+    for role, allowed in (("user", (200, 403, 403)), ("trainer", (200, 200, 403)), ("admin", (200, 200, 200))):
+        token = access.logins.begin(next(key for key in ring.keys if key.role == role))
+        cookie = f"other=1; {COOKIE}={token}"
+        paths = ("/v1/models", "/pause", "/model/switch-lora")
+        assert tuple([(await raw(guard, path, Cookie=cookie)).status_code for path in paths]) == allowed
+        access.logins.end(token)
+        assert (await raw(guard, "/v1/models", Cookie=cookie)).status_code == 401
+
+
+async def test_a_cookie_is_for_the_servers_own_pages_alone() -> None:
+    access = AccessControl(KeyRing(keys("admin", "user")))
+    cookie = f"{COOKIE}={access.logins.begin(access.ring.keys[0])}"
+    guard = OriginGuard(Authentication(BEHIND, access), None, ["*"])
+    assert (await raw(guard, "/pause", Cookie=cookie, Origin="http://localhost:8000")).status_code == 200
+    for origin in ("http://localhost:3000", "https://evil.example", "null"):
+        assert (await raw(guard, "/pause", Cookie=cookie, Origin=origin)).status_code == 401
+        headers = {"Origin": origin, "Authorization": "Bearer sesame"}
+        assert (await raw(guard, "/pause", **headers)).status_code == 200
+
+
+@pytest.mark.parametrize("cookie", [f"{COOKIE}=", f"{COOKIE}=guess", "x", f"{COOKIE}=\x7f;;=", "=" * 5000])
+async def test_cookies_that_mean_nothing(cookie: str) -> None:
+    assert (await raw(guarded(BEHIND, "user"), "/v1/models", Cookie=cookie)).status_code == 401
+
+
+def test_logins_end_in_time_with_their_key_and_when_there_are_many() -> None:
+    now = [0.0]
+    ring = KeyRing(keys("user"))
+    logins = AccessControl(ring).logins
+    logins.clock = lambda: now[0]
+    token = logins.begin(ring.keys[0])
+    now[0] = logins.seconds - 1
+    assert logins.find(token) == ring.keys[0]
+    now[0] += 1
+    assert logins.find(token) is None
+    token = logins.begin(ring.keys[0])
+    ring.fixed = [Key.of("user", "user", "another")]
+    assert logins.find(token) is None
+    ring.fixed = [Key.of("user", "user", "open", limits=KeyLimits(concurrency=1))]
+    assert logins.find(token) == ring.fixed[0], "what was changed of the key holds at once"
+    for _ in range(MAX_LOGINS):
+        logins.begin(ring.fixed[0])
+    assert logins.find(token) is None
 
 
 def local() -> OriginGuard:

@@ -12,6 +12,7 @@ from mlx_parallm import __version__
 from mlx_parallm.errors import InvalidRequestError, RequestTimeoutError
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.models import DEFAULT, adapter_names
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody, Body, Status
 from mlx_parallm.types import PauseMode
@@ -128,11 +129,11 @@ class Control:
                 "vocab_size": served.model.vocab_size,
                 "policy_version": served.adapters.policy_version,
                 "serves": {route.label: route.share for route in served.adapters.routes} or {"base": 1.0},
-                "adapters": {name: served.adapters.find(name).number for name in served.adapters.names},
+                "adapters": {name: served.adapters.find(name).number for name in adapter_names(served.adapters)},
             }
-            for served in self._models
+            for served in self._models.visible().values()
         ]
-        first, config = self._models.default, self._config
+        first, config = self._models.find(DEFAULT), self._config
         return JSONResponse(
             {
                 "version": __version__,

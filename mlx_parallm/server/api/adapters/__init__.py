@@ -36,7 +36,7 @@ from mlx_parallm.server.api.adapters.bodies import (
 )
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import BASE, GENERATING, ServedModel, is_number, parse_label
+from mlx_parallm.server.models import BASE, GENERATING, ServedModel, adapter_names, is_number, parse_label
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody
 from mlx_parallm.signature import WeightsVersion
@@ -107,11 +107,11 @@ class Adapters:
         return any(one.name == name and one.kind not in GENERATING for one in self._runtime.pool.statuses())
 
     async def adapters(self) -> Response:
-        """Every adapter, with its versions."""
+        """Every adapter that the key may use, with its versions."""
         data = [
             _describe(served, version, served.adapters.find(name).number)
-            for served in self._models
-            for name in served.adapters.names
+            for served in self._models.visible().values()
+            for name in adapter_names(served.adapters)
             for version in served.adapters.versions(name)
         ]
         return JSONResponse({"object": "list", "data": data})

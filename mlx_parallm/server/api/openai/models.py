@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from mlx_parallm.runtime.client import PoolClient
 from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import ModelTable, ServedModel
+from mlx_parallm.server.models import ModelTable, ServedModel, adapter_names
 from mlx_parallm.server.schema import AnswerBody
 from mlx_parallm.types import ModelStatus
 
@@ -41,14 +41,15 @@ class ModelRoutes:
         self._pool = pool
 
     async def models(self) -> Response:
-        """Every model that this server answers for; `default` names the first that generates."""
-        data = [_describe(status) for status in self._pool.statuses()]
-        data += [self._adapter(served, name) for served in self._models for name in served.adapters.names]
+        """Every model that this server answers for and the key may use; `default` names the first that generates."""
+        data = [_describe(status) for status in self._models.visible_statuses().values()]
+        visible = self._models.visible().values()
+        data += [self._adapter(served, name) for served in visible for name in adapter_names(served.adapters)]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, model_id: str) -> Response:
         """One of them by its id."""
-        statuses = {status.name: status for status in self._pool.statuses()}
+        statuses = self._models.visible_statuses()
         if model_id in statuses:
             return JSONResponse(_describe(statuses[model_id]))
         served = self._models.find(model_id)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.server.api.predict.bodies import ActBody
 from mlx_parallm.server.api.predict.predict import json_of, off_loop, query, validated
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.server.sessions import HiddenStateStore, SessionState
@@ -81,7 +82,8 @@ class ActRoutes:
     async def _in_sessions(
         self, model: ServedPredictor, request: Request, body: ActBody, call: ActCall
     ) -> tuple[list[ActOutput], list[str]]:
-        kept = self._sessions.take(model.name, call.sessions)
+        own = current_caller.get().own_name(model.name)
+        kept = self._sessions.take(own, call.sessions)
         try:
             states, new = restored(model.info, call, kept)
             results = await self._run(model, request, body, call, states)
@@ -93,9 +95,9 @@ class ActRoutes:
                     session: {name: array[row : row + 1].copy() for name, array in ends.items()}
                     for row, session in enumerate(call.sessions)
                 }
-            self._sessions.put(model.name, after)
+            self._sessions.put(own, after)
         finally:
-            self._sessions.release(model.name, call.sessions)
+            self._sessions.release(own, call.sessions)
         return results, new
 
     async def _run(

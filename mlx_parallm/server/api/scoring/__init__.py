@@ -19,6 +19,7 @@ from mlx_parallm.server.api.scoring.bodies import ClassifyBody, RerankBody, Rewa
 from mlx_parallm.server.api.scoring.labels import classification, entities, probabilities
 from mlx_parallm.server.api.scoring.pairs import score_pairs
 from mlx_parallm.server.api.scoring.rewards import RewardModels
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.predictors import ServedPredictor
@@ -130,7 +131,8 @@ class ScoringRoutes:
         """Without a name, the first model that suits, by the first test that any passes; None where there is none."""
         if name not in (None, "default"):
             return name
-        loaded = [(one, client.info) for one, client in self._context.runtime.predictors.items()]
+        caller, clients = current_caller.get(), self._context.runtime.predictors
+        loaded = [(one, client.info) for one, client in clients.items() if caller.may_use_model(one)]
         return next((one for suits in suitable for one, info in loaded if suits(info)), None)
 
 

@@ -11,6 +11,7 @@ from mlx_parallm.errors import ContextLengthError, InvalidRequestError, ModelNot
 from mlx_parallm.server.api.openai.messages import conversation
 from mlx_parallm.server.api.scoring.bodies import RewardBody
 from mlx_parallm.server.api.scoring.pairs import check_one_label
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.predictors import ServedPredictor
@@ -58,7 +59,10 @@ class RewardModels:
     def _trained(self, name: str, error: ModelNotFoundError) -> str:
         """The trained reward model of this name."""
         try:
-            return self._training.reward_model_name(name)
+            found = self._training.reward_model_name(name)
+            if current_caller.get().may_use_model(found):
+                return found
+            raise error
         except ModelNotFoundError:
             raise
         except InvalidRequestError:  # there is none at all
@@ -86,6 +90,7 @@ class RewardModels:
                     param=named(place),
                 )
             texts.append(tokens)
+        current_caller.get().charge_prompt(sum(map(len, texts)))
         scores = await asyncio.to_thread(partial(self._training.score, name, texts))
         return name, scores, sum(map(len, texts))
 

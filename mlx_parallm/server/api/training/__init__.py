@@ -30,10 +30,11 @@ from mlx_parallm.server.api.training.bodies import (
     RolloutBody,
     UpdateBody,
 )
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.limits import completion_length
-from mlx_parallm.server.models import ServedModel
+from mlx_parallm.server.models import ServedModel, adapter_names
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.types import RolloutCall, RolloutSample, SamplingParams
 from mlx_parallm.validation import check_ids
@@ -75,6 +76,7 @@ class TrainingRoutes:
     async def update(self, body: UpdateBody) -> Response:
         """From the trajectories in the body, or those in the buffer. It is published unless it is refused: not finite,
         no change, or too far from the policy before."""
+        self._check_adapter(body.adapter)
         given = None if body.trajectories is None else [one.trajectory() for one in body.trajectories]
         work = partial(
             self._training.update,
@@ -100,10 +102,12 @@ class TrainingRoutes:
 
     async def status(self, adapter: str | None = None) -> Response:
         """Of the first adapter that learns, or of the one that is named."""
+        self._check_adapter(adapter)
         return JSONResponse(self._training.status(adapter))
 
     async def debug(self, adapter: str | None = None) -> Response:
         """Settings, counters and memory."""
+        self._check_adapter(adapter)
         return JSONResponse(self._training.debug(adapter))
 
     async def feedback(self, body: FeedbackBody) -> Response:
@@ -123,6 +127,7 @@ class TrainingRoutes:
 
     async def checkpoint(self, body: CheckpointBody = ALL_DEFAULT) -> Response:
         """Adapter, optimiser and counters, in a folder that is there whole or not at all."""
+        self._check_adapter(body.adapter)
         name, path = await self._run(partial(self._training.checkpoint, body.adapter, body.name))
         return JSONResponse({"status": "success", "checkpoint": name, "path": path})
 
@@ -132,8 +137,10 @@ class TrainingRoutes:
             raise InvalidRequestError("submit needs a scoring_function", param="submit")
         if body.n > self._max_rows:
             raise InvalidRequestError(f"n must be at most {self._max_rows}", param="n")
+        prompts, caller = await self._prompts(body), current_caller.get()
+        caller.charge_prompt(sum(map(len, prompts)))
         call = RolloutCall(
-            prompts=await self._prompts(body),
+            prompts=prompts,
             sampling=SamplingParams(
                 n=body.n,
                 max_tokens=body.max_tokens,
@@ -146,9 +153,17 @@ class TrainingRoutes:
             scoring_function=body.scoring_function,
             metadata=body.metadata,
             submit=body.submit,
+            cache_salt=caller.cache_salt(""),
         )
         groups = await self._run(partial(self._training.rollout, call))
+        caller.charge_output(sum(len(sample.completion_ids) for group in groups for sample in group))
         return JSONResponse({"groups": [_group(group) for group in groups]})
+
+    def _check_adapter(self, name: str | None) -> None:
+        """Whether the key may use the adapter that learns: the first, where none is named."""
+        named = name if name is not None else next(iter(self._training.adapters), None)
+        if named is not None and not current_caller.get().may_use_adapter(named):
+            raise ModelNotFoundError(f"there is no adapter {named!r} here", param="adapter")
 
     async def _prompts(self, body: RolloutBody) -> list[list[int]]:
         prompts = [await self._tokens(prompt) for prompt in body.prompts]
@@ -166,7 +181,7 @@ class TrainingRoutes:
 
     def _adapter(self, model: str) -> str | None:
         adapters = self._served.adapters
-        if model in adapters:
+        if model in adapter_names(adapters):
             return model
         if model not in ("default", self._served.name):
             raise ModelNotFoundError(f"there is no model {model!r} to roll out", param="model")

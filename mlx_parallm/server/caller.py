@@ -1,0 +1,71 @@
+"""Who makes the request that is being answered: what it may use, what it is charged, which cached prompts it shares.
+
+`access.Authentication` sets `current_caller` for the time of a request. The tables of models ask it, so that no
+dialect has to: a model or an adapter that a key may not use is not there for it.
+"""
+
+import json
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from mlx_parallm.errors import PermissionDeniedError
+from mlx_parallm.server.keys import Key
+from mlx_parallm.server.rates import KeyUsage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Caller:
+    key: Key | None = None  # None: anybody
+    usage: KeyUsage | None = None  # None: nothing is limited
+
+    def may_use_model(self, name: str) -> bool:
+        return self.key is None or self.key.models is None or name in self.key.models
+
+    def may_use_adapter(self, name: str) -> bool:
+        return self.key is None or self.key.adapters is None or name in self.key.adapters
+
+    def check_changes_adapter(self, name: str) -> None:
+        """Of an adapter that need not be there yet."""
+        if not self.may_use_adapter(name):
+            raise PermissionDeniedError(f"this key may not change the adapter {name!r}", param="name")
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose cached prompts and sessions are their own; None: they are everybody's."""
+        return None if self.key is None or self.key.shared_cache else self.key.name
+
+    def cache_salt(self, asked: str) -> str:
+        """The salt of a request's cached prompts, from the one that it asks for: no request can ask for a tenant's."""
+        if self.tenant is not None:
+            return "key:" + json.dumps([self.tenant, asked])
+        return f"request:{asked}" if asked else ""
+
+    def own_name(self, name: str) -> str:
+        """A name that is this tenant's alone."""
+        return name if self.tenant is None else f"{name} key:{json.dumps(self.tenant)}"
+
+    def admit(self) -> None:
+        """Counts a request that begins. RateLimitError; otherwise `leave` when it has ended."""
+        if self.usage is not None and self.key is not None:
+            self.usage.admit(self.key.limits)
+
+    def leave(self) -> None:
+        if self.usage is not None:
+            self.usage.running -= 1
+
+    def charge_prompt(self, tokens: int) -> None:
+        """Before they are computed. RateLimitError."""
+        if self.usage is not None and self.key is not None:
+            self.usage.charge_prompt(tokens, self.key.limits)
+
+    def charge_output(self, tokens: int) -> None:
+        """Once they are known, whether they fit or not."""
+        if self.usage is not None:
+            self.usage.tokens.add(tokens)
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.usage is None or self.key is None else self.usage.headers(self.key.limits)
+
+
+ANYBODY = Caller()
+current_caller: ContextVar[Caller] = ContextVar("current_caller", default=ANYBODY)

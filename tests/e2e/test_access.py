@@ -9,17 +9,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.rights import ADMIN, OPEN, USER
+from tests.rights import ALL, rights_of
 from tests.support import forked
 from tests.support.servers import ServerProcess, free_port, ours, running
 
-KEYS = {"none": None, "user": "open", "admin": "sesame", "wrong": "guess"}
+KEYS = {"none": None, "user": "open", "trainer": "teach", "admin": "sesame", "wrong": "guess"}
 SETS = {
-    "both keys": ["--api-key", "open", "--admin-key", "sesame"],
+    "all keys": ["--api-key", "open", "--named-key", "tom:trainer=teach", "--admin-key", "sesame"],
     "a user's key": ["--api-key", "open"],
     "an admin's key": ["--admin-key", "sesame"],
     "no key": [],
 }
+ROLES = ("user", "trainer", "admin")
 
 
 @contextmanager
@@ -33,21 +34,21 @@ def expected(rights: str, keys: str, key: str) -> int | None:
     """The refusal that a call must meet; None: it is let in."""
     if rights == "open" or keys == "no key" or (keys == "an admin's key" and rights == "user"):
         return None
-    known = {"both keys": ("user", "admin"), "a user's key": ("user",), "an admin's key": ("admin",)}[keys]
+    known = {"all keys": ROLES, "a user's key": ("user",), "an admin's key": ("admin",)}[keys]
     if key not in known:
         return 401
-    return 403 if rights == "admin" and key != "admin" else None
+    return 403 if ROLES.index(key) < ROLES.index(rights) else None
 
 
 @pytest.mark.parametrize("keys", SETS)
 def test_every_route_with_every_key(tiny_folder: Path, keys: str) -> None:
     wrong: list[str] = []
     with serving(tiny_folder, *SETS[keys]) as client:
-        headers = {"Authorization": "Bearer open"} if "user" in keys or "both" in keys else {}
+        headers = {"Authorization": "Bearer open"} if "--api-key" in SETS[keys] else {}
         paths = client.get("/openapi.json", headers=headers).json()["paths"]
-        assert set(paths) <= OPEN | USER | ADMIN, "a route has no entry in tests/rights.py"
+        assert set(paths) <= ALL, "a route has no entry in tests/rights.py"
         for path, methods in paths.items():
-            rights = "open" if path in OPEN else "user" if path in USER else "admin"
+            rights = rights_of(path)
             for method in methods:
                 for key, secret in KEYS.items():
                     sent = {"Authorization": f"Bearer {secret}"} if secret else {}
@@ -145,7 +146,7 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("PARALLM_")}
 
 
-@pytest.mark.parametrize("name", ["PARALLM_API_KEY", "PARALLM_ADMIN_KEY", "PARALLM_KEYS_FILE"])
+@pytest.mark.parametrize("name", ["PARALLM_API_KEY", "PARALLM_ADMIN_KEY", "PARALLM_KEYS_FILE", "PARALLM_AUDIT_LOG"])
 def test_an_empty_key_is_an_error(name: str) -> None:
     for value in ("", "  "):
         ended = start(**{name: value})

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import IO
 
 from mlx_parallm.errors import UnavailableError
-from mlx_parallm.http_client import Endpoint, WireError, send
+from mlx_parallm.http_client import Endpoint, WireError, send, tls_context
 from tests.support import forked
 
 
 class ServerProcess:
-    """A server on a port of its own. `model` is the name to ask it for. `fork`: see `forked.py`."""
+    """A server on a port of its own. `model` is the name to ask it for. `fork`: see `forked.py`. `ca`: it serves https,
+    with a certificate that this file vouches for."""
 
     def __init__(
         self,
@@ -32,9 +33,11 @@ class ServerProcess:
         model: str,
         environment: dict[str, str] | None = None,
         fork: bool = False,
+        ca: Path | None = None,
     ) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="parallm-", ignore_cleanup_errors=True)
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"{'http' if ca is None else 'https'}://127.0.0.1:{port}"
+        self.tls = None if ca is None else tls_context(str(ca))
         self.model = model
         self.output: IO[bytes] = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed by `running`)
         # An SSD cache of its own: no server meets what another has left, unless a flag says so.
@@ -57,7 +60,7 @@ class ServerProcess:
 
     def _healthy(self) -> bool:
         try:
-            answer = asyncio.run(send(Endpoint.parse(self.url), "/health", limit=5))
+            answer = asyncio.run(send(Endpoint.parse(self.url, tls=self.tls), "/health", limit=5))
         except WireError:
             return False
         return answer.status == 200
@@ -65,6 +68,11 @@ class ServerProcess:
     def tail(self) -> str:
         self.output.seek(0)
         return self.output.read()[-4000:].decode(errors="replace")
+
+    def log(self) -> str:
+        """All that it has written so far."""
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")
 
     def memory(self) -> int:
         """Bytes of memory that the process holds."""
@@ -102,7 +110,13 @@ def running(server: ServerProcess, patience: float = 300) -> Iterator[ServerProc
         server.scratch.cleanup()
 
 
-def ours(model: str | None, flags: Sequence[str] = (), port: int | None = None, fork: bool = True) -> ServerProcess:
+def ours(
+    model: str | None,
+    flags: Sequence[str] = (),
+    port: int | None = None,
+    fork: bool = True,
+    ca: Path | None = None,
+) -> ServerProcess:
     port = port or free_port()
     path = ["--model-path", model] if model else []
     command = [
@@ -117,4 +131,4 @@ def ours(model: str | None, flags: Sequence[str] = (), port: int | None = None, 
         *path,
         *flags,
     ]
-    return ServerProcess(command, port, "default", fork=fork)
+    return ServerProcess(command, port, "default", fork=fork, ca=ca)

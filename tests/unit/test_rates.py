@@ -45,10 +45,9 @@ def test_no_minute_has_more_requests_than_the_limit() -> None:
         within = [time for time in admitted if time > clock.now - 60]
         try:
             usage.admit(KeyLimits(requests_per_minute=limit))
-        except RateLimitError as error:
+        except RateLimitError:
             refused += 1
             assert len([time for time in admitted if time > clock.now - 60.1]) == limit
-            assert 1 <= error.retry_after <= 61
         else:
             assert len(within) < limit
             admitted.append(clock.now)

@@ -1,4 +1,4 @@
-"""Named keys in front of a real server: their limits, their models, their caches, sign-in, and keys that come and go."""
+"""Named keys in front of a real server: limits, models, caches, sign-in, and keys that come and go."""
 
 import json
 import signal
@@ -212,25 +212,6 @@ def test_keys_may_share_their_cache(tenants: Tenants) -> None:
     assert cached(one, 2) == 0
     assert cached(two, 2) > 40
     assert cached(tenants.client("everybody's"), 2) > 40
-
-
-def test_time_tells_a_tenant_nothing(tenants: Tenants) -> None:
-    """The same by the clock: another's long prompt takes as long as a new one, one's own does not."""
-    eve, mallory = tenants.add("eve"), tenants.add("mallory")
-
-    def seconds(client: httpx.Client, first: int) -> float:
-        prompt = [first, *(number % 90 + 5 for number in range(400))]
-        begun = time.perf_counter()
-        assert complete(client, prompt=prompt).status_code == 200
-        return time.perf_counter() - begun
-
-    for number in range(3):  # shapes that are new take longer
-        seconds(eve, 90 + number)
-    new = min(seconds(eve, number) for number in range(10, 15))
-    others = min(seconds(mallory, number) for number in range(10, 15))
-    own = min(seconds(eve, number) for number in range(10, 15))
-    assert own < 0.7 * new
-    assert others > 0.7 * new
 
 
 def test_keys_come_and_go_while_it_runs(tenants: Tenants) -> None:

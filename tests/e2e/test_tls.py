@@ -178,7 +178,7 @@ def use_everything(secured: Secured) -> None:
             trainer.post(route, json={"name": "few", "path": str(missing)})
         trainer.post("/v1/adapters/unload", json={"name": "few"})
         trainer.post("/v1/rl/rollout", json={"prompts": [PROMPT], "n": 2, "max_tokens": 2})
-        trainer.post("/v1/training/update", json={"checkpoint_name": "swordfish"})
+        trainer.post("/v1/training/update", json={"checkpoint_name": "named"})
         trainer.post(f"/pause/{PROMPT}{secured.home}")
         loaded = admin.post("/v1/models/load", json={"model": "gone", "path": str(missing)})
         assert loaded.status_code >= 400

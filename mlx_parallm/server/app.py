@@ -20,6 +20,7 @@ from mlx_parallm.server.media.loader import MediaLoader
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.predictors import PredictorTable
+from mlx_parallm.server.route_paths import RoutePaths
 from mlx_parallm.server.service import GenerationService
 from mlx_parallm.server.state import Dispatcher, ServerState
 from mlx_parallm.server.tokenizers import TokenizerPool
@@ -61,8 +62,10 @@ def create_app(
     )
     app.state.access = access  # what `run` has read anew on a signal
     errors.add_handlers(app)
-    for router in routers(context):
+    included = list(routers(context))
+    for router in included:
         app.include_router(router)
+    app.state.paths = RoutePaths([*app.routes, *(route for router in included for route in router.routes)])
     return app
 
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError, ParallmError, QueueFullError
-from mlx_parallm.server.logs import route_path
+from mlx_parallm.server.route_paths import route_path
 
 log = logging.getLogger(__name__)
 

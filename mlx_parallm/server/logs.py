@@ -2,13 +2,10 @@
 
 import logging
 import sys
-from collections.abc import MutableMapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
 
 import orjson
-from starlette.routing import Match
 
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
@@ -31,19 +28,6 @@ def _add_request_id(record: logging.LogRecord) -> bool:
     if not hasattr(record, "request_id"):
         record.request_id = request_id.get()
     return True
-
-
-def route_path(scope: MutableMapping[str, Any]) -> str:
-    """The path of the route that a request is for, with the names of its parameters.
-
-    Never what the client wrote in their place, or where there is no route: that may be a key, a text or a file's path.
-    """
-    if "app" not in scope:
-        return str(scope["path"])
-    for route in [scope["route"]] if "route" in scope else scope["app"].routes:
-        if "route" in scope or route.matches(scope)[0] is not Match.NONE:
-            return str(getattr(route, "path_format", None) or getattr(route, "path", "-"))
-    return "(no such route)"
 
 
 def _time(record: logging.LogRecord) -> datetime:

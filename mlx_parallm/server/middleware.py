@@ -19,7 +19,8 @@ from mlx_parallm.server.access import PROBES, UPLOAD_PATHS, is_audited
 from mlx_parallm.server.audit import AuditLog
 from mlx_parallm.server.caller import ANYBODY
 from mlx_parallm.server.errors import CLIENT_LEFT, error_response
-from mlx_parallm.server.logs import request_id, route_path
+from mlx_parallm.server.logs import request_id
+from mlx_parallm.server.route_paths import route_path
 
 log = logging.getLogger("mlx_parallm.access")
 

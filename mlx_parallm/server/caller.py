@@ -58,6 +58,11 @@ class Caller:
         if self.usage is not None and self.key is not None:
             self.usage.charge_prompt(tokens, self.key.limits)
 
+    def refund_prompt(self, tokens: int) -> None:
+        """Of a prompt that was charged and then not taken."""
+        if self.usage is not None:
+            self.usage.tokens.take_back(tokens)
+
     def charge_output(self, tokens: int) -> None:
         """Once they are known, whether they fit or not."""
         if self.usage is not None:

@@ -90,9 +90,13 @@ class Generation:
         ]
 
     def start(self, listener: Listener) -> None:
-        """Submits all requests, or none."""
+        """Submits all requests, or none; then their prompts are not charged."""
         self.listener = listener
-        self._client.submit_all(self._requests, self._on_delta)
+        try:
+            self._client.submit_all(self._requests, self._on_delta)
+        except ParallmError:
+            self._caller.refund_prompt(self.prompt_tokens)
+            raise
         self._submitted = True
 
     def cancel(self) -> None:

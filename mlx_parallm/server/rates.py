@@ -41,6 +41,15 @@ class SlidingWindow:
             amount += self._steps.pop()[1]
         self._steps.append((step, amount))
 
+    def take_back(self, amount: int) -> None:
+        """What was added last."""
+        while amount > 0 and self._steps:
+            step, added = self._steps.pop()
+            taken = min(amount, added)
+            amount, self._used = amount - taken, self._used - taken
+            if added > taken:
+                self._steps.append((step, added - taken))
+
     def wait(self, amount: int, limit: int) -> float:
         """Seconds until so much more fits; infinite where it never does."""
         over = self.used + amount - limit

@@ -129,6 +129,21 @@ def test_tokens_are_charged_before_and_after(tenants: Tenants) -> None:
     assert "more than this key may use in a minute" in huge.json()["error"]["message"]
 
 
+def test_a_full_queue_charges_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    secret, key = new_key("busy", "user", limits=KeyLimits(tokens_per_minute=100_000))
+    with changing(tmp_path / "keys.json") as document:
+        document["busy"] = entry_of(key)
+    flags = ["--keys-file", str(tmp_path / "keys.json"), "--max-batch-size", "1", "--max-queue-size", "1"]
+    with running(ours(str(tiny_folder), flags)) as server:
+        client = httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {secret}"}, timeout=60)
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: complete(client, prompt=[5] * 50, max_tokens=150), range(8)))
+        served = [answer for answer in answers if answer.status_code == 200]
+        full = [answer for answer in answers if answer.status_code == 429]
+        assert {answer.json()["error"]["code"] for answer in full} == {"queue_full"}
+        assert left(client.get("/v1/models"), "tokens") == 100_000 - 200 * len(served)
+
+
 def test_so_many_at_once(tenants: Tenants) -> None:
     client = tenants.add("narrow", limits=KeyLimits(concurrency=2))
     body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True, "stream": True}

@@ -36,6 +36,22 @@ def test_a_window_forgets_after_a_minute() -> None:
     assert (window.used, window.reset()) == (0, 0)
 
 
+def test_what_was_added_last_can_be_taken_back() -> None:
+    clock = Clock()
+    window = SlidingWindow(clock)
+    for amount in (3, 4, 5):
+        window.add(amount)
+        clock.now += 1
+    window.take_back(7)
+    assert window.used == 5
+    clock.now += 58.2  # the first has left
+    assert window.used == 2
+    window.take_back(9)
+    assert (window.used, window.reset()) == (0, 0)
+    window.add(-3)
+    assert window.used == 0
+
+
 def test_no_minute_has_more_requests_than_the_limit() -> None:
     """Whenever they come, and as many as could be let in."""
     clock, rng, limit = Clock(), random.Random(1), 7

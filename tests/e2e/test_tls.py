@@ -86,7 +86,7 @@ def test_https_by_httpx(secured: Secured) -> None:
 
 
 def test_https_by_the_openai_package(secured: Secured) -> None:
-    http = httpx.Client(verify=secured.context)
+    http = httpx.Client(verify=secured.context)  # which the package closes
     with openai.OpenAI(
         base_url=f"{secured.server.url}/v1", api_key=secured.secrets["user"], http_client=http, max_retries=0
     ) as client:

@@ -44,7 +44,7 @@ def test_what_was_added_last_can_be_taken_back() -> None:
         clock.now += 1
     window.take_back(7)
     assert window.used == 5
-    clock.now += 58.2  # the first has left
+    clock.now += 57.2  # the first has left
     assert window.used == 2
     window.take_back(9)
     assert (window.used, window.reset()) == (0, 0)

@@ -110,7 +110,7 @@ def test_https_by_our_commands(secured: Secured, way: str) -> None:
     for command in (
         ["adapters", *common, *trust, "list"],
         ["chat", *common, *trust, "-p", PROMPT, "--max-tokens", "2"],
-        ["bench", *common, *trust, "--requests", "2", "--concurrency", "1", "--output-tokens", "2"],
+        ["bench", *common, *trust, "--num-requests", "2", "--concurrency", "1", "--output-tokens", "2"],
     ):
         done = forked.run([sys.executable, "-m", "mlx_parallm", *command], 60)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -200,6 +200,7 @@ def test_logs_hold_no_keys_prompts_or_paths_of_users(secured: Secured) -> None:
     assert '"path":"/v1/chat/completions"' in log
     assert '"path":"/v1/models/{model_id}"' in log
     assert '"key":"user"' in log
+    assert "gone can't be loaded" in log
     lines = [json.loads(line) for line in audit.splitlines()]
     assert {line["path"] for line in lines} >= {"/v1/adapters/load", "/v1/models/load", "/dashboard/login", "/pause"}
     assert {line["key"] for line in lines} >= {"user", "trainer", "admin", None}

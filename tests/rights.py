@@ -7,6 +7,8 @@ USER = {
     "/get_weight_version", "/server_info", "/get_server_info", "/v1/training/status", "/v1/training/feedback",
     "/v1/rl/rollout", "/v1/rewards/score", "/v1/score", "/score", "/pooling", "/v1/classifications", "/classify",
     "/v1/rerank", "/rerank", "/v2/rerank", "/v1/embeddings", "/v1/predict", "/v1/rl/act",
+    "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
+    "/v1/responses/{response_id}/input_items",
 }  # fmt: skip
 TRAINER = {
     "/v1/adapters/load", "/load_adapter", "/v1/adapters/unload", "/unload_adapter", "/v1/adapters/rollback",

@@ -50,6 +50,16 @@ class HttpConfig:
     allowed_local_media_path: str | None = option(
         None, "folder that file:// URLs of images may point into (default: they are refused)"
     )
+    responses_dir: str | None = option(
+        None,
+        "folder that keeps answers of /v1/responses for requests that continue them, private to the user (default: "
+        "responses in the user's cache folder)",
+    )
+    responses_max_bytes: int = option(
+        1_000_000_000,
+        "most bytes of answers of /v1/responses that are kept, as 1GB; the longest unused go first; 0 keeps none",
+        parse=parse_bytes,
+    )
     max_body_size: int = option(32 << 20, "largest request body, in bytes or as 32MiB", parse=parse_bytes)
     exit_on_engine_failure: bool = option(
         True,
@@ -65,7 +75,7 @@ class HttpConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_body_size")
-        check_at_least(self, 0, "drain_timeout_seconds")
+        check_at_least(self, 0, "drain_timeout_seconds", "responses_max_bytes")
         for name in ("api_key", "admin_key", "keys_file", "audit_log", "tls_cert", "tls_key"):
             if (value := getattr(self, name)) is not None and not value.strip():
                 raise ConfigError(f"{name} is empty: give it a value, or leave it out (unset PARALLM_{name.upper()})")

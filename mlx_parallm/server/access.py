@@ -133,6 +133,7 @@ class Authentication:
         self._access.ring.refresh()
         caller, error = self._identify(scope)
         scope["caller"] = caller
+        scope["key_id"] = "" if caller.key is None else caller.key.identity
         token = current_caller.set(caller)
         try:
             await self._serve(caller, error, scope, receive, send if caller.usage is None else _telling(caller, send))

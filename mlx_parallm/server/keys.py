@@ -59,6 +59,11 @@ class Key:
     def opens(self, secret: str) -> bool:
         return hmac.compare_digest(self.digest, _digest(self.salt, secret))
 
+    @property
+    def identity(self) -> str:
+        """The same as long as the secret is; it can be written down, as the secret does not follow from it."""
+        return hashlib.sha256(b"identity of " + self.digest).hexdigest()
+
     def may(self, role: Role) -> bool:
         return ROLES.index(self.role) >= ROLES.index(role)
 

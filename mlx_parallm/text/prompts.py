@@ -24,6 +24,12 @@ from mlx_parallm.text.parsers.tool_format import ToolFormat
 Message = dict[str, Any]
 
 CHECKED_CHARACTERS = 16  # for each token of the context: a text of fewer characters is simply tokenised
+# What clients may not pass to a chat template beside messages and tools: these are settled here.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {"conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"}
+    | {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
+)
 TOOL_PROMPT = """You may call functions to help with the user's request. These are their signatures:
 <tools>
 {tools}
@@ -32,6 +38,13 @@ To call a function, answer with its name and arguments as a JSON object within {
 {start}
 {{"name": <function-name>, "arguments": <arguments-object>}}
 {end}"""
+
+
+def check_template_kwargs(given: Mapping[str, Any]) -> None:
+    if taken := sorted(RESERVED_TEMPLATE_KWARGS & given.keys()):
+        raise InvalidRequestError(
+            f"chat_template_kwargs: {taken[0]} is not the template's to take", param="chat_template_kwargs"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,9 @@ from pydantic_core import PydanticCustomError
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.call import ImageSource
 from mlx_parallm.server.schema import MAX_TOOLS, Body
-from mlx_parallm.text.prompts import Conversation, Message
+from mlx_parallm.text.prompts import Conversation, Message, check_template_kwargs
 
 IMAGE_PARTS = ("image_url", "input_image")
-RESERVED_TEMPLATE_KWARGS = frozenset(
-    {"conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"}
-    | {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
-    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
-)
 
 
 class ImageURL(Body):
@@ -137,10 +132,7 @@ def conversation(
     if not with_images and (images := image_sources(messages)):
         param = images[0].param
         raise InvalidRequestError(f"{param}: images are not supported here", param=param, code="invalid_value")
-    if taken := sorted(RESERVED_TEMPLATE_KWARGS & template_kwargs.keys()):
-        raise InvalidRequestError(
-            f"chat_template_kwargs: {taken[0]} is not the template's to take", param="chat_template_kwargs"
-        )
+    check_template_kwargs(template_kwargs)
     return Conversation(
         messages=[_message(message, index) for index, message in enumerate(messages)],
         tools=[tool.model_dump(exclude_none=True) for tool in tools],

@@ -1,0 +1,85 @@
+"""The answers of `/v1/responses` and of the routes of stored responses."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from mlx_parallm.server.schema import AnswerBody
+
+
+class InputTokensDetails(AnswerBody):
+    cached_tokens: int = Field(description="Input tokens that were computed before and reused")
+    cache_write_tokens: int = Field(description="Not counted here: 0")
+
+
+class OutputTokensDetails(AnswerBody):
+    reasoning_tokens: int
+
+
+class ResponseUsage(AnswerBody):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(AnswerBody):
+    code: str
+    message: str
+
+
+class IncompleteDetails(AnswerBody):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseAnswer(AnswerBody):
+    id: str
+    object: Literal["response"]
+    created_at: int = Field(description="Seconds since 1970")
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    completed_at: int | None
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]] = Field(description="reasoning, message, function_call, custom_tool_call, …")
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool = Field(description="Whether the response is kept")
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class ResponseDeleted(AnswerBody):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItemList(AnswerBody):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokenCount(AnswerBody):
+    object: Literal["response.input_tokens"]
+    input_tokens: int

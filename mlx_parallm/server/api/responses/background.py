@@ -1,0 +1,41 @@
+"""Responses that nobody waits for: they run to their end, or until they are cancelled, and are asked for by id."""
+
+from collections.abc import Callable, Sequence
+
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.api.responses.writer import Response, ResponsesWriter
+from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation import Generation
+
+
+class BackgroundResponse:
+    """Listens to a generation, and hands the writer what came of it. `release` lets go of the model."""
+
+    def __init__(
+        self, owner: str, generation: Generation, writer: ResponsesWriter, release: Sequence[Callable[[], None]]
+    ) -> None:
+        self.owner = owner
+        self.writer = writer
+        self._generation = generation
+        self._release = release
+        self._collected = Collected()
+
+    def on_update(self, choice: ChoiceStream, update: ChoiceUpdate) -> None:
+        self._collected.add(update)
+
+    def on_end(self, error: ParallmError | None) -> None:
+        self._let_go()
+        if error is not None:
+            self.writer.failed(error)
+        else:
+            self.writer.answer([self._collected])
+
+    def cancel(self) -> Response:
+        self._generation.cancel()
+        self._let_go()
+        return self.writer.cancelled()
+
+    def _let_go(self) -> None:
+        for release in self._release:
+            release()
+        self._release = ()

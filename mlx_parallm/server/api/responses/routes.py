@@ -1,0 +1,242 @@
+"""The endpoints of `/v1/responses`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from mlx_parallm.server.api.responses.background import BackgroundResponse
+from mlx_parallm.server.api.responses.bodies import ResponseBody
+from mlx_parallm.server.api.responses.conversation import PlacedItem, PromptMessage, prompt_messages, shortened
+from mlx_parallm.server.api.responses.items import InputItem, InputMessage, ItemReference, read_item, stored_items
+from mlx_parallm.server.api.responses.store import Item, ResponseStore, StoredResponse
+from mlx_parallm.server.api.responses.writer import Response, ResponsesWriter
+from mlx_parallm.server.call import ChatTurn, GenerationCall, Structure
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.responses import respond
+from mlx_parallm.server.service import GenerationService
+from mlx_parallm.text.grammar import json_grammar
+from mlx_parallm.text.prompts import Conversation, check_template_kwargs
+from mlx_parallm.types import SamplingParams
+
+ROOM = 1024  # tokens that truncation leaves for an answer of no said length, where the context is four times that
+MAX_PAGE = 100
+
+
+class ResponseRoutes:
+    def __init__(self, service: GenerationService, store: ResponseStore) -> None:
+        self._service = service
+        self._store = store
+        self._running: dict[str, BackgroundResponse] = {}
+
+    async def create(self, body: ResponseBody, request: Request) -> HttpResponse:
+        """Answers an input. With `stream`, events arrive as server-sent events; with `background`, the response is
+        still in progress, and `GET /v1/responses/{response_id}` tells when it has ended."""
+        owner = owner_of(request)
+        items = await self._input(body, owner)
+        generation = await self._prepare(body, await self._context(body, owner, items), request)
+        stores = body.store and self._store.keeps
+
+        def keep(response: Response) -> None:
+            self._running.pop(response["id"], None)
+            if stores:
+                self._store.put(owner, StoredResponse(response, kept))
+
+        kept = stored_items(items)
+        writer = ResponsesWriter(body, generation, keep, stores=stores)
+        if not body.background:
+            return await respond(generation, writer, request)
+        if not stores:
+            raise InvalidRequestError("background: this server keeps no responses", param="background")
+        running = BackgroundResponse(owner, generation, writer, request.scope.get("held_models", ()))
+        generation.start(running)
+        request.scope["held_models"] = []  # held until the response has ended
+        self._running[writer.id] = running
+        self._store.put(owner, StoredResponse(writer.in_progress(), kept))
+        return JSONResponse(writer.in_progress())
+
+    async def count(self, body: ResponseBody, request: Request) -> HttpResponse:
+        """How many tokens an input has, with its instructions, tools and all that it continues."""
+        owner = owner_of(request)
+        items = await self._input(body, owner)
+        generation = await self._prepare(body, await self._context(body, owner, items), request)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": generation.prompt_tokens})
+
+    async def retrieve(self, response_id: str, request: Request) -> HttpResponse:
+        """A stored response, or one that runs in the background."""
+        if request.query_params.get("stream", "false") not in ("false", "0"):
+            raise InvalidRequestError("stream: a stored response can't be streamed", param="stream")
+        return JSONResponse((await self._find(response_id, request)).response)
+
+    async def delete(self, response_id: str, request: Request) -> HttpResponse:
+        """Removes a stored response. Those that continue it can't be continued any more."""
+        await self._find(response_id, request)
+        if (running := self._running.get(response_id)) is not None:
+            running.cancel()
+        await self._store.delete(owner_of(request), response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, response_id: str, request: Request) -> HttpResponse:
+        """Ends a response that runs in the background. One that has ended stays as it is."""
+        found = (await self._find(response_id, request)).response
+        if not found["background"]:
+            raise InvalidRequestError(
+                "only responses created with background can be cancelled; a stream ends when its client disconnects",
+                param="response_id",
+            )
+        running = self._running.get(response_id)
+        return JSONResponse(found if running is None else running.cancel())
+
+    async def input_items(
+        self, response_id: str, request: Request, order: str = "desc", limit: str = "20", after: str | None = None
+    ) -> HttpResponse:
+        """The items that a stored response was given as input, newest first; not those of responses before it."""
+        if order not in ("asc", "desc"):
+            raise InvalidRequestError("order: expected asc or desc", param="order", code="invalid_value")
+        if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_PAGE:
+            raise InvalidRequestError(
+                f"limit: expected a number between 1 and {MAX_PAGE}", param="limit", code="invalid_value"
+            )
+        items = list((await self._find(response_id, request)).input)
+        items = items if order == "asc" else items[::-1]
+        if after is not None:
+            places = [place for place, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise InvalidRequestError("after: there is no such item", param="after", code="invalid_value")
+            items = items[places[0] + 1 :]
+        page = items[: int(limit)]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+
+    async def _find(self, response_id: str, request: Request) -> StoredResponse:
+        found = await self._store.get(owner_of(request), response_id)
+        if found is None:
+            raise NotFoundError(f"there is no response {response_id[:100]!r} here", param="response_id")
+        if found.response["status"] == "in_progress" and response_id not in self._running:
+            error = {"code": "server_error", "message": "the server that computed it has stopped before its end"}
+            return StoredResponse({**found.response, "status": "failed", "error": error}, found.input)
+        return found
+
+    async def _input(self, body: ResponseBody, owner: str) -> list[InputItem]:
+        """The items of a body, with those that it refers to."""
+        if isinstance(body.input, str):
+            return [InputMessage(role="user", content=body.input)]
+        return [
+            await self._referred(item, owner, f"input.{number}") if isinstance(item, ItemReference) else item
+            for number, item in enumerate(body.input)
+        ]
+
+    async def _referred(self, reference: ItemReference, owner: str, param: str) -> InputItem:
+        stored = await self._store.item(owner, reference.id)
+        if stored is None:
+            raise NotFoundError(f"{param}: there is no stored item {reference.id[:100]!r}", param=f"{param}.id")
+        return read_item(stored)
+
+    async def _context(self, body: ResponseBody, owner: str, items: Sequence[InputItem]) -> list[PromptMessage]:
+        """The conversation, with all that the body continues."""
+        before: list[Item] = []
+        if body.previous_response_id is not None:
+            before = await self._store.chain(owner, body.previous_response_id)
+        placed = [PlacedItem(read_item(item), "previous_response_id") for item in before]
+        placed += [PlacedItem(item, f"input.{number}") for number, item in enumerate(items)]
+        messages = prompt_messages(placed, body.instructions)
+        if not messages:
+            raise InvalidRequestError("input: there is nothing to answer", param="input", code="invalid_value")
+        return messages
+
+    async def _prepare(self, body: ResponseBody, messages: Sequence[PromptMessage], request: Request) -> Generation:
+        """With `truncation: auto`, as much of the conversation as fits."""
+        try:
+            return await self._prepared(body, messages, request)
+        except ContextLengthError:
+            cuts = shortened(messages) if body.truncation == "auto" else []
+            if not cuts:
+                raise
+        fitting: Generation | None = None
+        low, high = 0, len(cuts) - 1  # the first cut that fits is between them
+        while low <= high:
+            middle = (low + high) // 2
+            try:
+                found = await self._prepared(body, cuts[middle], request)
+            except ContextLengthError:
+                if middle == len(cuts) - 1 and fitting is None:
+                    raise
+                low = middle + 1
+                continue
+            context = found.served.context_length
+            room = min(ROOM, context // 4)
+            if context - found.prompt_tokens < room and middle < len(cuts) - 1:
+                low = middle + 1
+                fitting = fitting or found
+            else:
+                high, fitting = middle - 1, found
+        assert fitting is not None, "the shortest was tried"
+        return fitting
+
+    async def _prepared(self, body: ResponseBody, messages: Sequence[PromptMessage], request: Request) -> Generation:
+        try:
+            return await self._service.prepare(response_call(body, messages), request, "resp")
+        except InvalidRequestError as error:
+            if error.param == "messages":  # as chat templates and their limits call it
+                error.param = "input"
+            raise
+
+
+def owner_of(request: Request) -> str:
+    """Whose stored responses a request may see: those of its key."""
+    return str(request.scope.get("key_id", ""))
+
+
+def response_call(body: ResponseBody, messages: Sequence[PromptMessage]) -> GenerationCall:
+    check_template_kwargs(body.chat_template_kwargs)
+    use = body.tool_use
+    sampling = SamplingParams(
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias,
+        seed=body.seed,
+        stop=body.stop,
+        ignore_eos=body.ignore_eos,
+        logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+    )
+    turn = ChatTurn(
+        conversation=Conversation(
+            messages=[entry.message for entry in messages],
+            tools=[tool.definition for tool in use.tools],
+            template_kwargs=body.template_kwargs,
+        ),
+        must_call=use.must_call,
+        tool_name=None if use.named is None else use.named.function,
+        parallel_calls=body.parallel_tool_calls,
+        images=[image for entry in messages for image in entry.images],
+    )
+    return GenerationCall(
+        chat=turn,
+        sampling=sampling,
+        structure=_structure(body),
+        model=body.model,
+        lora_adapter=body.lora_adapter,
+        max_tokens_field="max_output_tokens",
+        stream=body.stream,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def _structure(body: ResponseBody) -> Structure | None:
+    shape = body.text.format if body.text is not None else None
+    if shape is None or shape.type == "text":
+        return None
+    if shape.type == "json_object":
+        return Structure(json_grammar({"type": "object"}), "text.format")
+    schema: dict[str, Any] = shape.schema_ or {}
+    return Structure(json_grammar(schema), "text.format.schema")

@@ -1,0 +1,247 @@
+"""Responses that others can continue, in an SQLite file: over restarts, within limits, each for the key that wrote it.
+
+One thread does all that touches the file, in the order in which it is asked: what was put is found by the next `get`. A
+response is there whole or not at all. When there are too many, or they hold too much, the longest unused go; using a
+response uses those that it continues.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from mlx_parallm.errors import InvalidRequestError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+MAX_COUNT = 10_000
+MAX_CHAIN_BYTES = 64 << 20  # of all that a response continues: they are read at once
+MAX_CHAIN = 10_000
+KEPT_SECONDS = 30 * 24 * 3600.0  # since the last use, as OpenAI keeps them
+FILE_NAME = "responses-1.sqlite3"  # another number for another schema
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+  id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, response BLOB NOT NULL, input BLOB NOT NULL,
+  output BLOB NOT NULL, bytes INTEGER NOT NULL, used REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS responses_used ON responses (used, bytes);
+CREATE TABLE IF NOT EXISTS items (
+  id TEXT NOT NULL, response TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE, item BLOB NOT NULL,
+  PRIMARY KEY (id, response)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS items_response ON items (response);
+"""
+CHAIN = """
+WITH RECURSIVE chain (id, previous, bytes, depth) AS (
+  SELECT id, previous, bytes, 0 FROM responses WHERE id = ? AND owner = ?
+  UNION ALL
+  SELECT r.id, r.previous, r.bytes, depth + 1 FROM responses r JOIN chain ON r.id = chain.previous
+  WHERE r.owner = ? AND depth < ?)
+SELECT id, previous, bytes FROM chain ORDER BY depth
+"""
+
+T = TypeVar("T")
+Item = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    response: Mapping[str, Any]  # as clients get it
+    input: Sequence[Item]
+
+    @property
+    def id(self) -> str:
+        return str(self.response["id"])
+
+
+class ResponseStore:
+    def __init__(self, folder: Path, most_bytes: int, most: int = MAX_COUNT, seconds: float = KEPT_SECONDS) -> None:
+        self._path = folder / FILE_NAME
+        self._most = most
+        self._most_bytes = most_bytes
+        self._seconds = seconds
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
+        self._connection: sqlite3.Connection | None = None  # made by the thread, at its first use
+
+    @property
+    def keeps(self) -> bool:
+        return self._most_bytes > 0 and self._most > 0
+
+    def put(self, owner: str, stored: StoredResponse) -> None:
+        """Soon; what is wrong with the disk is logged."""
+        if self.keeps:
+            self._thread.submit(self._put, owner, stored)
+
+    async def get(self, owner: str, identity: str) -> StoredResponse | None:
+        return await self._run(lambda: self._get(owner, identity))
+
+    async def chain(self, owner: str, identity: str) -> list[Item]:
+        """All items of a response and of those that it continues, in their order."""
+        return await self._run(lambda: self._chain(owner, identity))
+
+    async def item(self, owner: str, identity: str) -> Item | None:
+        """The newest item of this name."""
+        return await self._run(lambda: self._item(owner, identity))
+
+    async def delete(self, owner: str, identity: str) -> bool:
+        return await self._run(lambda: self._delete(owner, identity))
+
+    async def close(self) -> None:
+        """When all that was put is written."""
+        if self._thread is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+            self._thread.shutdown(wait=False)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (sqlite3.Error, OSError) as error:
+            log.warning("stored responses in %s can't be read: %s", self._path, error)
+            raise UnavailableError("stored responses can't be read; the server's log says why") from error
+
+    # On the thread
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.touch(mode=0o600)
+            try:
+                self._connection = self._connect()
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):  # locked, or the disk is full: the file may be right
+                    raise
+                log.warning("%s is damaged and is put aside: %s", self._path, error)
+                self._path.replace(self._path.with_suffix(".damaged"))
+                for ending in ("-wal", "-shm"):
+                    self._path.with_name(self._path.name + ending).unlink(missing_ok=True)
+                self._path.touch(mode=0o600)
+                self._connection = self._connect()
+        return self._connection
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=10, check_same_thread=False, isolation_level=None)
+        try:
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA journal_size_limit = 4194304")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA foreign_keys = ON")
+            connection.execute("PRAGMA secure_delete = ON")  # what is deleted is gone
+            connection.executescript(SCHEMA)
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
+
+    def _put(self, owner: str, stored: StoredResponse) -> None:
+        response = {key: value for key, value in stored.response.items() if key != "output"}
+        output = stored.response["output"]
+        blobs = [orjson.dumps(part) for part in (response, stored.input, output)]
+        items = {item["id"]: orjson.dumps(item) for item in [*stored.input, *output] if item.get("id")}
+        size = sum(map(len, blobs)) + sum(map(len, items.values()))
+        if size > self._most_bytes:
+            log.warning("%s is not kept: it has %d bytes, and --responses-max-bytes allows fewer", stored.id, size)
+            return
+        previous = stored.response["previous_response_id"]
+        try:
+            connection = self._open()
+            with _transaction(connection):
+                connection.execute("DELETE FROM responses WHERE id = ?", (stored.id,))
+                connection.execute(
+                    "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (stored.id, owner, previous, *blobs, size, time.time()),
+                )
+                connection.executemany(
+                    "INSERT INTO items VALUES (?, ?, ?)", [(name, stored.id, item) for name, item in items.items()]
+                )
+                self._evict(connection)
+            connection.execute("PRAGMA incremental_vacuum")
+        except (sqlite3.Error, OSError) as error:
+            log.warning("%s can't be kept in %s: %s", stored.id, self._path, error)
+
+    def _evict(self, connection: sqlite3.Connection) -> None:
+        connection.execute("DELETE FROM responses WHERE used < ?", (time.time() - self._seconds,))
+        count, size = connection.execute("SELECT COUNT(*), TOTAL(bytes) FROM responses").fetchone()
+        if count <= self._most and size <= self._most_bytes:
+            return
+        gone = []
+        for identity, its_bytes in connection.execute("SELECT id, bytes FROM responses ORDER BY used, rowid"):
+            if count <= self._most and size <= self._most_bytes:
+                break
+            gone.append((identity,))
+            count, size = count - 1, size - its_bytes
+        connection.executemany("DELETE FROM responses WHERE id = ?", gone)
+
+    def _get(self, owner: str, identity: str) -> StoredResponse | None:
+        if not self.keeps:
+            return None
+        query = "SELECT response, input, output FROM responses WHERE id = ? AND owner = ?"
+        row = self._open().execute(query, (identity, owner)).fetchone()
+        if row is None:
+            return None
+        response, given, output = map(orjson.loads, row)
+        return StoredResponse({**response, "output": output}, given)
+
+    def _chain(self, owner: str, identity: str) -> list[Item]:
+        connection = self._open() if self.keeps else None
+        rows = []
+        if connection is not None:
+            rows = connection.execute(CHAIN, (identity, owner, owner, MAX_CHAIN)).fetchall()
+        if not rows or rows[-1][1] is not None:
+            lost = identity if not rows else rows[-1][1]
+            found = "" if not rows else f", which {rows[-1][0]} continues,"
+            raise InvalidRequestError(
+                f"the response {lost[:100]!r}{found} is not stored here: send its items as input instead",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        if sum(row[2] for row in rows) > MAX_CHAIN_BYTES:
+            raise InvalidRequestError(
+                f"the conversation has more than {MAX_CHAIN_BYTES} bytes: begin a new one",
+                param="previous_response_id",
+            )
+        assert connection is not None
+        items: list[Item] = []
+        now = time.time()
+        for found_id, _, _ in reversed(rows):
+            query = "UPDATE responses SET used = ? WHERE id = ? RETURNING input, output"
+            for blobs in connection.execute(query, (now, found_id)).fetchall():
+                items += [item for blob in blobs for item in orjson.loads(blob)]
+        return items
+
+    def _item(self, owner: str, identity: str) -> Item | None:
+        if not self.keeps:
+            return None
+        query = """SELECT item FROM items JOIN responses ON responses.id = items.response
+                   WHERE items.id = ? AND owner = ? ORDER BY responses.rowid DESC LIMIT 1"""
+        row = self._open().execute(query, (identity, owner)).fetchone()
+        return None if row is None else orjson.loads(row[0])
+
+    def _delete(self, owner: str, identity: str) -> bool:
+        if not self.keeps:
+            return False
+        query = "DELETE FROM responses WHERE id = ? AND owner = ?"
+        return self._open().execute(query, (identity, owner)).rowcount > 0
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Any:
+    """All of it or nothing."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")

@@ -1,0 +1,188 @@
+"""How a response is written: the object itself, and the numbered events of a stream."""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from mlx_parallm.errors import ParallmError, QueueFullError
+from mlx_parallm.server.api.responses.bodies import ENCRYPTED, ResponseBody
+from mlx_parallm.server.api.responses.output import OutputBuilder
+from mlx_parallm.server.api.responses.tools import ToolChoiceBody
+from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.schema import Body
+from mlx_parallm.text.detokenize import Vocabulary
+from mlx_parallm.text.parsers.calls import Piece
+from mlx_parallm.types import TokenLogprob
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+ABORTED = {"code": "server_error", "message": "the server was told to stop what it was generating"}
+
+Response = dict[str, Any]
+
+
+class ResponsesWriter:
+    """Of one response. `keep` is given the response when it has ended."""
+
+    ending = b""
+    media_type = b"text/event-stream; charset=utf-8"
+
+    def __init__(
+        self, body: ResponseBody, generation: Generation, keep: Callable[[Response], None], *, stores: bool
+    ) -> None:
+        self._generation = generation
+        self._logprobs = body.wants_logprobs
+        self._keep = keep
+        self._pending: list[bytes] = []
+        self._number = 2  # of the next event: the first two open the stream, when some others are written already
+        self._builder = OutputBuilder(body.tool_use, self._emit, encoded_reasoning=ENCRYPTED in body.include)
+        self._start = _envelope(body, generation, stores)
+
+    @property
+    def id(self) -> str:
+        return str(self._start["id"])
+
+    def in_progress(self) -> Response:
+        return dict(self._start)
+
+    def opening(self) -> bytes:
+        return _event("response.created", 0, response=self._start) + _event(
+            "response.in_progress", 1, response=self._start
+        )
+
+    def chunk(self, choice: ChoiceStream, update: ChoiceUpdate) -> bytes:
+        self._builder.add(update.piece, self._scores(update.logprobs))
+        return self._taken()
+
+    def closing(self) -> bytes:
+        response = self.ended()
+        self._emit(f"response.{response['status']}", response=response)
+        return self._taken()
+
+    def failure(self, error: ParallmError) -> bytes:
+        self._emit("response.failed", response=self.failed(error))
+        return self._taken()
+
+    def answer(self, results: Sequence[Collected]) -> Response:
+        [result] = results
+        piece = Piece("".join(result.content), "".join(result.reasoning), tuple(result.calls))
+        reasoned = self._generation.choices[0].reasoning_tokens
+        self._builder.add(piece, self._scores(result.logprobs[reasoned:]))
+        return self.ended()
+
+    def ended(self) -> Response:
+        """The response when all has been generated."""
+        reason = self._generation.choices[0].finish_reason
+        complete = reason not in ("length", "abort")
+        self._builder.finish("completed" if complete else "incomplete")
+        response = {**self._start, "output": self._builder.items, "usage": self._usage()}
+        if complete:
+            response |= {"status": "completed", "completed_at": int(time.time())}
+        elif reason == "length":
+            response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        else:
+            response |= {"status": "failed", "error": ABORTED}
+        self._keep(response)
+        return response
+
+    def failed(self, error: ParallmError) -> Response:
+        code = "rate_limit_exceeded" if isinstance(error, QueueFullError) else error.code or "server_error"
+        found = {"code": code, "message": error.message}
+        response = {**self._start, "status": "failed", "error": found, "output": self._builder.items}
+        self._keep(response)
+        return response
+
+    def cancelled(self) -> Response:
+        response = {**self._start, "status": "cancelled"}
+        self._keep(response)
+        return response
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        self._pending.append(_event(kind, self._number, **fields))
+        self._number += 1
+
+    def _taken(self) -> bytes:
+        data = b"".join(self._pending)
+        self._pending.clear()
+        return data
+
+    def _usage(self) -> dict[str, Any]:
+        [choice] = self._generation.choices
+        prompt = self._generation.prompt_tokens
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": choice.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": choice.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
+            "total_tokens": prompt + choice.completion_tokens,
+        }
+
+    def _scores(self, entries: Sequence[tuple[TokenLogprob, int]]) -> list[dict[str, Any]]:
+        if not self._logprobs:
+            return []
+        vocabulary = self._generation.served.vocabulary
+        return [
+            {
+                **_token(vocabulary, entry.token, entry.logprob),
+                "top_logprobs": [_token(vocabulary, token, logprob) for token, logprob in entry.top],
+            }
+            for entry, _ in entries
+        ]
+
+
+def _event(kind: str, number: int, **fields: Any) -> bytes:
+    content = orjson.dumps({"type": kind, "sequence_number": number, **fields})
+    return b"event: " + kind.encode() + b"\ndata: " + content + b"\n\n"
+
+
+def _token(vocabulary: Vocabulary, token: int, logprob: float) -> dict[str, Any]:
+    spelled = vocabulary.spell(token)
+    found = None if logprob != logprob else max(logprob, LOWEST_LOGPROB)
+    return {"token": spelled.decode("utf-8", "replace"), "logprob": found, "bytes": list(spelled)}
+
+
+def _envelope(body: ResponseBody, generation: Generation, stores: bool) -> Response:
+    """The response before anything has been generated: mostly what was asked for."""
+    text, reasoning = body.text, body.reasoning
+    shape = _plain(text.format) if text and text.format else {"type": "text"}
+    chosen = body.tool_choice
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",  # by chance: who knows it may not be guessed
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": body.background,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata,
+        "model": generation.served.name if body.model == "default" else body.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": stores,
+        "temperature": body.temperature,
+        "text": {"format": shape, "verbosity": (text and text.verbosity) or "medium"},
+        "tool_choice": _plain(chosen) if isinstance(chosen, ToolChoiceBody) else chosen or "auto",
+        "tools": [_plain(tool) for tool in body.tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": body.truncation,
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _plain(body: Body) -> dict[str, Any]:
+    """As it was sent."""
+    return body.model_dump(exclude_unset=True, by_alias=True)

@@ -1,0 +1,342 @@
+"""Parts of `/v1/responses` without a server: items to messages, text to items, and the store."""
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from pydantic import TypeAdapter
+
+from mlx_parallm.errors import InvalidRequestError, UnavailableError
+from mlx_parallm.server.api.responses.bodies import ResponseBody
+from mlx_parallm.server.api.responses.conversation import PlacedItem, PromptMessage, prompt_messages, shortened
+from mlx_parallm.server.api.responses.items import InputItem, stored_items
+from mlx_parallm.server.api.responses.output import OutputBuilder
+from mlx_parallm.server.api.responses.store import FILE_NAME, ResponseStore, StoredResponse
+from mlx_parallm.text.parsers.calls import CallDelta, Piece
+
+T = TypeVar("T")
+ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+
+
+def messages(items: list[Any], instructions: str | None = None) -> list[dict[str, Any]]:
+    placed = [PlacedItem(item, f"input.{number}") for number, item in enumerate(ITEMS.validate_python(items))]
+    return [entry.message for entry in prompt_messages(placed, instructions)]
+
+
+def call(identity: str, name: str = "f") -> dict[str, Any]:
+    return {"type": "function_call", "call_id": identity, "name": name, "arguments": '{"x": 1}'}
+
+
+def output(identity: str) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": identity, "output": f"of {identity}"}
+
+
+# Items to messages
+
+
+def test_instructions_and_what_comes_first_are_one_system_message() -> None:
+    items = [
+        {"role": "developer", "content": "b"},
+        {"role": "system", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    assert messages(items, "a") == [{"role": "system", "content": "a\n\nb\n\nc"}, {"role": "user", "content": "d"}]
+    assert messages(items[2:]) == [{"role": "user", "content": "d"}]
+
+
+def test_an_answer_is_one_message() -> None:
+    items = [
+        {"role": "user", "content": "go"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        call("1"),
+        call("2", "g"),
+        output("2"),
+        output("1"),
+        {"role": "assistant", "content": "done"},
+    ]
+    found = messages(items)
+    assert [message["role"] for message in found] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert found[1]["reasoning_content"] == "hm"
+    assert found[1]["content"] == "I look."
+    assert [one["function"] for one in found[1]["tool_calls"]] == [
+        {"name": "f", "arguments": {"x": 1}},
+        {"name": "g", "arguments": {"x": 1}},
+    ]
+    assert found[2] == {"role": "tool", "tool_call_id": "2", "name": "g", "content": "of 2"}
+
+
+def test_text_after_a_call_is_another_message() -> None:
+    found = messages([call("1"), {"role": "assistant", "content": "wait"}, output("1")])
+    assert [message["role"] for message in found] == ["assistant", "assistant", "tool"]
+
+
+def test_shell_and_custom_calls_are_calls_of_functions() -> None:
+    items = [
+        {"type": "local_shell_call", "id": "lsh_1", "call_id": "1", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "custom_tool_call", "call_id": "2", "name": "patch", "namespace": "n", "input": "text"},
+        {"type": "local_shell_call_output", "call_id": "1", "output": "a"},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "b"}]},
+    ]
+    found = messages(items)
+    assert [one["function"] for one in found[0]["tool_calls"]] == [
+        {"name": "local_shell", "arguments": {"command": ["ls"]}},
+        {"name": "n__patch", "arguments": {"input": "text"}},
+    ]
+    assert [message["content"] for message in found[1:]] == ["a", "b"]
+
+
+def test_images_of_a_tool_are_shown_by_the_user() -> None:
+    parts = [{"type": "input_text", "text": "a cat"}, {"type": "input_image", "image_url": "http://x/cat.png"}]
+    items = ITEMS.validate_python([call("1"), {"type": "function_call_output", "call_id": "1", "output": parts}])
+    found = prompt_messages([PlacedItem(item, f"input.{number}") for number, item in enumerate(items)], None)
+    assert [entry.role for entry in found] == ["assistant", "tool", "user"]
+    assert found[1].message["content"] == "a cat"
+    assert [(image.url, image.param) for image in found[2].images] == [("http://x/cat.png", "input.1.output.1")]
+
+
+def test_an_output_needs_its_call() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        messages([output("1")])
+    assert caught.value.param == "input.0.call_id"
+
+
+def test_what_is_left_out_first() -> None:
+    roles = ["system", "user", "assistant", "user", "assistant", "tool", "assistant", "tool"]
+    talk = [PromptMessage({"role": role, "content": str(number)}) for number, role in enumerate(roles)]
+    cuts = ["".join(entry.message["content"] for entry in cut) for cut in shortened(talk)]
+    assert cuts == ["034567", "0367"]
+    assert shortened(talk[:1]) == []
+    assert shortened(talk[:2]) == []
+
+
+def test_stored_items_have_ids_of_their_own() -> None:
+    given = ITEMS.validate_python(
+        [
+            {"role": "user", "content": "a"},
+            {"id": "msg_1", "role": "user", "content": "b"},
+            {**call("1"), "id": "msg_1"},
+        ]
+    )
+    stored = stored_items(given)
+    assert len({item["id"] for item in stored}) == 3
+    assert stored[1]["id"] == "msg_1"
+    assert stored[0]["content"] == [{"type": "input_text", "text": "a"}]
+    assert ITEMS.validate_python(stored)
+
+
+# Text to items
+
+TOOLS: list[Any] = [
+    {"type": "function", "name": "f"},
+    {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}},
+    {"type": "local_shell"},
+]
+
+
+def built(*pieces: Piece, status: str = "completed") -> tuple[list[dict[str, Any]], list[str]]:
+    body = ResponseBody.model_validate({"input": "x", "tools": TOOLS})
+    kinds: list[str] = []
+
+    def emit(kind: str, **fields: Any) -> None:
+        kinds.append(kind.removeprefix("response."))
+
+    builder = OutputBuilder(body.tool_use, emit, encoded_reasoning=False)
+    for piece in pieces:
+        builder.add(piece)
+    builder.finish(status)
+    return builder.items, kinds
+
+
+def test_items_follow_one_another() -> None:
+    items, kinds = built(
+        Piece(reasoning="hm"),
+        Piece(reasoning="m", content="\n"),
+        Piece(content="I look."),
+        Piece(calls=(CallDelta(0, "c0", "f"), CallDelta(0, arguments='{"x"'))),
+        Piece(calls=(CallDelta(0, arguments=": 1}"), CallDelta(1, "c1", "f", "{}"))),
+        Piece(content="\n"),
+    )
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
+    assert items[0]["content"] == [{"type": "reasoning_text", "text": "hmm"}]
+    assert items[1]["content"][0]["text"] == "\nI look."
+    assert [item["arguments"] for item in items[2:]] == ['{"x": 1}', "{}"]
+    assert {item["status"] for item in items} == {"completed"}
+    assert kinds.count("output_item.added") == kinds.count("output_item.done") == 4
+    assert kinds[-2:] == ["function_call_arguments.done", "output_item.done"]
+
+
+def test_other_tools_get_items_of_their_own() -> None:
+    items, kinds = built(
+        Piece(
+            calls=(
+                CallDelta(0, "c0", "patch", '{"input": "line\\n"}'),
+                CallDelta(1, "c1", "local_shell", '{"command": ["ls", "-l"], "timeout_ms": 5}'),
+                CallDelta(2, "c2", "patch", "not json"),
+                CallDelta(3, "c3", "local_shell", '{"command": "ls"}'),
+                CallDelta(4, "c4", "unknown", "{}"),
+            )
+        )
+    )
+    assert [item["type"] for item in items] == [
+        *("custom_tool_call", "local_shell_call", "custom_tool_call", "local_shell_call", "function_call")
+    ]
+    assert (items[0]["input"], items[2]["input"]) == ("line\n", "not json")
+    assert items[1]["action"]["command"] == ["ls", "-l"]
+    assert items[3]["action"]["command"] == ['{"command": "ls"}']
+    assert kinds.count("custom_tool_call_input.done") == 2
+
+
+def test_nothing_is_an_empty_message() -> None:
+    items, kinds = built()
+    assert items[0]["content"][0]["text"] == ""
+    assert kinds[0] == "output_item.added"
+    assert kinds[-1] == "output_item.done"
+
+
+def test_what_is_cut_off_is_incomplete() -> None:
+    items, _ = built(Piece(reasoning="a", content="b"), status="incomplete")
+    assert [item["status"] for item in items] == ["completed", "incomplete"]
+
+
+def test_a_grammar_is_told() -> None:
+    use = ResponseBody.model_validate({"input": "x", "tools": TOOLS}).tool_use
+    assert "start: /a+/" in use.tools[1].definition["function"]["description"]
+
+
+# The store
+
+
+def response(name: str, previous: str | None = None, text: str = "answer") -> StoredResponse:
+    answer = {"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [], "text": text}
+    given = {"id": f"in_{name}", "type": "message", "role": "user", "content": [], "text": "question"}
+    return StoredResponse({"id": name, "previous_response_id": previous, "output": [answer]}, [given])
+
+
+def done(work: Awaitable[T]) -> T:
+    async def wait() -> T:
+        return await work
+
+    return asyncio.run(wait())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+def ids(items: list[dict[str, Any]]) -> list[str]:
+    return [item["id"] for item in items]
+
+
+def test_a_chain_over_a_restart(folder: Path) -> None:
+    store = ResponseStore(folder, 10_000_000)
+    store.put("me", response("a"))
+    store.put("me", response("b", "a"))
+    store.put("me", response("c", "b"))
+    assert ids(done(store.chain("me", "c"))) == ["in_a", "msg_a", "in_b", "msg_b", "in_c", "msg_c"]
+    done(store.close())
+    store = ResponseStore(folder, 10_000_000)
+    assert ids(done(store.chain("me", "b"))) == ["in_a", "msg_a", "in_b", "msg_b"]
+    found = done(store.get("me", "c"))
+    assert found == response("c", "b")
+    assert done(store.item("me", "in_b")) == response("b").input[0]
+    done(store.close())
+
+
+def test_only_its_owner_finds_a_response(folder: Path) -> None:
+    store = ResponseStore(folder, 10_000_000)
+    store.put("me", response("a"))
+    for owner in ("you", ""):
+        assert done(store.get(owner, "a")) is None
+        assert done(store.item(owner, "msg_a")) is None
+        assert not done(store.delete(owner, "a"))
+        with pytest.raises(InvalidRequestError):
+            done(store.chain(owner, "a"))
+    store.put("you", response("b", "a"))  # no way to another's conversation
+    with pytest.raises(InvalidRequestError):
+        done(store.chain("you", "b"))
+    assert done(store.delete("me", "a"))
+    assert done(store.get("me", "a")) is None
+    done(store.close())
+
+
+def test_a_chain_with_a_gap_is_refused(folder: Path) -> None:
+    store = ResponseStore(folder, 10_000_000)
+    for name, previous in (("a", None), ("b", "a"), ("c", "b")):
+        store.put("me", response(name, previous))
+    done(store.delete("me", "a"))
+    with pytest.raises(InvalidRequestError) as caught:
+        done(store.chain("me", "c"))
+    assert caught.value.code == "previous_response_not_found"
+    assert "'a'" in caught.value.message
+    assert done(store.item("me", "msg_a")) is None
+    done(store.close())
+
+
+def test_the_longest_unused_go_first(folder: Path) -> None:
+    store = ResponseStore(folder, 10_000_000, most=3)
+    for name, previous in (("a", None), ("b", "a"), ("c", None)):
+        store.put("me", response(name, previous))
+    done(store.chain("me", "b"))  # which uses a, too
+    store.put("me", response("d"))
+    kept = [name for name in "abcd" if done(store.get("me", name)) is not None]
+    assert kept == ["a", "b", "d"]
+    done(store.close())
+
+
+def test_bytes_are_bounded(folder: Path) -> None:
+    store = ResponseStore(folder, 100_000)
+    for number in range(50):
+        store.put("me", response(f"r{number}", text="x" * 5_000))
+    store.put("me", response("huge", text="x" * 200_000))
+    kept = [number for number in range(50) if done(store.get("me", f"r{number}")) is not None]
+    assert kept == list(range(kept[0], 50))
+    assert 5 <= len(kept) <= 20
+    assert done(store.get("me", "huge")) is None
+    done(store.close())
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 400_000
+
+
+def test_old_responses_go(folder: Path) -> None:
+    store = ResponseStore(folder, 10_000_000, seconds=-1)
+    store.put("me", response("a"))
+    store.put("me", response("b"))
+    assert done(store.get("me", "a")) is None
+    done(store.close())
+
+
+def test_a_damaged_file_is_put_aside(folder: Path) -> None:
+    folder.mkdir()
+    (folder / FILE_NAME).write_bytes(b"no database at all" * 100)
+    store = ResponseStore(folder, 10_000_000)
+    store.put("me", response("a"))
+    assert done(store.get("me", "a")) is not None
+    done(store.close())
+    assert list(folder.glob("*.damaged"))
+
+
+def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = ResponseStore(tmp_path / "file" / "kept", 10_000_000)
+    store.put("me", response("a"))
+    with pytest.raises(UnavailableError):
+        done(store.get("me", "a"))
+    done(store.close())
+
+
+def test_two_servers_share_a_folder(folder: Path) -> None:
+    one, other = ResponseStore(folder, 10_000_000), ResponseStore(folder, 10_000_000)
+    for number in range(20):
+        (one if number % 2 else other).put("me", response(f"r{number}", f"r{number - 1}" if number else None))
+        done((one if number % 2 else other).get("me", "x"))  # wait for it
+    assert len(done(one.chain("me", "r19"))) == 40
+    done(one.close())
+    done(other.close())
+    with sqlite3.connect(folder / FILE_NAME) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert json.loads(connection.execute("SELECT response FROM responses WHERE id = 'r0'").fetchone()[0])["id"] == "r0"

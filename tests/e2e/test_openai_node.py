@@ -1,4 +1,4 @@
-"""The `openai` package of npm against our server: runs openai_node/suite.test.mjs where Node is at hand."""
+"""The `openai` package of npm against our server: runs the suites in openai_node where Node is at hand."""
 
 import os
 import shutil
@@ -10,6 +10,7 @@ import pytest
 from tests.support.servers import ServerProcess
 
 SUITE = Path(__file__).parent / "openai_node"
+FILES = ("suite.test.mjs", "responses.test.mjs")
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if npm is None or node is None:
         pytest.skip("node and npm are not installed")
     folder = tmp_path_factory.mktemp("openai_node")
-    for name in ("package.json", "suite.test.mjs"):
+    for name in ("package.json", *FILES):
         shutil.copy(SUITE / name, folder)
     install = [npm, "install", "--no-package-lock", "--no-audit", "--no-fund", "--fetch-retries=0"]
     try:
@@ -33,7 +34,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_suite(suite: Path, tiny_server: ServerProcess) -> None:
     env = os.environ | {"OPENAI_BASE_URL": f"{tiny_server.url}/v1"}
-    command = ["node", "--test", "--test-reporter=tap", "suite.test.mjs"]
+    command = ["node", "--test", "--test-reporter=tap", "--test-concurrency=1", *FILES]
     answer = subprocess.run(command, cwd=suite, env=env, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stdout[-8000:] + answer.stderr[-2000:]
     assert "# fail 0" in answer.stdout

@@ -82,8 +82,6 @@ def test_a_session_with_the_answers_that_were_given(server: ServerProcess) -> No
         assert done == found[-1]["response"]["output"]
         [call] = done
         assert call["type"] in ("function_call", "custom_tool_call")
-        if call["type"] == "function_call" and call["status"] != "completed":
-            call["arguments"] = "{}"  # it was cut off: an agent answers it with an error
         items = [*items, as_resent(call), output_of(call)]
         shares.append(share_of_cached(found[-1]["response"]["usage"]))
     assert min(shares[1:]) >= SHARE, shares

@@ -99,6 +99,12 @@ def test_images_of_a_tool_are_shown_by_the_user() -> None:
     assert [(image.url, image.param) for image in found[2].images] == [("http://x/cat.png", "input.1.output.1")]
 
 
+@pytest.mark.parametrize("arguments", ["{", "[1]", "null", '{"x": 1'])
+def test_calls_that_went_wrong_stay(arguments: str) -> None:
+    [message] = messages([call("1") | {"arguments": arguments}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"arguments": arguments}
+
+
 def test_an_output_needs_its_call() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         messages([output("1")])

@@ -93,8 +93,7 @@ class _Talk:
         elif isinstance(item, ReasoningItem):
             self._add_reasoning(reasoning_text(item))
         elif isinstance(item, FunctionCallItem):
-            name = function_name(item.name, item.namespace)
-            self._add_call(item.call_id, name, _arguments(item.arguments, f"{param}.arguments"))
+            self._add_call(item.call_id, function_name(item.name, item.namespace), _arguments(item.arguments))
         elif isinstance(item, CustomCallItem):
             self._add_call(item.call_id, function_name(item.name, item.namespace), {"input": item.input})
         elif isinstance(item, ShellCallItem):
@@ -172,14 +171,13 @@ def _content(content: str | list[InputPart], param: str) -> tuple[Any, list[Imag
     return parts, images
 
 
-def _arguments(arguments: str, param: str) -> dict[str, Any]:
+def _arguments(arguments: str) -> dict[str, Any]:
+    """Templates want an object. A call that the model has got wrong, or not finished, stays in the conversation."""
     try:
         parsed = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
         parsed = None
-    if not isinstance(parsed, dict):
-        raise InvalidRequestError(f"{param}: expected a JSON object as text", param=param)
-    return parsed
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}
 
 
 def encode_reasoning(text: str) -> str:

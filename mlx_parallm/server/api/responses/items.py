@@ -27,7 +27,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 def problem(text: str) -> PydanticCustomError:
     """What is wrong with a value, in words that may hold braces."""
-    return PydanticCustomError("value", text.replace("{", "{{").replace("}", "}}"))  # type: ignore[arg-type]
+    return PydanticCustomError("value", text.replace("{", "{{").replace("}", "}}"))
 
 
 def new_id(kind: str) -> str:
@@ -178,7 +178,7 @@ KINDS = {
 def _kind(item: Any) -> str:
     """A message need not say that it is one, nor a reference, which has just an id."""
     if not isinstance(item, dict):
-        return getattr(item, "type", "message")
+        return str(getattr(item, "type", "message"))
     kind = item.get("type")
     if kind is None:
         return "item_reference" if "id" in item and "role" not in item else "message"

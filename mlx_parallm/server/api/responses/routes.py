@@ -87,8 +87,9 @@ class ResponseRoutes:
                 "only responses created with background can be cancelled; a stream ends when its client disconnects",
                 param="response_id",
             )
-        running = self._running.get(response_id)
-        return JSONResponse(found if running is None else running.cancel())
+        if (running := self._running.get(response_id)) is not None:
+            return JSONResponse(running.cancel())
+        return JSONResponse((await self._find(response_id, request)).response)  # it may have ended just now
 
     async def input_items(
         self, response_id: str, request: Request, order: str = "desc", limit: str = "20", after: str | None = None
@@ -112,10 +113,11 @@ class ResponseRoutes:
         return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
 
     async def _find(self, response_id: str, request: Request) -> StoredResponse:
+        runs = response_id in self._running  # looked up first: one that ends now is stored after this `get`
         found = await self._store.get(owner_of(request), response_id)
         if found is None:
             raise NotFoundError(f"there is no response {response_id[:100]!r} here", param="response_id")
-        if found.response["status"] == "in_progress" and response_id not in self._running:
+        if found.response["status"] == "in_progress" and not runs:
             error = {"code": "server_error", "message": "the server that computed it has stopped before its end"}
             return StoredResponse({**found.response, "status": "failed", "error": error}, found.input)
         return found

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,9 +94,8 @@ class ResponseStore:
 
     async def close(self) -> None:
         """When all that was put is written."""
-        if self._thread is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
-            self._thread.shutdown(wait=False)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown(wait=False)
 
     async def _run(self, work: Callable[[], T]) -> T:
         try:
@@ -209,10 +208,11 @@ class ResponseStore:
         assert connection is not None
         items: list[Item] = []
         now = time.time()
-        for found_id, _, _ in reversed(rows):
-            query = "UPDATE responses SET used = ? WHERE id = ? RETURNING input, output"
-            for blobs in connection.execute(query, (now, found_id)).fetchall():
-                items += [item for blob in blobs for item in orjson.loads(blob)]
+        query = "UPDATE responses SET used = ? WHERE id = ? RETURNING input, output"
+        with _transaction(connection):
+            for found_id, _, _ in reversed(rows):
+                for blobs in connection.execute(query, (now, found_id)).fetchall():
+                    items += [item for blob in blobs for item in orjson.loads(blob)]
         return items
 
     def _item(self, owner: str, identity: str) -> Item | None:
@@ -221,7 +221,8 @@ class ResponseStore:
         query = """SELECT item FROM items JOIN responses ON responses.id = items.response
                    WHERE items.id = ? AND owner = ? ORDER BY responses.rowid DESC LIMIT 1"""
         row = self._open().execute(query, (identity, owner)).fetchone()
-        return None if row is None else orjson.loads(row[0])
+        found: Item | None = None if row is None else orjson.loads(row[0])
+        return found
 
     def _delete(self, owner: str, identity: str) -> bool:
         if not self.keeps:
@@ -236,7 +237,7 @@ class ResponseStore:
 
 
 @contextlib.contextmanager
-def _transaction(connection: sqlite3.Connection) -> Any:
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """All of it or nothing."""
     connection.execute("BEGIN IMMEDIATE")
     try:

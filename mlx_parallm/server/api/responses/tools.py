@@ -211,11 +211,10 @@ class ToolUse:
             return cls()
         if isinstance(choice, ToolChoiceBody):
             if choice.type != "allowed_tools":
-                named = choice.find(tools)
-                return cls(tools, True, named)
+                return cls(tools, True, choice.find(tools))
             if not choice.tools:
                 raise problem("allowed_tools needs its tools")
-            allowed = {choice.find(tools).function for choice in choice.tools}
+            allowed = {one.find(tools).function for one in choice.tools}
             return cls([tool for tool in tools if tool.function in allowed], choice.mode == "required")
         if choice == "required" and not tools:
             raise problem("required needs at least one tool that the model can call")

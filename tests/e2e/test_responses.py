@@ -151,11 +151,15 @@ def test_events_come_in_order(client: OpenAI) -> None:
 
 
 def test_the_stream_helper(client: OpenAI) -> None:
-    with client.responses.stream(model="default", input="hello", max_output_tokens=60, temperature=0) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        if stream._state._completed_response is not None:  # not cut off
-            assert stream.get_final_response().output_text == text
-    assert text
+    whole = client.responses.create(**ASK)
+    with client.responses.stream(**ASK) as stream:
+        found = [event for event in stream if event.type == "response.output_text.delta"]
+    assert found[-1].snapshot == "".join(event.delta for event in found) == whole.output_text
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    shape: Any = {"format": {"type": "json_schema", "name": "nothing", "schema": schema}}
+    with client.responses.stream(**{**ASK, "max_output_tokens": 60}, text=shape) as stream:
+        final = stream.get_final_response()
+    assert json.loads(final.output_text) == {}
 
 
 def test_the_async_client(tiny_server: ServerProcess) -> None:

@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS responses (
   output BLOB NOT NULL, bytes INTEGER NOT NULL, used REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS responses_used ON responses (used, bytes);
 CREATE TABLE IF NOT EXISTS items (
-  id TEXT NOT NULL, response TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE, item BLOB NOT NULL,
+  id TEXT NOT NULL, response TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
   PRIMARY KEY (id, response)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS items_response ON items (response);
 """
@@ -142,8 +142,8 @@ class ResponseStore:
         response = {key: value for key, value in stored.response.items() if key != "output"}
         output = stored.response["output"]
         blobs = [orjson.dumps(part) for part in (response, stored.input, output)]
-        items = {item["id"]: orjson.dumps(item) for item in [*stored.input, *output] if item.get("id")}
-        size = sum(map(len, blobs)) + sum(map(len, items.values()))
+        items = {item["id"] for item in [*stored.input, *output]}
+        size = sum(map(len, blobs)) + sum(len(name) + 100 for name in items)
         if size > self._most_bytes:
             log.warning("%s is not kept: it has %d bytes, and --responses-max-bytes allows fewer", stored.id, size)
             return
@@ -156,9 +156,7 @@ class ResponseStore:
                     "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                     (stored.id, owner, previous, *blobs, size, time.time()),
                 )
-                connection.executemany(
-                    "INSERT INTO items VALUES (?, ?, ?)", [(name, stored.id, item) for name, item in items.items()]
-                )
+                connection.executemany("INSERT INTO items VALUES (?, ?)", [(name, stored.id) for name in items])
                 self._evict(connection)
             connection.execute("PRAGMA incremental_vacuum")
         except (sqlite3.Error, OSError) as error:
@@ -188,41 +186,35 @@ class ResponseStore:
         return StoredResponse({**response, "output": output}, given)
 
     def _chain(self, owner: str, identity: str) -> list[Item]:
-        connection = self._open() if self.keeps else None
-        rows = []
-        if connection is not None:
-            rows = connection.execute(CHAIN, (identity, owner, owner, MAX_CHAIN)).fetchall()
-        if not rows or rows[-1][1] is not None:
-            lost = identity if not rows else rows[-1][1]
-            found = "" if not rows else f", which {rows[-1][0]} continues,"
-            raise InvalidRequestError(
-                f"the response {lost[:100]!r}{found} is not stored here: send its items as input instead",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        if sum(row[2] for row in rows) > MAX_CHAIN_BYTES:
-            raise InvalidRequestError(
-                f"the conversation has more than {MAX_CHAIN_BYTES} bytes: begin a new one",
-                param="previous_response_id",
-            )
-        assert connection is not None
-        items: list[Item] = []
-        now = time.time()
+        if not self.keeps:
+            raise _not_found(identity)
+        connection = self._open()
         query = "UPDATE responses SET used = ? WHERE id = ? RETURNING input, output"
         with _transaction(connection):
-            for found_id, _, _ in reversed(rows):
-                for blobs in connection.execute(query, (now, found_id)).fetchall():
-                    items += [item for blob in blobs for item in orjson.loads(blob)]
+            rows = connection.execute(CHAIN, (identity, owner, owner, MAX_CHAIN)).fetchall()
+            if not rows:
+                raise _not_found(identity)
+            if rows[-1][1] is not None:
+                raise _not_found(rows[-1][1], before=rows[-1][0])
+            if sum(row[2] for row in rows) > MAX_CHAIN_BYTES:
+                raise InvalidRequestError(
+                    f"the conversation has more than {MAX_CHAIN_BYTES} bytes: begin a new one",
+                    param="previous_response_id",
+                )
+            items: list[Item] = []
+            now = time.time()
+            for found, _, _ in reversed(rows):
+                [blobs] = connection.execute(query, (now, found)).fetchall()
+                items += [item for blob in blobs for item in orjson.loads(blob)]
         return items
 
     def _item(self, owner: str, identity: str) -> Item | None:
         if not self.keeps:
             return None
-        query = """SELECT item FROM items JOIN responses ON responses.id = items.response
+        query = """SELECT input, output FROM items JOIN responses ON responses.id = items.response
                    WHERE items.id = ? AND owner = ? ORDER BY responses.rowid DESC LIMIT 1"""
-        row = self._open().execute(query, (identity, owner)).fetchone()
-        found: Item | None = None if row is None else orjson.loads(row[0])
-        return found
+        row = self._open().execute(query, (identity, owner)).fetchone() or ()
+        return next((item for blob in row for item in orjson.loads(blob) if item["id"] == identity), None)
 
     def _delete(self, owner: str, identity: str) -> bool:
         if not self.keeps:
@@ -234,6 +226,15 @@ class ResponseStore:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _not_found(identity: str, before: str | None = None) -> InvalidRequestError:
+    place = "" if before is None else f", which {before} continues,"
+    return InvalidRequestError(
+        f"the response {identity[:100]!r}{place} is not stored here: send its items as input instead",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )
 
 
 @contextlib.contextmanager

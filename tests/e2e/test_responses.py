@@ -388,6 +388,8 @@ def test_background(client: OpenAI) -> None:
 def test_cancel(client: OpenAI, tiny_server: ServerProcess) -> None:
     long: dict[str, Any] = {"model": "default", "input": "hello", "max_output_tokens": 1900, "background": True}
     answer = client.responses.create(**long, extra_body={"ignore_eos": True})
+    with pytest.raises(openai.BadRequestError, match="in progress"):
+        client.responses.create(**ASK, previous_response_id=answer.id)
     cancelled = client.responses.cancel(answer.id)
     assert (cancelled.id, cancelled.status) == (answer.id, "cancelled")
     assert client.responses.retrieve(answer.id).status == "cancelled"

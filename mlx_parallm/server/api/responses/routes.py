@@ -141,6 +141,11 @@ class ResponseRoutes:
         """The conversation, with all that the body continues."""
         before: list[Item] = []
         if body.previous_response_id is not None:
+            if body.previous_response_id in self._running:
+                raise InvalidRequestError(
+                    "the previous response is still in progress: wait for its end, or cancel it",
+                    param="previous_response_id",
+                )
             before = await self._store.chain(owner, body.previous_response_id)
         placed = [PlacedItem(read_item(item), "previous_response_id") for item in before]
         placed += [PlacedItem(item, f"input.{number}") for number, item in enumerate(items)]

@@ -23,7 +23,7 @@ Includable = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-EXAMPLE = {"input": "What is the capital of France?", "max_output_tokens": 32, "temperature": 0}
+EXAMPLE: dict[str, Any] = {"input": "What is the capital of France?", "max_output_tokens": 32, "temperature": 0}
 
 
 class TextFormat(Body):

@@ -125,7 +125,7 @@ class ResponseRoutes:
     async def _input(self, body: ResponseBody, owner: str) -> list[InputItem]:
         """The items of a body, with those that it refers to."""
         if isinstance(body.input, str):
-            return [InputMessage(role="user", content=body.input)]
+            return [InputMessage.model_validate({"role": "user", "content": body.input})]
         return [
             await self._referred(item, owner, f"input.{number}") if isinstance(item, ItemReference) else item
             for number, item in enumerate(body.input)

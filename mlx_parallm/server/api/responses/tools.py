@@ -16,8 +16,10 @@ from mlx_parallm.server.schema import MAX_TOOLS, Body
 from mlx_parallm.text.parsers.calls import Tool
 
 # Codex and its kin send these by default: the model is not offered them, and never calls them.
-LEFT_OUT = ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11")
-LEFT_OUT += ("image_generation", "tool_search")
+LEFT_OUT = (
+    *("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11"),
+    *("image_generation", "tool_search"),
+)
 SHELL = "local_shell"
 SHELL_PARAMETERS: dict[str, Any] = {
     "type": "object",

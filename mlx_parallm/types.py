@@ -113,6 +113,7 @@ class ModelInfo:
     context_length: int
     vocab_size: int  # the width of the logits, at least the tokenizer's
     kind: str = "chat"  # "vision": its prompts may hold images
+    architecture: str = ""  # model_type of its config.json: "llama", "qwen3", …
 
 
 ModelState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
@@ -135,6 +136,7 @@ class ModelStatus:
     bytes: int = 0  # of its weights; of one that is not loaded, what they will be, where that is known
     context_length: int | None = None
     signature: Mapping[str, Any] | None = None
+    leaves_in: float | None = None  # seconds until it leaves memory, if nobody asks for it; None: it stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ def load(
         precision=precision,
         source=str(source or path),
         kind="chat" if vision is None else "vision",
+        architecture=str(config.get("model_type", "")),
         vision=None if vision is None else Vision(vision.encoder, vision.processor),
     )
 

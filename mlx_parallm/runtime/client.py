@@ -222,6 +222,10 @@ class PoolClient(Protocol):
         """Loads a model that is known, or the one at `source` under a new name. `pin`: whether it must stay."""
         ...
 
+    def keep_alive(self, name: str, seconds: float) -> None:
+        """How long a model stays after its last request: 0 is not at all, `math.inf` pins it."""
+        ...
+
     def unload(self, name: str, timeout: float) -> None:
         """Waits so long for the requests that use a model, and frees its memory."""
         ...

@@ -26,6 +26,7 @@ class PoolEntry:
     kind: str
     lasting: bool = True  # named by a flag or found in --model-dir: can be loaded again after it was unloaded
     pinned: bool = False
+    keep_alive: float | None = None  # seconds that it stays after its last request; None: as the config says
     status: ModelState = "unloaded"
     error: ParallmError | None = None  # why it has failed
     model: Engine | LocalPredictor | None = None
@@ -64,11 +65,13 @@ class PoolEntry:
             except InvalidStateError:  # its client has left
                 continue
 
-    def describe(self, held: int) -> ModelStatus:
-        """`held`: bytes that are in memory now, by which loading is measured."""
+    def describe(self, held: int, idle_seconds: float | None) -> ModelStatus:
+        """`held`: bytes that are in memory now, by which loading is measured. `idle_seconds`: after which it leaves."""
         model, progress = self.model, 1.0 if self.status == "ready" else 0.0
         if self.status == "loading" and self.bytes:
             progress = round(min(0.99, max(0.0, (held - self.held_before) / self.bytes)), 2)
+        stays = self.pinned or idle_seconds is None or model is None
+        left = None if stays else max(0.0, (idle_seconds or 0.0) + self.used - time.monotonic())
         context, signature = None, None
         if isinstance(model, Engine):
             context = model.model.context_length
@@ -88,6 +91,7 @@ class PoolEntry:
             bytes=self.bytes,
             context_length=context,
             signature=signature,
+            leaves_in=left,
         )
 
 

@@ -1,12 +1,13 @@
 """The models of this process, by name: loaded at the start or on their first request, unloaded when memory is short.
 
 A request holds the model that it uses; one that is not loaded is, while the request waits. Models leave memory, the
-longest unused first, when another needs their place, or after `--idle-unload-seconds`; those that are pinned, that
-train, or that have adapters or newer weights stay. Any thread may call the pool; models come and go on a thread of its
-own, one by one.
+longest unused first, when another needs their place, or when they were idle for `--idle-unload-seconds` or for what
+`keep_alive` says of them; those that are pinned, that train, or that have adapters or newer weights stay. Any thread may
+call the pool; models come and go on a thread of its own, one by one.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -39,7 +40,7 @@ from mlx_parallm.types import ModelStatus
 log = logging.getLogger(__name__)
 
 ROOM_SHARE = 10  # one part in so many of the memory is kept for requests, where models can leave for it
-IDLE_CHECKS = 4  # in the time after which an idle model goes
+IDLE_CHECK_SECONDS = 60.0  # at most, between two looks for idle models
 LOOK_SECONDS = 1.0  # between two looks into the folder of models
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -60,6 +61,7 @@ class ModelPool:
         self._looked = -LOOK_SECONDS  # when, into the folder of models
         self.on_failure: Callable[[str], None] | None = None  # when an engine has died
         self._listeners: list[Callable[[], None]] = []
+        self._idle_watch: threading.Thread | None = None
         for name, source in config.named_models().items():
             self._entries[name] = PoolEntry(name, source, kind_name(source))
 
@@ -71,7 +73,7 @@ class ModelPool:
             else:
                 self._bring_up(entry, progress)
         if self._config.model.idle_unload_seconds is not None:
-            threading.Thread(target=self._watch_idle, name="idle models", daemon=True).start()
+            self._watch_for_idle()
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Has it called when models came or went, on the pool's thread: who knows models by name must let go of those
@@ -98,7 +100,7 @@ class ModelPool:
         held = mx.get_active_memory()
         with self._changed:
             self._look_into_folder(at_most_every=LOOK_SECONDS)
-            return [entry.describe(held) for entry in self._entries.values()]
+            return [entry.describe(held, self._idle_seconds(entry)) for entry in self._entries.values()]
 
     def acquire(self, name: str) -> "Future[None]":
         """Holds a model for a request, until `release`; loads it where it is not. Its future can be cancelled."""
@@ -139,6 +141,14 @@ class ModelPool:
             future.add_done_callback(lambda done: None if done.exception() else self.release(name))
             self._await(entry, future)
         return future
+
+    def keep_alive(self, name: str, seconds: float) -> None:
+        """How long a model stays after its last request, until it has left: 0 is not at all, `math.inf` pins it."""
+        with self._changed:
+            entry = self._find(name)
+            entry.pinned = seconds == math.inf
+            entry.keep_alive = None if entry.pinned else seconds
+            self._watch_for_idle()
 
     def unload(self, name: str, timeout: float) -> None:
         """Waits for the requests that use a model, no longer than that, and frees its memory. Blocks."""
@@ -303,7 +313,7 @@ class ModelPool:
         self._loader.reclaim()
         log.info("%s has left memory", entry.name)
         with self._changed:
-            entry.status = "unloaded"
+            entry.status, entry.keep_alive = "unloaded", None
             if entry.waiting:
                 self._begin(entry)
             self._changed.notify_all()
@@ -346,17 +356,37 @@ class ModelPool:
             code="out_of_memory",
         )
 
+    def _idle_seconds(self, entry: PoolEntry) -> float | None:
+        """After how many it leaves; None: never."""
+        return entry.keep_alive if entry.keep_alive is not None else self._config.model.idle_unload_seconds
+
+    def _watch_for_idle(self) -> None:
+        with self._changed:
+            if self._idle_watch is None:
+                self._idle_watch = threading.Thread(target=self._watch_idle, name="idle models", daemon=True)
+                self._idle_watch.start()
+            self._changed.notify_all()
+
     def _watch_idle(self) -> None:
-        """Has models leave that nobody has asked for in a while."""
-        patience = self._config.model.idle_unload_seconds
-        assert patience is not None
-        while not self._closing.wait(patience / IDLE_CHECKS):
-            with self._changed:
-                for entry in self._entries.values():
-                    idle = not entry.users and time.monotonic() - entry.used > patience
-                    if idle and self._may_leave(entry):
-                        entry.status = "unloading"
-                        self._jobs.submit(self._unload, entry, 0.0, False)
+        """Has models leave that nobody has asked for in a while. Whoever changes when that is, wakes it."""
+        with self._changed:
+            while not self._closing.is_set():
+                self._changed.wait(self._unload_idle())
+
+    def _unload_idle(self) -> float:
+        """Seconds until it is worth another look."""
+        waits = [IDLE_CHECK_SECONDS]
+        for entry in self._entries.values():
+            patience = self._idle_seconds(entry)
+            if patience is None or entry.users or not self._may_leave(entry):
+                continue
+            left = entry.used + patience - time.monotonic()
+            if left > 0:
+                waits.append(left)
+            else:
+                entry.status = "unloading"
+                self._jobs.submit(self._unload, entry, 0.0, False)
+        return min(waits)
 
 
 def _failure(entry: PoolEntry) -> UnavailableError:

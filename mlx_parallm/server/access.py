@@ -3,7 +3,8 @@
 `OriginGuard` refuses what a web page sends without leave: a foreign `Host` (DNS rebinding), a foreign `Origin`, or a
 body of a type that browsers send across sites without asking. `Authentication` asks for a key, as a bearer token or by
 the cookie of a login: a user's for all routes but probes, a trainer's for adapters and training, an admin's for what
-changes the server for everybody; and counts what a key with limits uses.
+changes the server for everybody; and counts what a key with limits uses. It notes in the scope
+whether the caller may do that (`is_admin`), for routes of which only a part changes the server.
 """
 
 import ipaddress
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/health/", "/metrics"})  # for probes and scrapers, as vLLM leaves them
 LOGIN_PATHS = frozenset({"/dashboard/login", "/dashboard/logout", "/dashboard/session"})
-OPEN_PATHS = PROBES | LOGIN_PATHS
+OPEN_PATHS = PROBES | LOGIN_PATHS | {"/"}  # Ollama's clients probe the root
 UPLOAD_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter", "/update_adapter_weights"})
 UPLOAD_TYPES = frozenset(
     {"multipart/form-data", "application/octet-stream", "application/x-safetensors", "application/vnd.safetensors"}
@@ -120,7 +121,10 @@ class AccessControl:
 
 
 class Authentication:
-    """A key for all routes but probes, of the role that the route needs; `--admin-key` alone leaves users' open."""
+    """A key for all routes but probes, of the role that the route needs; `--admin-key` alone leaves users' open.
+
+    A key comes as a bearer token, as `x-api-key`, which is how Anthropic's clients send it, or by the cookie of a login.
+    """
 
     def __init__(self, app: ASGIApp, access: AccessControl) -> None:
         self.app = app
@@ -160,12 +164,14 @@ class Authentication:
     def _identify(self, scope: Scope) -> tuple[Caller, ParallmError | None]:
         """Who calls, and why not."""
         needed, headers = role_needed(scope["path"]), Headers(scope=scope)
-        secret = _bearer(headers)
-        key = self._access.ring.find(secret) if secret is not None else self._signed_in(scope["method"], headers)
+        secrets = _secrets(headers)
+        found = [key for secret in secrets if (key := self._access.ring.find(secret)) is not None]
+        key = found[0] if found else None if secrets else self._signed_in(scope["method"], headers)
+        scope["is_admin"] = not self._access.ring.guards("admin") or (key is not None and key.may("admin"))
         caller = ANYBODY if key is None else self._access.caller(key)
         if needed is None or not self._access.ring.guards(needed):
             return caller, None
-        if key is None and secret is None:
+        if key is None and not secrets:
             return caller, AuthenticationError("this server needs a key: send it as 'Authorization: Bearer KEY'")
         if key is None:
             return caller, AuthenticationError("the key is wrong")
@@ -184,9 +190,10 @@ class Authentication:
         return None if token is None else self._access.logins.find(token)
 
 
-def _bearer(headers: Headers) -> str | None:
+def _secrets(headers: Headers) -> list[str]:
+    """The keys that a request brings, in either header."""
     kind, _, token = headers.get("authorization", "").partition(" ")
-    return token if kind.lower() == "bearer" and token else None
+    return [one for one in (token if kind.lower() == "bearer" else "", headers.get("x-api-key", "")) if one]
 
 
 def session_token(headers: Headers) -> str | None:

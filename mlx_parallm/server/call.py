@@ -54,6 +54,7 @@ class GenerationCall:
     truncate_prompt_tokens: int | None = None
     default_max_tokens: int | None = None  # unless sampling or the server's settings say how many
     max_tokens_field: str = "max_tokens"  # what the dialect calls it, for errors
+    fit_max_tokens: bool = False  # more than the context has room for means all of that room, and is no error
     include_stop: bool = False
     skip_special_tokens: bool = True
     exact_tokens: bool = False  # all tokens with their log-probabilities, the one that ends an answer too

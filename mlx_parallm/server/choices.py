@@ -3,6 +3,7 @@
 A `Generation` has a `ChoiceStream` for each of its choices; dialects write its `ChoiceUpdate`s, or what it `Collected`.
 """
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,7 @@ class ChoiceStream:
         self.stop_token: int | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.cached_tokens = 0
+        self.begun: float | None = None  # by time.perf_counter, when its first delta came
         self.versions: tuple[tuple[int, int], ...] = ((0, 0),)  # of adapters, each with its first token's number
         self._exact = exact
         self._stream = stream
@@ -112,6 +114,7 @@ class ChoiceStream:
         """What there is to tell, or None while there is nothing."""
         if self.finish_reason is not None:
             return None
+        self.begun = self.begun or time.perf_counter()
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.cached_tokens = self.cached_tokens or delta.cached_tokens

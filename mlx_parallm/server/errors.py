@@ -1,6 +1,7 @@
-"""Every way a request can fail, as the one JSON shape that clients get. `server.app` registers the handlers here.
+"""Every way a request can fail, as the JSON shape that its clients get. `server.app` registers the handlers here.
 
-Whatever is raised becomes `{"error": {"message", "type", "param", "code"}}`; no traceback leaves the process.
+Whatever is raised becomes `{"error": {"message", "type", "param", "code"}}`, or the shape that the path's dialect has
+for errors (`error_shapes`); no traceback leaves the process.
 """
 
 import logging
@@ -13,8 +14,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.errors import InvalidRequestError, ParallmError, QueueFullError
+from mlx_parallm.server.error_shapes import Failure, error_body, openai_error
 from mlx_parallm.server.route_paths import route_path
 
 log = logging.getLogger(__name__)
@@ -41,13 +44,26 @@ class TensorJSONResponse(JSONResponse):
         return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+class ErrorResponse(JSONResponse):
+    """An error, written when it is sent: by then it is known which dialect it answers."""
+
+    def __init__(self, failure: Failure, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(openai_error(failure), failure.status, headers)
+        self._failure = failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.body = self.render(error_body(self._failure, scope["path"], scope.get("request_id", "")))
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
 def error_response(error: ParallmError) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, QueueFullError):
         headers["Retry-After"] = str(error.retry_after)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error.body(), error.status, headers)
+    return ErrorResponse(Failure.of(error), headers)
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -79,8 +95,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if error.status_code in (404, 405):
         message = f"{message}: {request.method} {request.url.path}"
     kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
-    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
-    return JSONResponse(body, error.status_code, error.headers)
+    return ErrorResponse(Failure(error.status_code, kind, message), error.headers)
 
 
 async def _on_left(request: Request, error: Exception) -> Response:

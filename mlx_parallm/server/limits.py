@@ -21,6 +21,7 @@ def sampling_for(
         default=default_max_tokens or call.default_max_tokens,
         prompt="prompt" if call.chat is None else "messages",
         param=call.max_tokens_field,
+        fit=call.fit_max_tokens,
     )
     sampling = replace(
         call.sampling, max_tokens=max_tokens, top_k=0 if top_k >= vocab_size else max(top_k, 0), grammar=grammar
@@ -30,13 +31,23 @@ def sampling_for(
 
 
 def completion_length(
-    served: ServedModel, prompt_tokens: int, *, asked: int | None, default: int | None, prompt: str, param: str
+    served: ServedModel,
+    prompt_tokens: int,
+    *,
+    asked: int | None,
+    default: int | None,
+    prompt: str,
+    param: str,
+    fit: bool = False,
 ) -> int | None:
-    """The most tokens to generate; None leaves it to the context. What was asked for must fit, as in vLLM."""
+    """The most tokens to generate; None leaves it to the context. What was asked for must fit, as in vLLM, unless `fit`
+    has it cut to what does."""
     context = served.context_length
     room = context - prompt_tokens
     if room < 1:
         raise ContextLengthError.of(context, prompt_tokens, param=prompt)
+    if asked is not None and fit:
+        return min(asked, room)
     if asked is not None and asked > room:
         error = ContextLengthError.of(context, prompt_tokens, asked, param=prompt)
         error.param = param

@@ -18,6 +18,7 @@ from mlx_parallm.errors import ParallmError, PayloadTooLargeError
 from mlx_parallm.server.access import PROBES, UPLOAD_PATHS, is_audited
 from mlx_parallm.server.audit import AuditLog
 from mlx_parallm.server.caller import ANYBODY
+from mlx_parallm.server.error_shapes import is_anthropic
 from mlx_parallm.server.errors import CLIENT_LEFT, error_response
 from mlx_parallm.server.logs import request_id
 from mlx_parallm.server.route_paths import route_path
@@ -48,7 +49,10 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = identity
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = identity
+                if is_anthropic(scope["path"]):  # whose clients look for it by this name
+                    headers["request-id"] = identity
             await send(message)
 
         try:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.schema import responses
+from mlx_parallm.server.schema import Error, responses
 
 MAX_DEPTH = 128  # of a body
 MAX_VALUES = 1 << 23
@@ -29,13 +29,15 @@ def add_routes(
     streams: bool = False,
     body: Mapping[str, Any] | None = None,
     answer: Mapping[str, Any] | None = None,
+    error: type[BaseModel] = Error,
 ) -> None:
     """Path, method, endpoint, answer and summary of each.
 
     `body`, `answer`: OpenAPI's description of their content, by media type, where it is not the JSON of a class.
+    `error`: the shape of errors, where the dialect has its own.
     """
     for path, method, endpoint, model, summary in routes:
-        documented = responses(model, streams=streams)
+        documented = responses(model, streams=streams, error=error)
         if answer is not None:
             documented[200]["content"] = answer
         router.add_api_route(

@@ -74,7 +74,9 @@ ERRORS = {
 }
 
 
-def responses(model: type[BaseModel], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+def responses(
+    model: type[BaseModel], *, streams: bool = False, error: type[BaseModel] = Error
+) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route in the OpenAPI document."""
     answer: dict[str, Any] = {"model": model, "description": "The answer"}
     if streams:
@@ -84,7 +86,7 @@ def responses(model: type[BaseModel], *, streams: bool = False) -> dict[int | st
         answer.setdefault("content", {})["application/json"] = {"example": EXAMPLES[model.__name__]}
     documented: dict[int | str, dict[str, Any]] = {200: answer}
     for code, text in ERRORS.items():
-        documented[code] = {"model": Error, "description": text}
+        documented[code] = {"model": error, "description": text}
     return documented
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pydantic_core
+
 Tool = Mapping[str, Any]  # as in a request: {"type": "function", "function": {"name", "description", "parameters"}}
 
 
@@ -35,6 +37,16 @@ def json_text(value: object) -> str:
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """A call's arguments as an object: what there is of them, where the text was cut off, and nothing of what is no
+    object."""
+    try:
+        parsed = pydantic_core.from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 @dataclass(slots=True)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 from pydantic import ConfigDict, Field, PlainValidator
 from starlette.requests import Request
@@ -13,6 +12,7 @@ from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.embedding_vectors import Vector, check_dimensions, cut, prompt_text
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.server.schema import AnswerBody, read_prompts
 from mlx_parallm.server.text_inputs import MAX_INPUTS, TruncationBody, encode_texts, numbered
@@ -20,7 +20,7 @@ from mlx_parallm.types import INT64, EmbeddingInfo
 
 MANY_NUMBERS = 1 << 16  # from here on an answer is written off the event loop; a millisecond or two
 
-Vectors = Sequence[npt.NDArray[np.float32]]
+Vectors = Sequence[Vector]
 
 
 def _read_input(value: Any) -> list[str] | list[list[int]]:
@@ -87,22 +87,22 @@ class EmbeddingRoutes:
         async with self._predictors.use(body.model, "embedding", request=request) as model:
             info = model.info
             assert isinstance(info, EmbeddingInfo)
-            _check_dimensions(body.dimensions, info)
+            check_dimensions(body.dimensions, info)
             inputs = await self._tokens(body, model, info)
             vectors = await model.predict(inputs, request)
         count = sum(map(len, inputs))
         content = {"model": model.name, "usage": {"prompt_tokens": count, "total_tokens": count}}
 
         def write() -> bytes:
-            cut = [_cut(vector, body.dimensions) for vector in vectors]
-            return _answer(cut, content, body.encoding_format == "base64")
+            sized = [cut(vector, body.dimensions) for vector in vectors]
+            return _answer(sized, content, body.encoding_format == "base64")
 
         many = len(vectors) * info.dimensions > MANY_NUMBERS
         return Response(await self._tokenizers.run(write) if many else write(), media_type="application/json")
 
     async def _tokens(self, body: EmbeddingBody, model: ServedPredictor, info: EmbeddingInfo) -> list[list[int]]:
         """Token ids of each input that the model knows, and that fit it."""
-        prompt = _prompt(body.prompt_name, info)
+        prompt = prompt_text(body.prompt_name, info)
         if body.prompt_name is not None and not isinstance(body.input[0], str):
             raise InvalidRequestError("prompt_name is for texts, and the input is token ids", param="prompt_name")
         texts = [prompt + item if isinstance(item, str) else item for item in body.input]
@@ -111,37 +111,8 @@ class EmbeddingRoutes:
         return [list(one.input.tokens) for one in encoded]
 
 
-def _prompt(name: str | None, info: EmbeddingInfo) -> str:
-    if name is None:
-        return info.prompts.get(info.default_prompt or "", "")
-    if name not in info.prompts:
-        known = f"has the prompts {', '.join(info.prompts)}" if info.prompts else "has no prompts"
-        raise InvalidRequestError(f"prompt_name: {name!r} is none of the model's: it {known}", param="prompt_name")
-    return info.prompts[name]
-
-
-def _check_dimensions(asked: int | None, info: EmbeddingInfo) -> None:
-    if asked is None or asked == info.dimensions or asked in info.trained_dimensions:
-        return
-    sizes = [*info.trained_dimensions, info.dimensions]
-    every = len(sizes) == info.dimensions
-    known = f"1 to {info.dimensions}" if every else ", ".join(map(str, sizes))
-    raise InvalidRequestError(
-        f"dimensions: the model gives vectors of {known} numbers, not {asked}", param="dimensions"
-    )
-
-
-def _cut(vector: npt.NDArray[np.float32], dimensions: int | None) -> npt.NDArray[np.float32]:
-    """A cut vector has length 1 again."""
-    if dimensions is None or dimensions == len(vector):
-        return vector
-    kept = vector[:dimensions]
-    length: np.float32 = np.linalg.norm(kept)
-    return kept / max(length, np.float32(1e-12))
-
-
 def _answer(vectors: Vectors, content: dict[str, Any], as_base64: bool) -> bytes:
-    def written(vector: npt.NDArray[np.float32]) -> Any:
+    def written(vector: Vector) -> Any:
         if not as_base64:
             return np.ascontiguousarray(vector)
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,0 +1,65 @@
+"""Anthropic's dialect: `/v1/messages` and `/v1/messages/count_tokens`, for its SDKs and for Claude Code."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.server.api.anthropic.answers import AnthropicError, MessageAnswer, TokenCount
+from mlx_parallm.server.api.anthropic.body import CountTokensBody, MessagesBody
+from mlx_parallm.server.api.anthropic.writer import MessageOptions, MessageWriter
+from mlx_parallm.server.call import GenerationCall
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.error_shapes import ANTHROPIC_PATH
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.responses import respond
+from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.types import SamplingParams
+
+EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes, messages = APIRouter(route_class=JSONRoute, tags=["Anthropic"]), MessageRoutes(context)
+    add_routes(
+        routes,
+        (ANTHROPIC_PATH, "POST", messages.create, MessageAnswer, "Answer a conversation"),
+        answer=EVENTS,
+        error=AnthropicError,
+    )
+    add_routes(
+        routes,
+        (f"{ANTHROPIC_PATH}/count_tokens", "POST", messages.count_tokens, TokenCount, "Count a prompt's tokens"),
+        error=AnthropicError,
+    )
+    return routes
+
+
+class MessageRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._models = context.models
+        self._service = context.service
+        self._tokenizers = context.tokenizers
+        self._block_size = 0 if context.config.cache.num_blocks == 0 else context.config.cache.block_size
+
+    async def create(self, body: MessagesBody, request: Request) -> Response:
+        """Answers the conversation. With `stream`, events arrive from `message_start` to `message_stop`."""
+        generation = await self._service.prepare(body.call(), request, "msg")
+        options = MessageOptions(
+            request_id=request.scope["request_id"],
+            max_tokens=body.max_tokens,
+            block_size=self._block_size,
+            hide_thinking=body.thinking is not None and body.thinking.display == "omitted",
+        )
+        return await respond(generation, MessageWriter(generation, options), request)
+
+    async def count_tokens(self, body: CountTokensBody, request: Request) -> Response:
+        """Counts the tokens of the prompt that these messages make, with their system prompt, tools and images."""
+        turn = body.turn()
+        await self._models.use(body.model, request)
+        served = self._models.find(body.model)
+        if turn.images:
+            call = GenerationCall(chat=turn, sampling=SamplingParams())
+            tokens = (await self._tokenizers.prompts(call, served)).tokens[0]
+        else:  # there is no limit to what can be counted
+            tokens = (await self._tokenizers.render(served, turn.conversation, False)).tokens
+        return JSONResponse({"input_tokens": len(tokens)})

@@ -1,0 +1,156 @@
+"""Writes messages as Anthropic's clients read them: whole, or as events that open, fill and close blocks."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.error_shapes import Failure, anthropic_error
+from mlx_parallm.server.generation import Generation
+from mlx_parallm.text.parsers.calls import CallDelta, read_arguments
+
+STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "abort": "pause_turn"}
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+@dataclass(frozen=True, slots=True)
+class MessageOptions:
+    request_id: str
+    max_tokens: int
+    block_size: int  # of the prefix cache; 0: there is none
+    hide_thinking: bool = False
+
+
+class MessageWriter:
+    ending = b""
+    media_type = b"text/event-stream; charset=utf-8"
+
+    def __init__(self, generation: Generation, options: MessageOptions) -> None:
+        self._generation = generation
+        self._options = options
+        self._choice = generation.choices[0]
+        self._blocks = 0  # that were opened
+        self._open: str | None = None  # the type of the block that is not closed
+        self._thoughts = hashlib.blake2b(digest_size=24)
+
+    def opening(self) -> bytes:
+        return _event("message_start", message=self._message([], ended=False))
+
+    def chunk(self, choice: ChoiceStream, update: ChoiceUpdate) -> bytes:
+        piece, parts = update.piece, []
+        if piece.reasoning:
+            self._thoughts.update(piece.reasoning.encode("utf-8", "surrogatepass"))
+            parts.append(self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""}))
+            if not self._options.hide_thinking:
+                parts.append(self._delta({"type": "thinking_delta", "thinking": piece.reasoning}))
+        if piece.content:
+            parts.append(self._opened("text", {"type": "text", "text": ""}))
+            parts.append(self._delta({"type": "text_delta", "text": piece.content}))
+        for call in piece.calls:
+            if call.name is not None:
+                parts.append(self._closed())
+                parts.append(self._opened("tool_use", {"type": "tool_use", **_identity(call), "input": {}}))
+            parts.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
+        return b"".join(parts)
+
+    def closing(self) -> bytes:
+        reason, sequence = self._stop()
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        usage = {key: value for key, value in self._usage().items() if key != "service_tier"}
+        return self._closed() + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+
+    def failure(self, error: ParallmError) -> bytes:
+        return b"event: error\ndata: " + _dumps(anthropic_error(Failure.of(error), self._options.request_id)) + b"\n\n"
+
+    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
+        result, content = results[0], []
+        if reasoning := "".join(result.reasoning):
+            self._thoughts.update(reasoning.encode("utf-8", "surrogatepass"))
+            shown = "" if self._options.hide_thinking else reasoning
+            content.append({"type": "thinking", "thinking": shown, "signature": self._signature()})
+        if text := "".join(result.content):
+            content.append({"type": "text", "text": text})
+        content += [
+            {"type": "tool_use", **_identity(call), "input": read_arguments(call.arguments)} for call in result.calls
+        ]
+        return self._message(content, ended=True)
+
+    def _opened(self, kind: str, block: dict[str, Any]) -> bytes:
+        """Opens a block, unless one of its kind is open."""
+        if self._open == kind:
+            return b""
+        data = self._closed() + _event("content_block_start", index=self._blocks, content_block=block)
+        self._blocks += 1
+        self._open = kind
+        return data + PING if self._blocks == 1 else data
+
+    def _closed(self) -> bytes:
+        """Closes the block that is open, if any."""
+        kind, self._open = self._open, None
+        if kind is None:
+            return b""
+        stop = _event("content_block_stop", index=self._blocks - 1)
+        return (
+            self._delta({"type": "signature_delta", "signature": self._signature()}) + stop
+            if kind == "thinking"
+            else stop
+        )
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+    def _signature(self) -> str:
+        return base64.b64encode(self._thoughts.digest()).decode()
+
+    def _message(self, content: list[dict[str, Any]], *, ended: bool) -> dict[str, Any]:
+        reason, sequence = self._stop() if ended else (None, None)
+        asked = self._generation.call.model
+        return {
+            "id": f"msg_{self._options.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._generation.served.name if asked == "default" else asked,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": self._usage(),
+        }
+
+    def _stop(self) -> tuple[str, str | None]:
+        choice = self._choice
+        if choice.finish_reason == "length":
+            full = choice.completion_tokens < self._options.max_tokens
+            return ("model_context_window_exceeded" if full else "max_tokens"), None
+        if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str):
+            return "stop_sequence", choice.stop_reason
+        return STOP_REASONS[str(choice.finish_reason)], None
+
+    def _usage(self) -> dict[str, Any]:
+        """The prompt's whole blocks are kept in the prefix cache; what is left over is not."""
+        prompt, cached, size = self._generation.prompt_tokens, self._choice.cached_tokens, self._options.block_size
+        kept = max(0, prompt // size * size - cached) if size else 0
+        return {
+            "input_tokens": prompt - cached - kept,
+            "cache_creation_input_tokens": kept,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._choice.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._choice.reasoning_tokens},
+            "service_tier": "standard",
+        }
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + _dumps({"type": name, **fields}) + b"\n\n"
+
+
+def _dumps(value: Any) -> bytes:
+    return orjson.dumps(value)
+
+
+def _identity(call: CallDelta) -> dict[str, Any]:
+    return {"id": str(call.id).replace("call_", "toolu_", 1), "name": call.name}

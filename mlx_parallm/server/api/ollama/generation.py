@@ -1,0 +1,64 @@
+"""`/api/chat` and `/api/generate`: conversations and prompts, as lines of JSON unless `stream` is false."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.server.api.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
+from mlx_parallm.server.api.ollama.calls import chat_call, generate_call
+from mlx_parallm.server.api.ollama.names import ModelNames
+from mlx_parallm.server.api.ollama.writer import ChatLines, PromptLines, Stopwatch, now
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.models import ServedModel
+from mlx_parallm.server.responses import respond
+
+
+class OllamaGeneration:
+    def __init__(self, context: ServerContext, names: ModelNames) -> None:
+        self._models = context.models
+        self._service = context.service
+        self._names = names
+
+    async def chat(self, body: OllamaChatBody, request: Request) -> Response:
+        """Answers the conversation, a line for each piece; with `stream` false, in one object. Without messages the
+        model is loaded, or with a `keep_alive` of 0 unloaded."""
+        if not body.messages:
+            return await self._load(body, request, {"message": {"role": "assistant", "content": ""}})
+        watch = Stopwatch()
+        model, served = await self._use(body, request, watch)
+        generation = await self._service.prepare(chat_call(body, served, model), request, "chat")
+        watch.mark_submitted()
+        return await respond(generation, ChatLines(body.model, generation, watch, body.logprobs), request)
+
+    async def generate(self, body: OllamaGenerateBody, request: Request) -> Response:
+        """Answers the prompt, in the model's chat template unless `raw` is set. Without a prompt the model is loaded,
+        or with a `keep_alive` of 0 unloaded."""
+        if not body.prompt and not body.images:
+            return await self._load(body, request, {"response": ""})
+        watch = Stopwatch()
+        model, served = await self._use(body, request, watch)
+        generation = await self._service.prepare(generate_call(body, served, model), request, "generate")
+        watch.mark_submitted()
+        return await respond(generation, PromptLines(body.model, generation, watch, body.logprobs), request)
+
+    async def _use(self, body: OllamaBody, request: Request, watch: Stopwatch) -> tuple[str, ServedModel]:
+        """The model, held until the request is answered."""
+        model = self._names.own(body.model)
+        await self._models.use(model, request)
+        watch.mark_loaded()
+        served = self._models.find(model)
+        self._names.keep_alive(served.name, body.keep_alive, request)
+        return model, served
+
+    async def _load(self, body: OllamaBody, request: Request, said: dict[str, Any]) -> Response:
+        if body.keep_alive == 0:
+            await self._names.unload(self._names.status(body.model).name, request)
+            reason, durations = "unload", {}
+        else:
+            watch = Stopwatch()
+            await self._use(body, request, watch)
+            reason, durations = "load", watch.durations()
+        line = {"model": body.model, "created_at": now(), **said, "done": True, "done_reason": reason, **durations}
+        return JSONResponse(line, media_type="application/x-ndjson" if body.stream else None)

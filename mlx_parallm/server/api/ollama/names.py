@@ -1,0 +1,50 @@
+"""Models by the names that Ollama's clients have for them, and how long they stay in memory."""
+
+import asyncio
+
+from starlette.requests import Request
+
+from mlx_parallm.errors import PermissionDeniedError
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.models import DEFAULT, GENERATING
+from mlx_parallm.types import ModelStatus
+
+LATEST = ":latest"
+
+
+class ModelNames:
+    def __init__(self, context: ServerContext) -> None:
+        self._models = context.models
+        self._pool = context.runtime.pool
+
+    def own(self, name: str) -> str:
+        """The name by which the server knows a model: its own, or that without `:latest`."""
+        return name if self._is_known(name) else name.removesuffix(LATEST)
+
+    def _is_known(self, name: str) -> bool:
+        return any(name == one.name for one in self._pool.statuses()) or any(
+            name in served.adapters for served in self._models
+        )
+
+    def status(self, name: str) -> ModelStatus:
+        """Of the model of this name, or of the one that the adapter of this name belongs to."""
+        own, statuses = self.own(name), {one.name: one for one in self._pool.statuses()}
+        if own == DEFAULT:
+            own = next((one.name for one in statuses.values() if one.kind in GENERATING), own)
+        return statuses[own] if own in statuses else statuses[self._models.find(own).name]
+
+    def keep_alive(self, model: str, seconds: float | None, request: Request) -> None:
+        """How long the model stays after this request. It is others' model too: where there are keys, an admin says."""
+        if seconds is not None and request.scope.get("is_admin", False):
+            self._pool.keep_alive(model, seconds)
+
+    async def unload(self, model: str, request: Request) -> None:
+        """Has the model leave memory once nobody uses it."""
+        if not request.scope.get("is_admin", False):
+            raise PermissionDeniedError("unloading a model needs an admin key: --admin-key sets one")
+        await asyncio.to_thread(self._pool.keep_alive, model, 0.0)
+
+
+def shown(name: str) -> str:
+    """As Ollama lists names, always with a tag."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST

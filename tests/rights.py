@@ -1,12 +1,14 @@
 """Every route, with who may call it once there are keys. A new route must be entered here."""
 
-OPEN = {"/health", "/health/", "/metrics", "/dashboard/login", "/dashboard/logout", "/dashboard/session"}
+OPEN = {"/", "/health", "/health/", "/metrics", "/dashboard/login", "/dashboard/logout", "/dashboard/session"}
 USER = {
     "/v1/models", "/models", "/v1/models/{model_id}", "/v1/completions", "/v1/chat/completions", "/generate",
     "/generate/", "/chat/", "/get_world_size/", "/tokenize", "/detokenize", "/v1/adapters", "/is_paused",
     "/get_weight_version", "/server_info", "/get_server_info", "/v1/training/status", "/v1/training/feedback",
     "/v1/rl/rollout", "/v1/rewards/score", "/v1/score", "/score", "/pooling", "/v1/classifications", "/classify",
-    "/v1/rerank", "/rerank", "/v2/rerank", "/v1/embeddings", "/v1/predict", "/v1/rl/act",
+    "/v1/rerank", "/rerank", "/v2/rerank", "/v1/embeddings", "/v1/predict", "/v1/rl/act", "/v1/messages",
+    "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags",
+    "/api/show", "/api/ps", "/api/version",
     "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
     "/v1/responses/{response_id}/input_items",
 }  # fmt: skip

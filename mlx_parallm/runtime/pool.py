@@ -2,8 +2,8 @@
 
 A request holds the model that it uses; one that is not loaded is, while the request waits. Models leave memory, the
 longest unused first, when another needs their place, or when they were idle for `--idle-unload-seconds` or for what
-`keep_alive` says of them; those that are pinned, that train, or that have adapters or newer weights stay. Any thread may
-call the pool; models come and go on a thread of its own, one by one.
+`keep_alive` says of them; those that are pinned, that train, or that have adapters or newer weights stay. Any thread
+may call the pool; models come and go on a thread of its own, one by one.
 """
 
 import logging

@@ -47,7 +47,9 @@ async def ask(app: ASGIApp, path: str, method: str = "GET", **options: object) -
         assert answer.text == "behind"
         return 200, None, ""
     error = answer.json()["error"]
-    return answer.status_code, error["code"], error["message"]
+    if isinstance(error, str):  # in Ollama's shape
+        return answer.status_code, None, error
+    return answer.status_code, error.get("code"), error["message"]
 
 
 def bearer(secret: str) -> dict[str, dict[str, str]]:

@@ -66,9 +66,7 @@ def test_a_tool_runs_over_two_turns(client: Any) -> None:
     choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
     pieces: list[str] = []
     with client.messages.stream(**asked, messages=HELLO, tool_choice=choice) as stream:
-        for event in stream:
-            if event.type == "input_json":
-                pieces.append(event.partial_json)
+        pieces += [event.partial_json for event in stream if event.type == "input_json"]
         message = stream.get_final_message()
     (call,) = message.content
     assert (call.type, call.name, message.stop_reason) == ("tool_use", "get_weather", "tool_use")

@@ -1,6 +1,7 @@
 """The pool of models: they come on their first request and go when memory is short, and nobody notices but by time."""
 
 import json
+import math
 import shutil
 import threading
 import time
@@ -230,6 +231,36 @@ def test_a_model_that_nobody_asks_for_leaves(models: Path, started: Callable[...
         time.sleep(0.05)
     assert loaded(runtime) == {"two"}, "a pinned one stays"
     assert len(answer(runtime, "one")) == 8
+
+
+def test_a_model_stays_as_long_as_it_is_kept_alive(models: Path, started: Callable[..., Runtime]) -> None:
+    runtime = started(model_path=(f"one={models / 'one'}", f"two={models / 'two'}"))
+
+    def leaves(name: str) -> bool:
+        deadline = time.monotonic() + 20
+        while status(runtime, name).status != "unloaded" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return status(runtime, name).status == "unloaded"
+
+    assert status(runtime, "one").leaves_in is None
+    runtime.pool.keep_alive("one", 600)
+    assert 590 < (status(runtime, "one").leaves_in or 0) <= 600
+    runtime.pool.acquire("one").result(60)
+    runtime.pool.keep_alive("one", 0)
+    time.sleep(0.1)
+    assert loaded(runtime) == {"one", "two"}, "it is in use"
+    runtime.pool.release("one")
+    assert leaves("one")
+    assert len(answer(runtime, "one")) == 8
+    time.sleep(0.1)
+    assert loaded(runtime) == {"one", "two"}, "that was for once"
+    runtime.pool.keep_alive("one", math.inf)
+    assert (status(runtime, "one").pinned, status(runtime, "one").leaves_in) == (True, None)
+    runtime.pool.keep_alive("one", 0.05)
+    assert leaves("one")
+    assert status(runtime, "one").pinned is False
+    with pytest.raises(ModelNotFoundError):
+        runtime.pool.keep_alive("nobody", 0)
 
 
 def test_the_model_that_trains_stays(models: Path, tmp_path: Path, started: Callable[..., Runtime]) -> None:

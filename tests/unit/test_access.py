@@ -159,6 +159,41 @@ async def test_the_scheme_may_be_written_in_any_case() -> None:
     assert wrong == (401, "invalid_api_key", "the key is wrong")
 
 
+async def test_a_key_may_come_as_x_api_key() -> None:
+    guard = Authentication(BEHIND, keys("user", "admin"))
+    assert (await ask(guard, "/v1/messages", headers={"x-api-key": "open"}))[0] == 200
+    assert (await ask(guard, "/pause", headers={"x-api-key": "sesame"}))[0] == 200
+    assert (await ask(guard, "/pause", headers={"x-api-key": "open"}))[0] == 403
+    for wrong in ("", "guess", "Bearer open"):
+        assert (await ask(guard, "/v1/messages", headers={"x-api-key": wrong}))[0] == 401
+    both = {"x-api-key": "open", "Authorization": "Bearer none"}
+    assert (await ask(guard, "/v1/messages", headers=both))[0] == 200, "one of the two is enough"
+
+
+@pytest.mark.parametrize(
+    ("roles", "secret", "is_admin"),
+    [
+        ((), None, True),
+        (("user",), "open", False),
+        (("admin",), None, False),
+        (("admin",), "sesame", True),
+        (("user", "admin"), "open", False),
+        (("user", "admin"), "sesame", True),
+    ],
+)
+async def test_the_route_knows_whether_an_admin_asks(
+    roles: tuple[Role, ...], secret: str | None, is_admin: bool
+) -> None:
+    async def tell(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse(str(scope["is_admin"]))(scope, receive, send)
+
+    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(Authentication(tell, keys(*roles))), base_url="http://x"
+    ) as calls:
+        assert (await calls.get("/api/chat", headers=headers)).text == str(is_admin)
+
+
 async def test_a_key_with_two_roles_is_an_admins() -> None:
     user, admin = Key.of("a", "user", "x"), Key.of("b", "admin", "x")
     for both in ([user, admin], [admin, user]):

@@ -146,7 +146,7 @@ AssistantBlock = Annotated[
 
 class UserMessage(Body):
     role: Literal["user"]
-    content: str | list[UserBlock]
+    content: str | Annotated[list[UserBlock], Field(min_length=1)]
 
 
 class AssistantTurn(Body):

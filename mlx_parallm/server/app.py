@@ -27,8 +27,8 @@ from mlx_parallm.server.tokenizers import TokenizerPool
 
 DESCRIPTION = """An LLM server for Apple Silicon with continuous batching, behind OpenAI's API.
 
-Every error is `{"error": {"message", "type", "param", "code"}}`, but for `/v1/messages` and `/api/…`, where it has Anthropic's
-and Ollama's shape; every response carries `X-Request-Id`."""
+Every error is `{"error": {"message", "type", "param", "code"}}`, but for `/v1/messages` and `/api/…`, where it has
+Anthropic's and Ollama's shape; every response carries `X-Request-Id`."""
 
 RATE_HEADERS = [
     f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")

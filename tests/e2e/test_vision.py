@@ -129,6 +129,52 @@ def test_answers_equal_mlx_vlms_own(server: ServerProcess, folder: Path) -> None
     assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 32
 
 
+def base64_of(image: Image.Image) -> str:
+    return data_url(image).partition(",")[2]
+
+
+def test_anthropics_image_blocks(server: ServerProcess, site: str) -> None:
+    def said(*blocks: dict[str, Any]) -> str:
+        body = {
+            "model": "eye",
+            "max_tokens": 8,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": list(blocks)}],
+        }
+        answer = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        counted = httpx.post(f"{server.url}/v1/messages/count_tokens", json=body, timeout=60).json()["input_tokens"]
+        usage = answer.json()["usage"]
+        assert counted == sum(usage[key] for key in usage if key.endswith("input_tokens"))
+        assert counted > 40, "the image is part of the prompt"
+        return "".join(block["text"] for block in answer.json()["content"])
+
+    data = {"type": "base64", "media_type": "image/png", "data": base64_of(WIDE)}
+    whole = ask(server, "look", WIDE, ignore_eos=False).json()["choices"][0]["message"]["content"]
+    assert said({"type": "text", "text": "look"}, {"type": "image", "source": data}) == whole
+    said({"type": "image", "source": {"type": "url", "url": f"{site}/png"}})
+    wrong = {"type": "image", "source": data | {"data": "aGVsbG8="}}
+    body = {"model": "eye", "max_tokens": 8, "messages": [{"role": "user", "content": [wrong]}]}
+    refused = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert refused.json()["error"]["message"].startswith("messages.0.content.0.source: ")
+
+
+def test_ollamas_images(server: ServerProcess) -> None:
+    options = {"temperature": 0, "num_predict": 8}
+    whole = ask(server, WIDE, "look", ignore_eos=False).json()["choices"][0]["message"]["content"]
+    message = {"role": "user", "content": "look", "images": [base64_of(WIDE)]}
+    body = {"model": "eye", "messages": [message], "stream": False, "options": options}
+    answer = httpx.post(f"{server.url}/api/chat", json=body, timeout=60).json()
+    assert answer["message"]["content"] == whole
+    prompt = {"model": "eye", "prompt": "look", "images": [base64_of(WIDE)], "stream": False, "options": options}
+    assert httpx.post(f"{server.url}/api/generate", json=prompt, timeout=60).json()["response"] == whole
+    shown = httpx.post(f"{server.url}/api/show", json={"model": "eye"}).json()
+    assert "vision" in shown["capabilities"]
+    refused = httpx.post(f"{server.url}/api/generate", json=prompt | {"images": ["%%"]}, timeout=60)
+    assert (refused.status_code, refused.json()["error"].startswith("images.0: ")) == (400, True)
+
+
 def test_urls_of_a_site_and_of_a_file(server: ServerProcess, site: str) -> None:
     assert tokens(ask(server, "look", f"{site}/png"))
     assert tokens(ask(server, "look", f"{site}/{to('/png')}"))

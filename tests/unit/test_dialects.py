@@ -163,7 +163,8 @@ def test_counting_needs_no_max_tokens() -> None:
     ("given", "seconds"),
     [
         (5, 5), (0, 0), (2.5, 2.5), ("5m", 300), ("1h30m", 5400), ("300ms", 0.3), ("1.5s", 1.5), (".5s", 0.5), ("0", 0),
-        ("300", 300), ("+2s", 2), ("20us", 2e-5), (-1, math.inf), ("-1", math.inf), ("-1m", math.inf), (1e300, math.inf),
+        ("300", 300), ("+2s", 2), ("20us", 2e-5),
+        (-1, math.inf), ("-1", math.inf), ("-1m", math.inf), (1e300, math.inf),
     ],
 )  # fmt: skip
 def test_durations(given: Any, seconds: float) -> None:

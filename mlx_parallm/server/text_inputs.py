@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.api.openai.messages import ChatMessage, conversation
 from mlx_parallm.server.caller import current_caller
+from mlx_parallm.server.chat_messages import ChatMessage, conversation
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.server.schema import MAX_TOKENS, Body
 from mlx_parallm.server.tokenizers import LONG_TEXT, TokenizerPool

@@ -181,7 +181,8 @@ def test_options_have_ollamas_defaults() -> None:
     plain = OllamaOptions().sampling(None)
     assert (plain.temperature, plain.top_k, plain.top_p, plain.max_tokens, plain.seed) == (0.8, 40, 0.9, None, None)
     assert plain.repetition_penalty == 1.0
-    given = OllamaOptions(num_predict=5, seed=0, repeat_penalty=1.2, stop=("x",)).sampling(3)
+    options = {"num_predict": 5, "seed": 0, "repeat_penalty": 1.2, "stop": "x"}
+    given = OllamaOptions.model_validate(options).sampling(3)
     assert (given.max_tokens, given.seed, given.repetition_penalty, given.stop, given.logprobs) == (
         5,
         0,

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.api.openai.messages import ChatMessage, ToolDefinition, conversation
+from mlx_parallm.server.chat_messages import ChatMessage, ToolDefinition, conversation
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ServedModel

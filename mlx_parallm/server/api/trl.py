@@ -15,9 +15,9 @@ from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.openai.completions import CompletionBody, completion_call
-from mlx_parallm.server.api.openai.messages import ChatMessage, ToolDefinition, conversation
 from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.api.ops import Flushed, Health, Operations
+from mlx_parallm.server.chat_messages import ChatMessage, ToolDefinition, conversation
 from mlx_parallm.server.choices import Collected
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse

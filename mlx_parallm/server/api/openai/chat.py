@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
-from mlx_parallm.server.api.openai.messages import ChatMessage, TemplateBody, conversation, image_sources
 from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, finite, prompt_logprobs
 from mlx_parallm.server.call import ChatTurn, GenerationCall
+from mlx_parallm.server.chat_messages import ChatMessage, TemplateBody, conversation, image_sources
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.responses import event, respond

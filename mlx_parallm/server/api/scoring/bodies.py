@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.server.api.openai.messages import ChatMessage
+from mlx_parallm.server.chat_messages import ChatMessage
 from mlx_parallm.server.schema import Body
 from mlx_parallm.server.text_inputs import MAX_INPUTS, TextInputs, TextPair, TruncationBody
 

@@ -8,10 +8,10 @@ from typing import Any
 from starlette.requests import Request
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from mlx_parallm.server.api.openai.messages import conversation
 from mlx_parallm.server.api.scoring.bodies import RewardBody
 from mlx_parallm.server.api.scoring.pairs import check_one_label
 from mlx_parallm.server.caller import current_caller
+from mlx_parallm.server.chat_messages import conversation
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.predictors import ServedPredictor

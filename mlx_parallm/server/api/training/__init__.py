@@ -14,7 +14,6 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
-from mlx_parallm.server.api.openai.messages import conversation
 from mlx_parallm.server.api.training.answers import (
     CheckpointWritten,
     FeedbackTaken,
@@ -31,6 +30,7 @@ from mlx_parallm.server.api.training.bodies import (
     UpdateBody,
 )
 from mlx_parallm.server.caller import current_caller
+from mlx_parallm.server.chat_messages import conversation
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.limits import completion_length

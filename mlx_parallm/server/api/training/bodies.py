@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.server.api.openai.messages import ChatMessage
+from mlx_parallm.server.chat_messages import ChatMessage
 from mlx_parallm.server.schema import MAX_TOKENS, Body
 from mlx_parallm.types import TrajectoryInput
 

@@ -1,4 +1,4 @@
-"""Messages and tools as OpenAI's clients send them, and the conversation that a chat template renders."""
+"""Messages and tools as OpenAI's clients send them, for every route that takes them, and the conversation they make."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -1,6 +1,6 @@
 """Every route, with who may call it once there are keys. A new route must be entered here."""
 
-OPEN = {"/", "/health", "/health/", "/metrics", "/dashboard/login", "/dashboard/logout", "/dashboard/session"}
+OPEN = {"/health", "/health/", "/metrics", "/dashboard/login", "/dashboard/logout", "/dashboard/session"}
 USER = {
     "/v1/models", "/models", "/v1/models/{model_id}", "/v1/completions", "/v1/chat/completions", "/generate",
     "/generate/", "/chat/", "/get_world_size/", "/tokenize", "/detokenize", "/v1/adapters", "/is_paused",

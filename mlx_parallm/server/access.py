@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/health/", "/metrics"})  # for probes and scrapers, as vLLM leaves them
 LOGIN_PATHS = frozenset({"/dashboard/login", "/dashboard/logout", "/dashboard/session"})
-OPEN_PATHS = PROBES | LOGIN_PATHS | {"/"}  # Ollama's clients probe the root
+OPEN_PATHS = PROBES | LOGIN_PATHS
 UPLOAD_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter", "/update_adapter_weights"})
 UPLOAD_TYPES = frozenset(
     {"multipart/form-data", "application/octet-stream", "application/x-safetensors", "application/vnd.safetensors"}

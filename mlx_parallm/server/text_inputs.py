@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.server.api.openai.messages import ChatMessage, conversation
 from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.chat_messages import ChatMessage, conversation
 from mlx_parallm.server.predictors import ServedPredictor

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import pydantic_core
 
 from mlx_parallm.server.api.anthropic.answers import MessageAnswer
 
@@ -80,6 +81,6 @@ def add(block: Any, delta: dict[str, Any]) -> None:
 def closed(block: Any) -> dict[str, Any]:
     written = block.pop("json")
     if block["type"] == "tool_use":
-        block["input"] = json.loads(written or "{}")
+        block["input"] = pydantic_core.from_json(written or "{}", allow_partial=True)
     found: dict[str, Any] = block
     return found

@@ -5,7 +5,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.server.schema import Body
@@ -13,10 +13,16 @@ from mlx_parallm.server.schema import Body
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def _one_of(what: str, *kinds: str, other: str = "") -> Discriminator:
-    """Blocks told apart by their type; `other` is said beside the list of types when it is none of these."""
-    message = f"Expected {what} of type {', '.join(kinds[:-1])}{' or ' * (len(kinds) > 1)}{kinds[-1]}{other}"
-    return Discriminator("type", custom_error_type="block", custom_error_message=message)
+def _one_of(what: str, *kinds: str, key: str = "type", other: str = "") -> BeforeValidator:
+    """Says which kinds there are of what follows, told apart by `key`; `other` is added to the list."""
+    listed = f"{', '.join(kinds[:-1])}{' or ' * (len(kinds) > 1)}{kinds[-1]}"
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and value.get(key) not in kinds:
+            raise PydanticCustomError("kind", f"Expected {what} {listed}{other}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class ContentBlock(Body):
@@ -57,7 +63,9 @@ class UrlSource(Body):
 class ImageBlock(ContentBlock):
     type: Literal["image"]
     source: Annotated[
-        Base64Source | UrlSource, _one_of("a source", "base64", "url", other="; files are not kept on this server")
+        Base64Source | UrlSource,
+        Discriminator("type"),
+        _one_of("a source of type", "base64", "url", other="; files are not kept on this server"),
     ]
 
 
@@ -82,7 +90,9 @@ class BlocksSource(Body):
 class DocumentBlock(ContentBlock):
     type: Literal["document"]
     source: Annotated[
-        PlainTextSource | BlocksSource, _one_of("a source", "text", "content", other="; PDF files are not read here")
+        PlainTextSource | BlocksSource,
+        Discriminator("type"),
+        _one_of("a source of type", "text", "content", other="; PDF files are not read here"),
     ]
     title: str | None = None
     context: str | None = None
@@ -123,7 +133,9 @@ class ToolUseBlock(ContentBlock):
 
 TextLike = TextBlock | DocumentBlock | SearchResultBlock
 ResultContent = Annotated[
-    TextLike | ImageBlock, _one_of("a block", "text", "image", "document", "search_result", other=" in a tool's result")
+    TextLike | ImageBlock,
+    Discriminator("type"),
+    _one_of("a block of type", "text", "image", "document", "search_result", other=" in a tool's result"),
 ]
 
 
@@ -136,11 +148,13 @@ class ToolResultBlock(ContentBlock):
 
 UserBlock = Annotated[
     TextLike | ImageBlock | ToolResultBlock,
-    _one_of("a block", "text", "image", "document", "search_result", "tool_result", other=" in a user's message"),
+    Discriminator("type"),
+    _one_of("a block of type", "text", "image", "document", "search_result", "tool_result", other=" of a user"),
 ]
 AssistantBlock = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
-    _one_of("a block", "text", "thinking", "redacted_thinking", "tool_use", other=" in an assistant's message"),
+    Discriminator("type"),
+    _one_of("a block of type", "text", "thinking", "redacted_thinking", "tool_use", other=" of the assistant"),
 ]
 
 
@@ -161,5 +175,6 @@ class SystemMessage(Body):
 
 AnyMessage = Annotated[
     UserMessage | AssistantTurn | SystemMessage,
-    Discriminator("role", custom_error_type="role", custom_error_message="Expected the role user or assistant"),
+    Discriminator("role"),
+    _one_of("the role", "user", "assistant", "system", key="role"),
 ]

@@ -103,7 +103,7 @@ class PromptBody(Body):
     tools: list[CustomTool] = Field(default_factory=list, max_length=MAX_AGENT_TOOLS)
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = Field(None, description="Switches the reasoning of models that can")
-    output_config: OutputConfig = Field(default_factory=OutputConfig)
+    output_config: OutputConfig = Field(default_factory=lambda: OutputConfig.model_validate({}))
     mcp_servers: list[Any] = Field(default_factory=list, description="Not supported: tools run at the client")
     cache_control: dict[str, Any] | None = Field(None, description="Accepted: every prompt is cached as it is")
 
@@ -127,7 +127,7 @@ class PromptBody(Body):
         return value
 
     def turn(self) -> ChatTurn:
-        choice = self.tool_choice or ToolChoiceBody(type="auto")
+        choice = self.tool_choice or ToolChoiceBody.model_validate({"type": "auto"})
         transcript = Transcript.of(self.system, self.messages)
         conversation = Conversation(
             messages=transcript.messages,

@@ -93,14 +93,15 @@ class Transcript:
                 param=param,
             )
         del self._open[block.tool_use_id]
-        content = [TextBlock(type="text", text=block.content)] if isinstance(block.content, str) else block.content
+        content = block.content if isinstance(block.content, list) else []
         texts = [one.text for one in content if not isinstance(one, ImageBlock)]
         images = [
             self._part(one, f"{place}.content.{number}")
             for number, one in enumerate(content)
             if isinstance(one, ImageBlock)
         ]
-        text = "\n".join(texts) or ("(an image, which follows)" if images else "")
+        text = block.content if isinstance(block.content, str) else "\n".join(texts)
+        text = text or ("(an image, which follows)" if images else "")
         if block.is_error and "error" not in text.lower():  # else the text says so itself
             text = f"Error: {text}" if text else "Error"
         self.messages.append({"role": "tool", "content": text, "name": name, "tool_call_id": block.tool_use_id})

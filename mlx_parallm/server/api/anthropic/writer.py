@@ -68,7 +68,8 @@ class MessageWriter:
         return b"event: error\ndata: " + _dumps(anthropic_error(Failure.of(error), self._options.request_id)) + b"\n\n"
 
     def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
-        result, content = results[0], []
+        result = results[0]
+        content: list[dict[str, Any]] = []
         if reasoning := "".join(result.reasoning):
             self._thoughts.update(reasoning.encode("utf-8", "surrogatepass"))
             shown = "" if self._options.hide_thinking else reasoning

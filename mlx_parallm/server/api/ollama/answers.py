@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field
 
 from mlx_parallm.server.schema import AnswerBody
 
-TIMES = {
+TIMES: dict[str, Any] = {
     "done_reason": "stop",
     "total_duration": 411000000,
     "load_duration": 20000,
@@ -16,7 +16,7 @@ TIMES = {
     "eval_duration": 230000000,
 }
 CREATED = {"model": "SmolLM2-135M-Instruct", "created_at": "2026-11-17T10:00:00.000000Z"}
-DETAILS = {
+DETAILS: dict[str, Any] = {
     "parent_model": "",
     "format": "safetensors",
     "family": "llama",

@@ -13,6 +13,7 @@ anthropic = pytest.importorskip("anthropic")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+GREEDY = {"temperature": 0}  # newer versions of the package have no parameter for it
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 WEATHER: Any = {
     "name": "get_weather",
@@ -33,7 +34,7 @@ def client(tiny_server: ServerProcess) -> Iterator[Any]:
 
 
 def test_create(client: Any) -> None:
-    message = client.messages.create(model="default", max_tokens=8, messages=HELLO, temperature=0)
+    message = client.messages.create(model="default", max_tokens=8, messages=HELLO, extra_body=GREEDY)
     assert (message.type, message.role, message.model) == ("message", "assistant", "tiny-llama")
     assert message.content[0].text
     assert message.stop_reason in ("max_tokens", "end_turn")
@@ -43,18 +44,20 @@ def test_create(client: Any) -> None:
 
 async def test_async_client(tiny_server: ServerProcess) -> None:
     async with anthropic.AsyncAnthropic(base_url=tiny_server.url, api_key="none", max_retries=0) as client:
-        message = await client.messages.create(model="default", max_tokens=8, messages=HELLO, temperature=0)
-        async with client.messages.stream(model="default", max_tokens=8, messages=HELLO, temperature=0) as stream:
+        message = await client.messages.create(model="default", max_tokens=8, messages=HELLO, extra_body=GREEDY)
+        async with client.messages.stream(model="default", max_tokens=8, messages=HELLO, extra_body=GREEDY) as stream:
             text = "".join([piece async for piece in stream.text_stream])
         assert text == message.content[0].text
-        raw = await client.messages.create(model="default", max_tokens=8, messages=HELLO, temperature=0, stream=True)
+        raw = await client.messages.create(
+            model="default", max_tokens=8, messages=HELLO, extra_body=GREEDY, stream=True
+        )
         kinds = [event.type async for event in raw]
         assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
 
 
 def test_stream_helper(client: Any) -> None:
-    whole = client.messages.create(model="default", max_tokens=12, messages=HELLO, temperature=0)
-    with client.messages.stream(model="default", max_tokens=12, messages=HELLO, temperature=0) as stream:
+    whole = client.messages.create(model="default", max_tokens=12, messages=HELLO, extra_body=GREEDY)
+    with client.messages.stream(model="default", max_tokens=12, messages=HELLO, extra_body=GREEDY) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == whole.content[0].text == final.content[0].text
@@ -62,7 +65,7 @@ def test_stream_helper(client: Any) -> None:
 
 
 def test_a_tool_runs_over_two_turns(client: Any) -> None:
-    asked: dict[str, Any] = {"model": "default", "max_tokens": 200, "tools": [WEATHER], "temperature": 0}
+    asked: dict[str, Any] = {"model": "default", "max_tokens": 200, "tools": [WEATHER], "extra_body": GREEDY}
     choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
     pieces: list[str] = []
     with client.messages.stream(**asked, messages=HELLO, tool_choice=choice) as stream:
@@ -98,7 +101,7 @@ def test_thinking(tmp_path: Path) -> None:
         running(ours(str(folder))) as server,
         anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
     ):
-        asked: dict[str, Any] = {"model": "default", "max_tokens": 1100, "messages": HELLO, "temperature": 0}
+        asked: dict[str, Any] = {"model": "default", "max_tokens": 1100, "messages": HELLO, "extra_body": GREEDY}
         asked |= {"thinking": {"type": "enabled", "budget_tokens": 1024}, "stop_sequences": ["ing"]}
         kinds = []
         with client.messages.stream(**asked) as stream:
@@ -139,7 +142,9 @@ def test_an_error_within_a_stream_is_raised(tiny_folder: Path) -> None:
         running(ours(str(tiny_folder), flags)) as server,
         anthropic.Anthropic(base_url=server.url, api_key="sesame", max_retries=0) as client,
     ):
-        stream = client.messages.create(model="default", max_tokens=2000, messages=HELLO, temperature=2, stream=True)
+        stream = client.messages.create(
+            model="default", max_tokens=2000, messages=HELLO, extra_body={"temperature": 2}, stream=True
+        )
         events = iter(stream)
         assert next(events).type == "message_start"
         client.post("/pause?mode=keep", cast_to=object)

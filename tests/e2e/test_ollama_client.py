@@ -34,8 +34,10 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Any:
-    return ollama.Client(host=server.url)
+def client(server: ServerProcess) -> Iterator[Any]:
+    client = ollama.Client(host=server.url)
+    yield client
+    client._client.close()
 
 
 def get_weather(city: str) -> str:

@@ -29,7 +29,7 @@ class ContentBlock(Body):
     cache_control: dict[str, Any] | None = Field(None, description="Accepted: every prompt is cached as it is")
 
 
-class TextBlock(ContentBlock):
+class MessageText(ContentBlock):
     type: Literal["text"]
     text: str
 
@@ -80,7 +80,7 @@ class PlainTextSource(Body):
 
 class BlocksSource(Body):
     type: Literal["content"]
-    content: str | list[TextBlock]
+    content: str | list[MessageText]
 
     @property
     def text(self) -> str:
@@ -106,7 +106,7 @@ class SearchResultBlock(ContentBlock):
     type: Literal["search_result"]
     source: str
     title: str
-    content: list[TextBlock]
+    content: list[MessageText]
 
     @property
     def text(self) -> str:
@@ -131,7 +131,7 @@ class ToolUseBlock(ContentBlock):
     input: dict[str, Any] = Field(default_factory=dict)
 
 
-TextLike = TextBlock | DocumentBlock | SearchResultBlock
+TextLike = MessageText | DocumentBlock | SearchResultBlock
 ResultContent = Annotated[
     TextLike | ImageBlock,
     Discriminator("type"),
@@ -152,7 +152,7 @@ UserBlock = Annotated[
     _one_of("a block of type", "text", "image", "document", "search_result", "tool_result", other=" of a user"),
 ]
 AssistantBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
+    MessageText | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
     Discriminator("type"),
     _one_of("a block of type", "text", "thinking", "redacted_thinking", "tool_use", other=" of the assistant"),
 ]
@@ -170,7 +170,7 @@ class AssistantTurn(Body):
 
 class SystemMessage(Body):
     role: Literal["system"]
-    content: str | list[TextBlock]
+    content: str | list[MessageText]
 
 
 AnyMessage = Annotated[

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.server.api.anthropic.blocks import AnyMessage, TextBlock
+from mlx_parallm.server.api.anthropic.blocks import AnyMessage, MessageText
 from mlx_parallm.server.api.anthropic.conversation import Transcript
 from mlx_parallm.server.call import ChatTurn, GenerationCall, Structure
 from mlx_parallm.server.schema import Body, Stop
@@ -23,7 +23,7 @@ MESSAGES_EXAMPLE: dict[str, Any] = {
 }
 
 
-class CustomTool(Body):
+class AnthropicTool(Body):
     type: str = Field("custom", description="Only `custom`: tools that Anthropic defines or runs are not known here")
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
@@ -54,7 +54,7 @@ class CustomTool(Body):
         return {"type": "function", "function": function}
 
 
-class ToolChoiceBody(Body):
+class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, validate_default=True, description="Of the tool, with the type `tool`")
     disable_parallel_tool_use: bool = Field(False, description="At most one call")
@@ -99,9 +99,9 @@ class PromptBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": MESSAGES_EXAMPLE})
     model: str = Field(min_length=1, description="A served model or adapter; `default` always names the first model")
     messages: list[AnyMessage] = Field(min_length=1, max_length=100_000)
-    system: str | list[TextBlock] = ""
-    tools: list[CustomTool] = Field(default_factory=list, max_length=MAX_AGENT_TOOLS)
-    tool_choice: ToolChoiceBody | None = None
+    system: str | list[MessageText] = ""
+    tools: list[AnthropicTool] = Field(default_factory=list, max_length=MAX_AGENT_TOOLS)
+    tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingBody | None = Field(None, description="Switches the reasoning of models that can")
     output_config: OutputConfig = Field(default_factory=lambda: OutputConfig.model_validate({}))
     mcp_servers: list[Any] = Field(default_factory=list, description="Not supported: tools run at the client")
@@ -109,7 +109,7 @@ class PromptBody(Body):
 
     @field_validator("tool_choice")
     @classmethod
-    def _names_a_tool(cls, value: ToolChoiceBody | None, info: ValidationInfo) -> ToolChoiceBody | None:
+    def _names_a_tool(cls, value: AnthropicToolChoice | None, info: ValidationInfo) -> AnthropicToolChoice | None:
         names = [tool.name for tool in info.data.get("tools", [])]
         if value is not None and value.type == "tool" and value.name not in names:
             known = f"the tools are {', '.join(names[:20])}" if names else "there are no tools"
@@ -127,7 +127,7 @@ class PromptBody(Body):
         return value
 
     def turn(self) -> ChatTurn:
-        choice = self.tool_choice or ToolChoiceBody.model_validate({"type": "auto"})
+        choice = self.tool_choice or AnthropicToolChoice.model_validate({"type": "auto"})
         transcript = Transcript.of(self.system, self.messages)
         conversation = Conversation(
             messages=transcript.messages,

@@ -13,7 +13,7 @@ from mlx_parallm.server.api.anthropic.blocks import (
     AnyMessage,
     AssistantTurn,
     ImageBlock,
-    TextBlock,
+    MessageText,
     TextLike,
     ThinkingBlock,
     ToolResultBlock,
@@ -37,7 +37,7 @@ class Transcript:
     _open: dict[str, str] = field(default_factory=dict)  # calls without a result: their ids, and names of their tools
 
     @classmethod
-    def of(cls, system: str | Sequence[TextBlock], messages: Sequence[AnyMessage]) -> "Transcript":
+    def of(cls, system: str | Sequence[MessageText], messages: Sequence[AnyMessage]) -> "Transcript":
         transcript = cls()
         transcript._add_system(system)
         for index, message in enumerate(messages):
@@ -56,7 +56,7 @@ class Transcript:
         """Whether the last message is the beginning of the answer."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
-    def _add_system(self, content: str | Sequence[TextBlock]) -> None:
+    def _add_system(self, content: str | Sequence[MessageText]) -> None:
         texts = [content] if isinstance(content, str) else [block.text for block in content]
         text = "\n".join(text for text in map(_without_billing_line, texts) if text)
         if text:
@@ -127,7 +127,7 @@ class Transcript:
         if isinstance(blocks, str):
             self._add("assistant", blocks)
             return
-        self._add("assistant", "\n".join(block.text for block in blocks if isinstance(block, TextBlock)))
+        self._add("assistant", "\n".join(block.text for block in blocks if isinstance(block, MessageText)))
         said = self.messages[-1]
         if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]:
             said["reasoning_content"] = "\n".join([*filter(None, [said.get("reasoning_content")]), *thoughts])

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from mlx_parallm.server.api.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from mlx_parallm.server.api.ollama.calls import chat_call, generate_call
 from mlx_parallm.server.api.ollama.names import ModelNames
-from mlx_parallm.server.api.ollama.writer import ChatLines, PromptLines, Stopwatch, now
+from mlx_parallm.server.api.ollama.writer import ChatLines, PromptLines, RequestTimes, now
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ServedModel
@@ -26,7 +26,7 @@ class OllamaGeneration:
         model is loaded, or with a `keep_alive` of 0 unloaded."""
         if not body.messages:
             return await self._load(body, request, {"message": {"role": "assistant", "content": ""}})
-        watch = Stopwatch()
+        watch = RequestTimes()
         model, served = await self._use(body, request, watch)
         generation = await self._service.prepare(chat_call(body, served, model), request, "chat")
         watch.mark_submitted()
@@ -37,13 +37,13 @@ class OllamaGeneration:
         or with a `keep_alive` of 0 unloaded."""
         if not body.prompt and not body.images:
             return await self._load(body, request, {"response": ""})
-        watch = Stopwatch()
+        watch = RequestTimes()
         model, served = await self._use(body, request, watch)
         generation = await self._service.prepare(generate_call(body, served, model), request, "generate")
         watch.mark_submitted()
         return await respond(generation, PromptLines(body.model, generation, watch, body.logprobs), request)
 
-    async def _use(self, body: OllamaBody, request: Request, watch: Stopwatch) -> tuple[str, ServedModel]:
+    async def _use(self, body: OllamaBody, request: Request, watch: RequestTimes) -> tuple[str, ServedModel]:
         """The model, held until the request is answered."""
         model = self._names.own(body.model)
         await self._models.use(model, request)
@@ -57,7 +57,7 @@ class OllamaGeneration:
             await self._names.unload(self._names.status(body.model).name, request)
             reason, durations = "unload", {}
         else:
-            watch = Stopwatch()
+            watch = RequestTimes()
             await self._use(body, request, watch)
             reason, durations = "load", watch.durations()
         line = {"model": body.model, "created_at": now(), **said, "done": True, "done_reason": reason, **durations}

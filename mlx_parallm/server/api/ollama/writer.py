@@ -29,7 +29,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 @dataclass(slots=True)
-class Stopwatch:
+class RequestTimes:
     """When a request came, when its model was there, and when its prompt was handed to it."""
 
     begun: float = field(default_factory=time.perf_counter)
@@ -53,7 +53,7 @@ class LineWriter(ABC):
     ending = b""
     media_type = b"application/x-ndjson"
 
-    def __init__(self, model: str, generation: Generation, watch: Stopwatch, logprobs: bool) -> None:
+    def __init__(self, model: str, generation: Generation, watch: RequestTimes, logprobs: bool) -> None:
         self._model = model
         self._generation = generation
         self._watch = watch

@@ -98,7 +98,7 @@ def test_format(client: Any) -> None:
 
 
 def test_think(client: Any) -> None:
-    options = {"temperature": 0, "num_predict": 400, "stop": ["ing"]}
+    options = {"temperature": 0, "num_predict": 96}
     assert client.chat(model="thinker", messages=HELLO, think=True, options=options).message.thinking
     pieces = client.chat(model="thinker", messages=HELLO, think=True, options=options, stream=True)
     assert any(piece.message.thinking for piece in pieces)

@@ -30,6 +30,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.server.audit import AuditLog
 from mlx_parallm.server.caller import ANYBODY, Caller, current_caller
+from mlx_parallm.server.error_shapes import OLLAMA_PREFIX
 from mlx_parallm.server.errors import error_response
 from mlx_parallm.server.keys import Key, KeyRing, Role
 from mlx_parallm.server.logins import COOKIE, Logins
@@ -46,6 +47,7 @@ UPLOAD_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter", "/update_ada
 UPLOAD_TYPES = frozenset(
     {"multipart/form-data", "application/octet-stream", "application/x-safetensors", "application/vnd.safetensors"}
 )
+FORM_TYPE = "application/x-www-form-urlencoded"
 TENSOR_PATHS = frozenset({"/v1/predict", "/v1/rl/act"})
 CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
@@ -270,6 +272,10 @@ def _media_type_error(path: str, headers: Headers) -> ParallmError | None:
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     if (not kind and not has_body) or kind == "application/json" or kind.endswith("+json"):
         return None
+    if path.startswith(OLLAMA_PREFIX) and kind in ("", FORM_TYPE) and "origin" not in headers:
+        return (
+            None  # as Ollama's clients send it, and curl -d; a page in a browser has an origin, and its forms no JSON
+        )
     if path in UPLOAD_PATHS and kind in UPLOAD_TYPES:
         return None
     if path in TENSOR_PATHS and kind in SAFETENSORS_TYPES:
@@ -279,7 +285,7 @@ def _media_type_error(path: str, headers: Headers) -> ParallmError | None:
         message += ", or a safetensors file with -H 'Content-Type: application/octet-stream'"
     elif path in UPLOAD_PATHS:
         message = "the files must come as a form: curl -F name=NAME -F weights=@FILE -F config=@adapter_config.json"
-    if kind == "application/x-www-form-urlencoded":
+    if kind == FORM_TYPE:
         message += f"; it came as a form ({kind}), which is what curl -d and --data-binary send unless told otherwise"
     elif kind:
         message += f"; it came as {kind[:100]}"

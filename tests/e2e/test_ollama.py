@@ -136,6 +136,27 @@ def test_names_with_and_without_a_tag(client: httpx.Client) -> None:
         assert (refused.status_code, "there is no model" in refused.json()["error"]) == (404, True)
 
 
+def test_a_body_needs_no_content_type(client: httpx.Client) -> None:
+    """LiteLLM sends none, and `curl -d` says that it is a form. What a page in a browser sends is refused."""
+    content = json.dumps({"model": "tiny", "messages": HELLO, "stream": False, "options": GREEDY}).encode()
+    for headers in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        assert client.post("/api/chat", content=content, headers=headers).json()["message"] == chat(client)["message"]
+    for kind, origin, code in (
+        ("text/plain", None, 400),
+        (None, "https://evil.example", 403),
+        ("application/x-www-form-urlencoded", "null", 403),
+    ):
+        headers = {"Content-Type": kind, "Origin": origin}
+        sent = {name: value for name, value in headers.items() if value is not None}
+        assert client.post("/api/chat", content=content, headers=sent).status_code == code
+    assert (
+        client.post(
+            "/api/chat", content=b"model=tiny", headers={"Content-Type": "application/x-www-form-urlencoded"}
+        ).status_code
+        == 400
+    )
+
+
 def test_options(client: httpx.Client) -> None:
     text = chat(client)["message"]["content"]
     stopped = chat(client, options=GREEDY | {"stop": [text[4:6]]})

@@ -159,6 +159,17 @@ async def test_the_scheme_may_be_written_in_any_case() -> None:
     assert wrong == (401, "invalid_api_key", "the key is wrong")
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
+async def test_ollamas_bodies_need_no_type_unless_a_page_sends_them(kind: str | None) -> None:
+    guard = OriginGuard(BEHIND, None, ["https://friend.example"])
+    headers = {} if kind is None else {"Content-Type": kind}
+    assert (await ask(guard, "/api/chat", "POST", content=b"{}", headers=headers))[0] == 200
+    assert (await ask(guard, "/v1/completions", "POST", content=b"{}", headers=headers))[0] == 400
+    friend = headers | {"Origin": "https://friend.example"}
+    assert (await ask(guard, "/api/chat", "POST", content=b"{}", headers=friend))[0] == 400
+    assert (await ask(guard, "/api/chat", "POST", content=b"{}", headers={"Content-Type": "text/plain"}))[0] == 400
+
+
 async def test_a_key_may_come_as_x_api_key() -> None:
     guard = Authentication(BEHIND, keys("user", "admin"))
     assert (await ask(guard, "/v1/messages", headers={"x-api-key": "open"}))[0] == 200

@@ -1,6 +1,12 @@
 """Ollama's dialect: chats, prompts, embeddings, and which models there are, for clients that know Ollama alone."""
 
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 from fastapi import APIRouter
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
 
 from mlx_parallm.server.api.ollama.answers import (
     OllamaChatAnswer,
@@ -28,8 +34,21 @@ REFUSED = (
 )  # fmt: skip
 
 
+class AnyTypeRoute(JSONRoute):
+    """Reads a body as JSON whatever its Content-Type says, as Ollama does; `access.OriginGuard` refuses most others."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            MutableHeaders(scope=request.scope)["content-type"] = "application/json"
+            return await handler(request)
+
+        return handle
+
+
 def router(context: ServerContext) -> APIRouter:
-    routes, names = APIRouter(route_class=JSONRoute, tags=["Ollama"]), ModelNames(context)
+    routes, names = APIRouter(route_class=AnyTypeRoute, tags=["Ollama"]), ModelNames(context)
     generation, embeddings = OllamaGeneration(context, names), OllamaEmbeddings(context, names)
     models = OllamaModels(context, names)
     add_routes(

@@ -195,6 +195,7 @@ class AdapterVersion:
     requests: int = 0  # since it was published
     tokens: int = 0  # that it made
     pinned: bool = False  # kept, however many newer ones there are
+    digest: str = ""  # of its weights as they are served; equal weights have equal ones
 
     @property
     def label(self) -> str:
@@ -336,6 +337,30 @@ class RolloutSample:
     reward: float | None
     finish_reason: str
     policy_spans: Sequence[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecentSample:
+    """An answer with its reward that came in lately; of a long one, its first tokens."""
+
+    request_id: str | None
+    reward: float
+    completion_ids: Sequence[int]
+    logprobs: Sequence[float] | None  # of the policy that drew it; None: nobody knows
+    policy_spans: Sequence[tuple[int, int, int]]
+    length: int  # in tokens, before it was cut
+
+
+@dataclass(slots=True, kw_only=True)
+class RecentGroup:
+    """Answers that are compared with each other, and what has become of them."""
+
+    group_id: str
+    time: float  # seconds since the epoch
+    prompt_ids: Sequence[int]  # of a long one, its last tokens
+    samples: list[RecentSample]
+    state: Literal["waiting", "learnt", "refused"] = "waiting"
+    updates: int | None = None  # that stood after the one which took it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Every route, with who may call it once there are keys. A new route must be entered here."""
 
-OPEN = {"/health", "/health/", "/metrics", "/dashboard/login", "/dashboard/logout", "/dashboard/session"}
+OPEN = {
+    "/health", "/health/", "/metrics", "/dashboard", "/dashboard/login", "/dashboard/logout", "/dashboard/session",
+}  # fmt: skip
 USER = {
     "/v1/models", "/models", "/v1/models/{model_id}", "/v1/completions", "/v1/chat/completions", "/generate",
     "/generate/", "/chat/", "/get_world_size/", "/tokenize", "/detokenize", "/v1/adapters", "/is_paused",
@@ -20,7 +22,10 @@ TRAINER = {
     "/v1/training/update", "/training/checkpoint", "/init_communicator/", "/update_named_param/",
     "/batch_update_named_params/", "/close_communicator/",
 }  # fmt: skip
-ADMIN = {"/model/switch-lora", "/debug/metrics", "/v1/models/load", "/v1/models/unload"}
+ADMIN = {
+    "/model/switch-lora", "/debug/metrics", "/v1/models/load", "/v1/models/unload", "/dashboard/events",
+    "/dashboard/snapshot", "/dashboard/requests", "/dashboard/rollouts",
+}  # fmt: skip
 ALL = OPEN | USER | TRAINER | ADMIN
 
 

@@ -213,6 +213,7 @@ class Registry:
             bytes=packed.unpadded_bytes,
             config=config,
             packed=packed,
+            digest=packed.digest,
         )
         entry.versions[version.number] = version
         entry.current = version.number

@@ -24,6 +24,7 @@ from mlx_parallm.types import (
     PauseMode,
     PredictorInfo,
     PromptImages,
+    RecentGroup,
     Request,
     RolloutCall,
     RolloutSample,
@@ -193,6 +194,10 @@ class TrainingClient(Protocol):
     def score(self, name: str, texts: Sequence[list[int]]) -> list[float]: ...
     def status(self, adapter: str | None = None) -> dict[str, Any]: ...
     def debug(self, adapter: str | None = None) -> dict[str, Any]: ...
+    def recent(self, adapter: str | None, count: int) -> Sequence[RecentGroup]:
+        """The groups of answers that came in last, the newest first."""
+        ...
+
     def metrics(self) -> Mapping[str, TrainingMetrics]: ...
     def stop_loops(self) -> None:
         """Tells whatever trains by itself to end its step."""

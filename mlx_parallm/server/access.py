@@ -42,7 +42,9 @@ log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/health/", "/metrics"})  # for probes and scrapers, as vLLM leaves them
 LOGIN_PATHS = frozenset({"/dashboard/login", "/dashboard/logout", "/dashboard/session"})
-OPEN_PATHS = PROBES | LOGIN_PATHS
+# The page of the dashboard holds no data, and asks for a key itself.
+OPEN_PATHS = PROBES | LOGIN_PATHS | {"/dashboard"}
+OPEN_PREFIXES = ("/dashboard/static/",)
 UPLOAD_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter", "/update_adapter_weights"})
 UPLOAD_TYPES = frozenset(
     {"multipart/form-data", "application/octet-stream", "application/x-safetensors", "application/vnd.safetensors"}
@@ -52,7 +54,7 @@ TENSOR_PATHS = frozenset({"/v1/predict", "/v1/rl/act"})
 CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 ADMIN_PATHS = frozenset({"/v1/models/load", "/v1/models/unload"})  # GET /v1/models/NAME is for users
-ADMIN_PREFIXES = ("/debug/", "/model/")
+ADMIN_PREFIXES = ("/debug/", "/model/", "/dashboard/")
 TRAINER_PATHS = frozenset({"/debug/training"})  # although it begins as an admin's
 TRAINER_PREFIXES = (
     "/v1/adapters/",
@@ -80,7 +82,7 @@ AUDITED_PATHS = frozenset({"/v1/training/feedback", "/v1/rl/rollout", "/dashboar
 
 def role_needed(path: str) -> Role | None:
     """None: nobody is asked."""
-    if path in OPEN_PATHS:
+    if path in OPEN_PATHS or path.startswith(OPEN_PREFIXES):
         return None
     if path in TRAINER_PATHS or path.startswith(TRAINER_PREFIXES):
         return "trainer"
@@ -139,7 +141,8 @@ class Authentication:
         self._access.ring.refresh()
         caller, error = self._identify(scope)
         scope["caller"] = caller
-        scope["key_id"] = "" if caller.key is None else caller.key.identity
+        if caller.key is not None:
+            scope["key_id"], scope["key_name"] = caller.key.identity, caller.key.name
         token = current_caller.set(caller)
         try:
             await self._serve(caller, error, scope, receive, send if caller.usage is None else _telling(caller, send))

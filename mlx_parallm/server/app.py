@@ -39,12 +39,12 @@ def create_app(
     runtime: RuntimeClient, config: ServeConfig, dispatcher: Dispatcher, state: ServerState | None = None
 ) -> FastAPI:
     """Over models that have started; their deltas come through `dispatcher`."""
-    access = AccessControl.of(config)
-    middleware, tokenizers = _middleware(config, access), TokenizerPool(media=_media(config))
+    access, state = AccessControl.of(config), state or ServerState()
+    middleware, tokenizers = _middleware(config, access, state), TokenizerPool(media=_media(config))
     models = ModelTable(runtime, config.batch.request_timeout_seconds or None)
     service = GenerationService(models, config, tokenizers, runtime.training)
     predictors = PredictorTable(runtime, config)
-    context = ServerContext(runtime, config, state or ServerState(), models, tokenizers, service, predictors, access)
+    context = ServerContext(runtime, config, state, models, tokenizers, service, predictors, access)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -81,7 +81,7 @@ def _hosts(config: ServeConfig) -> list[str] | None:
     return [config.http.host, *config.http.allowed_host]
 
 
-def _middleware(config: ServeConfig, access: AccessControl) -> list[Middleware]:
+def _middleware(config: ServeConfig, access: AccessControl, state: ServerState) -> list[Middleware]:
     """From the outside in."""
     cors = Middleware(
         CORSMiddleware,
@@ -91,7 +91,7 @@ def _middleware(config: ServeConfig, access: AccessControl) -> list[Middleware]:
         expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
     )
     return [
-        Middleware(RequestLog, audit=access.audit),
+        Middleware(RequestLog, audit=access.audit, recent=state.recent),
         *([cors] if config.http.cors_allow_origin else []),
         Middleware(OriginGuard, hosts=_hosts(config), origins=config.http.cors_allow_origin),
         Middleware(Authentication, access=access),

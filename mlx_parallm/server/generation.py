@@ -5,6 +5,7 @@ hears of it. All of this runs on the event loop: deltas come in through `_on_del
 """
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,6 +15,7 @@ from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.caller import ANYBODY, Caller
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate
 from mlx_parallm.server.models import ServedModel
+from mlx_parallm.server.recent_requests import AnswerSummary
 from mlx_parallm.server.tokenizers import TokenizedPrompts
 from mlx_parallm.types import AdapterVersion, Delta, Request, SamplingParams
 
@@ -51,6 +53,7 @@ class Generation:
             for index in range(len(self.prompts) * self.n)
         ]
         self.listener: Listener | None = None
+        self.first_delta_at: float | None = None  # by time.perf_counter
         self._client = served.client
         self._caller = caller
         self._charged = 0  # tokens of the answers so far
@@ -80,6 +83,17 @@ class Generation:
     @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
+
+    def summary(self) -> AnswerSummary:
+        """For the list of recent requests. Only the rows of a stream tell of their first token when it is there."""
+        return AnswerSummary(
+            model=self.served.name,
+            adapter=None if self.version is None else self.version.label,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=sum(choice.cached_tokens for choice in self.choices[:: self.n]),
+            completion_tokens=sum(choice.completion_tokens for choice in self.choices),
+            first_token_at=self.first_delta_at if self.call.stream else None,
+        )
 
     def recorded(self) -> list[tuple[str, int, int]]:
         """Of each choice: the engine's name of its request, its number, and how many tokens it has."""
@@ -118,6 +132,8 @@ class Generation:
         if delta.error is not None or delta.finish_reason == "error":
             self._fail(delta.error or UnavailableError("the engine has given this request up"))
             return
+        if self.first_delta_at is None:
+            self.first_delta_at = time.perf_counter()
         choice = self.choices[self._first[delta.request_id] + delta.index]
         running = choice.finish_reason is None
         update = choice.take(delta)

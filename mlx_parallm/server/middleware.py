@@ -21,6 +21,7 @@ from mlx_parallm.server.caller import ANYBODY
 from mlx_parallm.server.error_shapes import is_anthropic
 from mlx_parallm.server.errors import CLIENT_LEFT, error_response
 from mlx_parallm.server.logs import request_id
+from mlx_parallm.server.recent_requests import RecentRequests
 from mlx_parallm.server.route_paths import route_path
 
 log = logging.getLogger("mlx_parallm.access")
@@ -31,9 +32,10 @@ _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class RequestLog:
     """Gives each request its id, answers with it, logs the end, and lets no exception out."""
 
-    def __init__(self, app: ASGIApp, audit: AuditLog | None = None) -> None:
+    def __init__(self, app: ASGIApp, audit: AuditLog | None = None, recent: RecentRequests | None = None) -> None:
         self.app = app
         self._audit = audit
+        self._recent = recent  # where the end of each is noted for the dashboard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,6 +68,8 @@ class RequestLog:
             for release in scope.get("held_models", ()):
                 release()
             self._log(scope, status or CLIENT_LEFT, time.perf_counter() - started)
+            if self._recent is not None and scope["path"] not in OPEN_PATHS:
+                self._recent.note(scope, status or CLIENT_LEFT, started)
             request_id.reset(token)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:

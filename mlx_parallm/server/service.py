@@ -63,6 +63,7 @@ class GenerationService:
             timeout=self._config.request_timeout_seconds or None,
             caller=caller,
         )
+        request.scope["summary"] = generation.summary
         if call.collect_trajectory and call.scoring_function is not None:  # else its reward comes later, as feedback
             generation.score = partial(self._score, generation, call.scoring_function)
         return generation

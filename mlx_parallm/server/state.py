@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.recent_requests import RecentRequests
 from mlx_parallm.types import Delta, OnDelta
 
 log = logging.getLogger(__name__)
@@ -13,6 +14,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class ServerState:
     draining: bool = False
+    recent: RecentRequests = field(default_factory=RecentRequests)
 
 
 class Dispatcher:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Generic, TypeVar
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.training.recent import RecentGroups
 from mlx_parallm.training.trajectories import Trajectory
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class Buffer:
         self._changed = threading.Condition()
         self._size = 0
         self.counts = BufferCounts()
+        self.recent = RecentGroups()
         self.on_add: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None  # may raise: none is taken then
 
     def __len__(self) -> int:
@@ -64,6 +66,7 @@ class Buffer:
             self.on_add(trajectories)
             self._put(trajectories)
             self.counts.collected += len(trajectories)
+            self.recent.add(trajectories)
             self._make_room({one.group_id for one in trajectories})
             self._changed.notify_all()
 

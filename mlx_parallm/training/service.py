@@ -29,6 +29,7 @@ from mlx_parallm.training.trajectories import Trajectory, prompt_group
 from mlx_parallm.types import (
     Collection,
     FeedbackReport,
+    RecentGroup,
     RolloutCall,
     RolloutSample,
     TrainingMetrics,
@@ -339,6 +340,10 @@ class TrainingService:
             "background": asdict(manager.engine.metrics.background),
             "status": manager.status(adapter),
         }
+
+    def recent(self, adapter: str | None, count: int) -> list[RecentGroup]:
+        """The groups of answers that came in last, the newest first."""
+        return self._manager.session(adapter).buffer.recent.latest(count)
 
     def metrics(self) -> dict[str, TrainingMetrics]:
         """Of each adapter that learns."""

@@ -228,6 +228,7 @@ class Session:
             log.warning("an update of %s was refused: %s", self.name, outcome.reason)
         self.totals.count(report, self.trainer.updates, len(trajectories))
         self.buffer.count(flat=outcome.skipped)
+        self.buffer.recent.settle(trajectories, self.trainer.updates, learnt=outcome.adapter is not None)
         return report
 
     def _publish_or_undo(self, adapter: Adapter, before: LearnerState) -> int:

@@ -9,7 +9,10 @@ from typing import Any
 from mlx_parallm.training.trainer import Outcome
 
 HISTORY = 100  # updates that are remembered
-SHOWN = ("loss", "reward_mean", "kl", "entropy", "clip_fraction", "mismatch_kl", "staleness")  # of each of them
+SHOWN = (  # of each of them
+    "loss", "reward_mean", "reward_std", "kl", "entropy", "clip_fraction", "mismatch_kl", "max_logprob_gap",
+    "staleness", "flat_trajectories",
+)  # fmt: skip
 KEPT = (  # in a checkpoint, beside the history
     "updates", "refused", "rollbacks", "used", "skipped", "off_policy",
     "last_update", "last_reason", "metrics", "kl", "kl_update",

@@ -315,6 +315,7 @@ def _describe(served: ServedModel, version: AdapterVersion, current: int) -> dic
         "pinned": version.pinned,
         "requests": version.requests,
         "generated_tokens": version.tokens,
+        "digest": version.digest,
         "source": version.source,
         "created": int(version.created),
     }

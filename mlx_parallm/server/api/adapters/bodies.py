@@ -90,6 +90,7 @@ class AdapterInfo(AnswerBody):
     pinned: bool = Field(description="Whether it is kept, however many newer ones there are")
     requests: int = Field(description="That it has answered or is answering")
     generated_tokens: int
+    digest: str = Field(description="Of its weights as they are served: equal weights have equal ones")
     source: str
     created: int
 

@@ -1,0 +1,147 @@
+"""`/dashboard`: the web page, its event stream, recent requests and recent rollouts."""
+
+import asyncio
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.dashboard.feed import LiveFeed
+from mlx_parallm.server.dashboard.files import PAGE, PageFiles
+from mlx_parallm.server.dashboard.rollouts import describe
+from mlx_parallm.server.dashboard.snapshot import Snapshots
+from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.recent_requests import MAX_REQUESTS
+from mlx_parallm.server.routing import add_routes
+from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.types import INT64
+
+EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+COUNT = "At most so many, the newest first"
+
+
+class RequestNote(AnswerBody):
+    number: int = Field(description="One more than that of the request which ended before it")
+    time: float = Field(description="When it ended, in seconds since the epoch")
+    request_id: str
+    method: str
+    path: str
+    status: int
+    outcome: str | None = Field(description="Of a stream that was cut off, or whose client left")
+    key: str | None = Field(description="The name of the key it came with")
+    seconds: float
+    first_token_seconds: float | None = Field(description="Of a stream: from its arrival to the first token")
+    model: str | None
+    adapter: str | None = Field(description="name@version")
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int | None
+
+
+class RequestNotes(AnswerBody):
+    requests: list[RequestNote]
+
+
+class RolloutSampleNote(AnswerBody):
+    request_id: str | None
+    reward: float
+    length: int = Field(description="Its tokens; the first 512 are shown")
+    tokens: list[str] = Field(description="The text of each")
+    logprobs: list[float] | None
+    policy_spans: list[tuple[int, int, int]]
+
+
+class RolloutNote(AnswerBody):
+    group_id: str
+    time: float
+    state: Literal["waiting", "learnt", "refused"]
+    updates: int | None = Field(description="The number of the update that took it")
+    prompt: str
+    samples: list[RolloutSampleNote]
+
+
+class RolloutNotes(AnswerBody):
+    adapters: list[str] = Field(description="Those that learn")
+    groups: list[RolloutNote]
+
+
+class Snapshot(AnswerBody):
+    """What the event stream sends each second; rates are null in a single one."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"example": {"queue": 0, "running": 3, "slots": 32}})
+    time: float
+    version: str
+    paused: bool
+    queue: int
+    running: int
+    slots: int
+    rates: dict[str, float | None] = Field(description="Tokens and requests a second, batch fill, shares of the time")
+    first_token: dict[str, float | None] = Field(description="Percentiles of the last ten snapshots, in seconds")
+    step: dict[str, float | None] = Field(description="The same for steps: what a stream waits between two tokens")
+    cache: dict[str, Any]
+    memory: dict[str, int]
+    training: dict[str, dict[str, float]]
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes, page = APIRouter(tags=["Dashboard"]), Dashboard(context)
+    for path, endpoint in (
+        ("/dashboard", page.page),
+        ("/dashboard/static/{name:path}", page.file),
+        ("/dashboard/events", page.events),  # it never ends
+    ):
+        routes.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False, response_model=None)
+    add_routes(
+        routes,
+        ("/dashboard/snapshot", "GET", page.snapshot, Snapshot, "What the server is doing now"),
+        ("/dashboard/requests", "GET", page.requests, RequestNotes, "The requests that ended last"),
+        ("/dashboard/rollouts", "GET", page.rollouts, RolloutNotes, "The rollouts that came in last"),
+    )
+    return routes
+
+
+class Dashboard:
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._files = PageFiles()
+        self._feed = LiveFeed(Snapshots(context), context.state)
+
+    async def page(self, request: Request) -> Response:
+        return self._files.respond(PAGE, request)
+
+    async def file(self, name: str, request: Request) -> Response:
+        return self._files.respond(name, request)
+
+    async def events(self) -> Response:
+        """One snapshot a second, as server-sent events."""
+        self._feed.check_room()
+        return StreamingResponse(self._feed.events(), media_type="text/event-stream", headers=EVENT_HEADERS)
+
+    async def snapshot(self) -> Response:
+        """The engines' counters of all models together, as the dashboard's event stream has them."""
+        return JSONResponse(Snapshots(self._context, live=False).take())
+
+    async def requests(
+        self,
+        limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS, description=COUNT)] = 100,
+        after: Annotated[int, Query(ge=0, le=INT64, description="Only those that ended after this number")] = 0,
+    ) -> Response:
+        """When, where, which model and adapter, how many tokens, how long. Neither prompts nor answers."""
+        found = self._context.state.recent.latest(limit, after)
+        return JSONResponse({"requests": [asdict(one) for one in found]})
+
+    async def rollouts(
+        self, adapter: str | None = None, limit: Annotated[int, Query(ge=1, le=48, description=COUNT)] = 12
+    ) -> Response:
+        """Groups of answers with their rewards, each token with its log-probability and the version that drew it: of
+        the first adapter that learns, or of the one that is named; empty where nothing is trained."""
+        training = self._context.runtime.training
+        if not training.adapters:
+            return JSONResponse({"adapters": [], "groups": []})
+        groups = await asyncio.to_thread(training.recent, adapter, limit)
+        described = await asyncio.to_thread(describe, groups, self._context.models.default.vocabulary)
+        return JSONResponse({"adapters": list(training.adapters), "groups": described})

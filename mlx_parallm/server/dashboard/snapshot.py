@@ -1,0 +1,184 @@
+"""What the server is doing right now, from the engines' counters: totals, and rates since the snapshot before.
+
+`feed` makes one a second for all viewers. Reading costs microseconds; nothing here waits for an engine.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mlx_parallm import __version__
+from mlx_parallm.metrics import DiskMetrics, EngineMetrics, Histogram, PrefixMetrics
+from mlx_parallm.server.context import ServerContext
+from mlx_parallm.types import MemoryPlan
+
+WINDOW = 10  # snapshots over which percentiles are taken
+LONGEST_GAP = 5.0  # seconds between two snapshots; beyond it rates would be averages over a time nobody looked at
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+SUMMED_PARTS = ("weights", "rows", "blocks", "adapters", "training")  # of memory plans; the rest is the process's
+
+
+@dataclass(slots=True)
+class Reading:
+    """The counters of all models together at one moment."""
+
+    at: float
+    generated: int = 0
+    computed: int = 0  # prompt tokens
+    cached: int = 0  # prompt tokens
+    finished: int = 0
+    steps: int = 0
+    fill: float = 0.0
+    serving: float = 0.0  # seconds
+    training: float = 0.0
+    predicting: float = 0.0
+
+
+class Percentiles:
+    """Of what histograms have seen during the last snapshots; not `live`: of the last thousand that each has seen."""
+
+    def __init__(self, live: bool) -> None:
+        self._live = live
+        self._counts: dict[int, deque[int]] = {}
+
+    def forget(self) -> None:
+        self._counts.clear()
+
+    def take(self, histograms: Sequence[Histogram]) -> dict[str, float | None]:
+        """In seconds; None where there was nothing. To be called once for each snapshot."""
+        self._counts = {
+            id(one): self._counts.get(id(one)) or deque([one.count if self._live else 0], WINDOW) for one in histograms
+        }
+        seen: list[float] = []
+        for one in histograms:
+            counts, recent = self._counts[id(one)], list(one.recent)
+            new = min(one.count - counts[0], len(recent))
+            seen += recent[len(recent) - new :] if new > 0 else []
+            counts.append(one.count)
+        seen.sort()
+        return {
+            name: seen[min(len(seen) - 1, int(share * len(seen)))] if seen else None
+            for name, share in PERCENTILES.items()
+        }
+
+
+class Snapshots:
+    """Each is made from the one before: there is one maker for all viewers."""
+
+    def __init__(self, context: ServerContext, *, live: bool = True) -> None:
+        self._models = context.models
+        self._runtime = context.runtime
+        self._state = context.state
+        self._before: Reading | None = None
+        self._first_token, self._step = Percentiles(live), Percentiles(live)
+
+    def take(self) -> dict[str, Any]:
+        engines = [served.client.metrics for served in self._models]
+        now = read(engines)
+        before = self._before if self._before and now.at - self._before.at <= LONGEST_GAP else None
+        self._before = now
+        if before is None:
+            self._first_token.forget()
+            self._step.forget()
+        return {
+            "time": time.time(),
+            "version": __version__,
+            "draining": self._state.draining,
+            "paused": bool(engines) and all(served.client.paused for served in self._models),
+            "models": [served.name for served in self._models],
+            "queue": sum(one.queue_depth for one in engines),
+            "running": sum(one.running for one in engines),
+            "slots": sum(one.slots_total for one in engines),
+            "rejected": sum(one.requests_rejected for one in engines),
+            "totals": {"generated": now.generated, "prompt": now.computed, "requests": now.finished},
+            "rates": rates(before, now),
+            "fill_histogram": [sum(counts) for counts in zip(*(one.batch_fill_hist for one in engines), strict=True)],
+            "first_token": self._first_token.take([one.time_to_first_token for one in engines]),
+            "step": self._step.take([one.step_seconds for one in engines]),
+            "cache": cache(engines),
+            "memory": memory(engines),
+            "training": {name: asdict(one) for name, one in self._runtime.training.metrics().items()},
+        }
+
+
+def read(engines: Iterable[EngineMetrics]) -> Reading:
+    reading = Reading(time.monotonic())
+    for one in engines:
+        reading.generated += one.generated_tokens
+        reading.computed += one.prompt_tokens
+        reading.cached += one.cached_tokens
+        reading.finished += sum(dict(one.requests_finished).values())
+        reading.steps += one.batches_processed
+        reading.fill += one.batch_fill_sum
+        reading.serving += one.decode_rate.seconds + one.prompt_rate.seconds
+        reading.training += one.background.seconds
+        reading.predicting += one.predictions.seconds
+    return reading
+
+
+def rates(before: Reading | None, now: Reading) -> dict[str, float | None]:
+    """Tokens and requests a second, how full batches were, and what the time went to; None: not known yet."""
+    names = ("generated", "prompt", "cached", "requests", "fill", "serving", "training", "predicting", "idle")
+    if before is None or now.generated < before.generated:  # the first one, or a model has left
+        return dict.fromkeys(names)
+    seconds = max(now.at - before.at, 1e-6)
+    busy = {
+        name: max(0.0, getattr(now, name) - getattr(before, name)) for name in ("serving", "training", "predicting")
+    }
+    whole = max(seconds, sum(busy.values()))
+    return {
+        "generated": (now.generated - before.generated) / seconds,
+        "prompt": max(0, now.computed - before.computed) / seconds,
+        "cached": max(0, now.cached - before.cached) / seconds,
+        "requests": max(0, now.finished - before.finished) / seconds,
+        "fill": (now.fill - before.fill) / (now.steps - before.steps) if now.steps > before.steps else None,
+        **{name: value / whole for name, value in busy.items()},
+        "idle": 1 - sum(busy.values()) / whole,
+    }
+
+
+def cache(engines: Sequence[EngineMetrics]) -> dict[str, Any]:
+    """Both tiers of the prefix cache, and what they have saved."""
+    computed, found = sum(one.prompt_tokens for one in engines), sum(one.cached_tokens for one in engines)
+    seconds = sum(one.cached_tokens / one.prompt_rate.average for one in engines if one.prompt_rate.average)
+    return {
+        "memory": {item.name: sum(getattr(one.prefix, item.name) for one in engines) for item in fields(PrefixMetrics)},
+        "ssd": {
+            # The folder is one for all models.
+            item.name: (max if item.name in ("files", "bytes") else sum)(
+                [getattr(one.ssd, item.name) for one in engines] or [0]
+            )
+            for item in fields(DiskMetrics)
+        },
+        "saved_tokens": found,
+        "saved_share": found / (found + computed) if found + computed else None,
+        "saved_seconds": seconds,
+    }
+
+
+def memory(engines: Sequence[EngineMetrics]) -> dict[str, int]:
+    """The plan in bytes, and what MLX holds."""
+    plans = [one.memory for one in engines]
+    parts = {
+        item.name: (sum if item.name in SUMMED_PARTS else max)([getattr(plan, item.name) for plan in plans] or [0])
+        for item in fields(MemoryPlan)
+    }
+    held = {
+        name: max((getattr(one, f"{name}_memory") for one in engines), default=0)
+        for name in ("active", "peak", "serving_peak", "spare")
+    }
+    return parts | held | {"kv": sum(one.kv_bytes for one in engines), "kv_limit": parts["rows"]}
+
+
+def points(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """What the charts keep of a snapshot."""
+    return {
+        "time": snapshot["time"],
+        "queue": snapshot["queue"],
+        "running": snapshot["running"],
+        **snapshot["rates"],
+        **{f"first_{name}": value for name, value in snapshot["first_token"].items()},
+        **{f"step_{name}": value for name, value in snapshot["step"].items()},
+    }

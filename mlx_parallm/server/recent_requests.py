@@ -1,0 +1,86 @@
+"""The requests that ended last, for the dashboard: when, where, which model, how many tokens, how long. Never a text.
+
+`middleware.RequestLog` notes each at its end; the service leaves a way to its summary in the scope.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+MAX_REQUESTS = 500
+OWN_PREFIX = "/dashboard"  # what an open dashboard asks for would push everything else out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSummary:
+    """What is known of a request that was handed to a model."""
+
+    model: str
+    adapter: str | None  # name@version
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    first_token_at: float | None  # by time.perf_counter; None: nobody has looked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecentRequest:
+    number: int  # one more than that of the request which ended before it
+    time: float  # when it ended, in seconds since the epoch
+    request_id: str
+    method: str
+    path: str
+    status: int
+    outcome: str | None  # of a stream that did not end well: its status was sent long before
+    key: str | None
+    seconds: float
+    first_token_seconds: float | None
+    model: str | None
+    adapter: str | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int | None
+
+
+class RecentRequests:
+    """Event loop only."""
+
+    def __init__(self, most: int = MAX_REQUESTS) -> None:
+        self._requests: deque[RecentRequest] = deque(maxlen=most)  # the oldest first
+        self._count = 0
+
+    def note(self, scope: Scope, status: int, started: float) -> None:
+        """One that began at `started`, by time.perf_counter, and has ended now."""
+        if scope["path"].startswith(OWN_PREFIX):
+            return
+        self._count += 1
+        summarise: Callable[[], AnswerSummary] | None = scope.get("summary")
+        answer = None if summarise is None else summarise()
+        first = None if answer is None else answer.first_token_at
+        self._requests.append(
+            RecentRequest(
+                number=self._count,
+                time=time.time(),
+                request_id=scope["request_id"],
+                method=scope["method"],
+                path=scope["path"][:200],
+                status=status,
+                outcome=scope.get("outcome"),
+                key=scope.get("key_name"),
+                seconds=time.perf_counter() - started,
+                first_token_seconds=None if first is None else first - started,
+                model=None if answer is None else answer.model,
+                adapter=None if answer is None else answer.adapter,
+                prompt_tokens=None if answer is None else answer.prompt_tokens,
+                cached_tokens=None if answer is None else answer.cached_tokens,
+                completion_tokens=None if answer is None else answer.completion_tokens,
+            )
+        )
+
+    def latest(self, count: int, after: int = 0) -> Sequence[RecentRequest]:
+        """At most so many that ended after the one of this number, the newest first."""
+        found = [one for one in reversed(self._requests) if one.number > after]
+        return found[: max(0, count)]

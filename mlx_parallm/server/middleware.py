@@ -68,7 +68,7 @@ class RequestLog:
             for release in scope.get("held_models", ()):
                 release()
             self._log(scope, status or CLIENT_LEFT, time.perf_counter() - started)
-            if self._recent is not None and scope["path"] not in OPEN_PATHS:
+            if self._recent is not None:
                 self._recent.note(scope, status or CLIENT_LEFT, started)
             request_id.reset(token)
 

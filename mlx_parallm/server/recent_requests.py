@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 MAX_REQUESTS = 500
-OWN_PREFIX = "/dashboard"  # what an open dashboard asks for would push everything else out
+READING = frozenset({"GET", "HEAD", "OPTIONS"})  # what open dashboards and probes ask for would push all else out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class RecentRequests:
 
     def note(self, scope: Scope, status: int, started: float) -> None:
         """One that began at `started`, by time.perf_counter, and has ended now."""
-        if scope["path"].startswith(OWN_PREFIX):
+        if scope["method"] in READING:
             return
         self._count += 1
         summarise: Callable[[], AnswerSummary] | None = scope.get("summary")

@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
+from mlx_parallm.server.api.dashboard import RolloutNotes
 from mlx_parallm.server.api.training.answers import (
     CheckpointWritten,
     FeedbackTaken,
@@ -424,6 +425,23 @@ def test_each_sample_has_an_id_of_its_own(client: httpx.Client) -> None:
     assert twice.status_code == 400
     assert twice.json()["error"]["param"] == "trajectories.2.request_id"
     assert "trajectory 0" in twice.json()["error"]["message"]
+
+
+def test_the_dashboard_shows_what_is_learnt_from(client: httpx.Client) -> None:
+    rollout(client, n=4, seed=40, scoring_function="shorter", submit=True)
+    shown = client.get("/dashboard/rollouts", params={"limit": 1}).json()
+    RolloutNotes.model_validate(shown)
+    [group] = shown["groups"]
+    assert (shown["adapters"], group["state"], len(group["samples"])) == (["policy"], "waiting", 4)
+    sample = group["samples"][0]
+    assert len(sample["tokens"]) == len(sample["logprobs"]) == sample["length"] == sample["policy_spans"][-1][1]
+    post(client, "/v1/training/update", {})
+    [group] = client.get("/dashboard/rollouts", params={"limit": 1}).json()["groups"]
+    assert (group["state"], group["updates"]) == ("learnt", status(client)["updates"])
+    assert {"flat_trajectories", "max_logprob_gap", "entropy"} <= set(status(client)["history"][-1])
+    assert client.get("/dashboard/rollouts", params={"adapter": "nobody"}).status_code == 404
+    [adapter] = [one for one in client.get("/v1/adapters").json()["data"] if one["current"]]
+    assert len(adapter["digest"]) == 32
 
 
 def test_an_answer_of_several_must_be_said_which(client: httpx.Client) -> None:

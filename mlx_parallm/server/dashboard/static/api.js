@@ -51,9 +51,20 @@ export async function post(path, body = {}) {
   return answer.status === 204 ? null : answer.json().catch(() => null);
 }
 
-/** Trades a key for a session cookie. A wrong key is an ApiError. */
-export function login(key) {
-  return post("dashboard/login", { key });
+const SIGNED_IN = "parallm-signed-in";
+
+/** Trades a key for a session cookie, which scripts can't read. A wrong key is an ApiError. */
+export async function login(key) {
+  const answer = await post("dashboard/login", { key });
+  sessionStorage.setItem(SIGNED_IN, answer?.name ?? "");
+}
+
+export const isSignedIn = () => sessionStorage.getItem(SIGNED_IN) !== null;
+
+export async function logout() {
+  await post("dashboard/logout");
+  sessionStorage.removeItem(SIGNED_IN);
+  location.reload();
 }
 
 /** Opens the event stream. Returns a function that closes it. */

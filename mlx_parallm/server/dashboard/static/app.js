@@ -1,6 +1,6 @@
 // The page: login, navigation, colours, and the one event stream that all views read.
-import { get, onRefused, watch } from "./api.js";
-import { html, render, useEffect, useRef, useState } from "./lib.js";
+import { get, isSignedIn, logout, onRefused, watch } from "./api.js";
+import { html, render, useEffect, useRef, useState, useTheme } from "./lib.js";
 import { Live } from "./views/live.js";
 import { Login } from "./views/login.js";
 import { Models } from "./views/models.js";
@@ -77,28 +77,9 @@ function added(points, snapshot) {
 }
 
 function ThemeSwitch() {
-  const dark = () =>
-    (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) ===
-    "dark";
-  const [isDark, setDark] = useState(dark);
-  useEffect(() => {
-    const system = matchMedia("(prefers-color-scheme: dark)");
-    const change = () => setDark(dark());
-    system.addEventListener("change", change);
-    return () => system.removeEventListener("change", change);
-  }, []);
-  const toggle = () => {
-    const chosen = isDark ? "light" : "dark";
-    document.documentElement.dataset.theme = chosen;
-    try {
-      localStorage.setItem("parallm-theme", chosen);
-    } catch {
-      // Storage may be forbidden: the choice then lasts until the page is closed.
-    }
-    setDark(!isDark);
-    dispatchEvent(new Event("themechange"));
-  };
-  return html`<button type="button" class="quiet" onClick=${toggle}>${isDark ? "Light colours" : "Dark colours"}</button>`;
+  const other = useTheme() === "dark" ? "light" : "dark";
+  const choose = () => dispatchEvent(new CustomEvent("themechosen", { detail: other }));
+  return html`<button type="button" class="quiet" onClick=${choose}>${other === "dark" ? "Dark" : "Light"} colours</button>`;
 }
 
 function App() {
@@ -136,6 +117,7 @@ function App() {
       <p class="brand"><img src="dashboard/static/icon.svg" alt="" width="22" height="22" /> MLX ParaLLM</p>
       <p class="state" role="status"><span class="dot ${feed.state === "open" && !snapshot?.paused ? "good" : "bad"}"></span>${state}</p>
       <${ThemeSwitch} />
+      ${isSignedIn() && html`<button type="button" class="quiet" onClick=${() => logout().catch(() => {})}>Sign out</button>`}
     </header>
     <nav aria-label="Views">
       ${Object.entries(VIEWS).map(

@@ -1,24 +1,8 @@
 // Line charts, drawn by uPlot: colours from the style sheet, a legend of ours with the values under the pointer.
-import { html, uPlot, useEffect, useMemo, useRef, useState } from "./lib.js";
+import { html, uPlot, useEffect, useMemo, useRef, useState, useTheme } from "./lib.js";
 
 const HEIGHT = 150;
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-/** A number that changes with the colours of the page. */
-function useTheme() {
-  const [count, setCount] = useState(0);
-  useEffect(() => {
-    const change = () => setCount((before) => before + 1);
-    const system = matchMedia("(prefers-color-scheme: dark)");
-    system.addEventListener("change", change);
-    addEventListener("themechange", change);
-    return () => {
-      system.removeEventListener("change", change);
-      removeEventListener("themechange", change);
-    };
-  }, []);
-  return count;
-}
 
 /** Vertical lines at `{x, kind}`; kinds are published, refused and rolled-back. */
 function marksPlugin(marks) {

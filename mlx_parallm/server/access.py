@@ -53,8 +53,11 @@ FORM_TYPE = "application/x-www-form-urlencoded"
 TENSOR_PATHS = frozenset({"/v1/predict", "/v1/rl/act"})
 CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
-ADMIN_PATHS = frozenset({"/v1/models/load", "/v1/models/unload"})  # GET /v1/models/NAME is for users
-ADMIN_PREFIXES = ("/debug/", "/model/", "/dashboard/")
+ADMIN_PATHS = frozenset(
+    {"/v1/models/load", "/v1/models/unload"}  # GET /v1/models/NAME is for users
+    | {"/dashboard/events", "/dashboard/snapshot", "/dashboard/requests", "/dashboard/rollouts"}
+)
+ADMIN_PREFIXES = ("/debug/", "/model/")
 TRAINER_PATHS = frozenset({"/debug/training"})  # although it begins as an admin's
 TRAINER_PREFIXES = (
     "/v1/adapters/",

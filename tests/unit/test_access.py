@@ -104,6 +104,13 @@ def test_what_stands_in_the_audit_log() -> None:
     assert not any(is_audited("GET", path) for path in ALL)
 
 
+async def test_the_files_of_the_dashboard_need_no_key_and_its_data_an_admin_s() -> None:
+    guard = Authentication(BEHIND, keys("admin"))
+    assert (await ask(guard, "/dashboard/static/views/live.js"))[0] == 200
+    for path in ("/dashboard/events", "/dashboard/snapshot", "/dashboard/requests", "/dashboard/rollouts"):
+        assert (await ask(guard, path))[0] == 401
+
+
 async def test_the_route_gets_the_request_s_own_body() -> None:
     async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         await PlainTextResponse((await receive())["body"])(scope, receive, send)

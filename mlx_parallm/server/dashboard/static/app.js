@@ -98,7 +98,9 @@ function App() {
         setRefusal(null);
         setSignedIn(true);
       },
-      () => {},
+      (error) => {
+        if (error.status !== 401 && error.status !== 403) setTimeout(begin, 3000); // it may be starting
+      },
     );
   useEffect(() => void begin(), []);
   useEffect(() => {

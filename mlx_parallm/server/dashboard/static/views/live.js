@@ -18,7 +18,7 @@ const CHARTS = [
 
 function LiveChart({ chart, points }) {
   const x = useMemo(() => points.map((point) => point.time), [points]);
-  const columns = chart.series.map((name) => points.map((point) => point[name] ?? null));
+  const columns = useMemo(() => chart.series.map((name) => points.map((point) => point[name] ?? null)), [points]);
   return html`<${Chart} ...${chart} series=${chart.names} x=${x} columns=${columns} />`;
 }
 

@@ -8,7 +8,7 @@ import httpx
 import orjson
 import pytest
 
-from mlx_parallm.server.api.dashboard import RequestNotes, RolloutNotes, Snapshot
+from mlx_parallm.server.api.dashboard import RequestNotes, RolloutNotes, ServerSnapshot
 from mlx_parallm.server.schema import Error
 from tests.support.servers import ServerProcess
 
@@ -72,7 +72,7 @@ def test_every_viewer_gets_the_same_snapshots(client: httpx.Client, tiny_server:
     assert set(times[0]) & set(times[1]), "each viewer has snapshots of its own"
     assert max(snapshot["viewers"] for stream in seen for _, snapshot in stream) >= 2
     newest = seen[0][-1][1]
-    Snapshot.model_validate(newest)
+    ServerSnapshot.model_validate(newest)
     assert newest["rates"]["generated"] is not None
     assert 0 <= newest["rates"]["idle"] <= 1
 
@@ -80,7 +80,7 @@ def test_every_viewer_gets_the_same_snapshots(client: httpx.Client, tiny_server:
 def test_one_snapshot_as_json(client: httpx.Client) -> None:
     client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
     found = client.get("/dashboard/snapshot").json()
-    Snapshot.model_validate(found)
+    ServerSnapshot.model_validate(found)
     assert found["totals"]["generated"] > 0
     assert found["first_token"]["p50"] > 0
     assert found["memory"]["limit"] >= found["memory"]["weights"] > 0

@@ -8,7 +8,7 @@ import pytest
 from mlx_parallm.metrics import EngineMetrics, Histogram
 from mlx_parallm.server.dashboard.files import PageFiles
 from mlx_parallm.server.dashboard.rollouts import token_texts
-from mlx_parallm.server.dashboard.snapshot import Percentiles, cache, memory, rates, read
+from mlx_parallm.server.dashboard.snapshot import RecentPercentiles, cache, memory, rates, read
 from mlx_parallm.server.recent_requests import AnswerSummary, RecentRequests
 from mlx_parallm.training.recent import MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS, RecentGroups
 from mlx_parallm.training.records import PolicySpan
@@ -52,7 +52,7 @@ def test_work_of_several_engines_is_never_more_than_the_time() -> None:
 
 
 def test_percentiles_are_of_what_came_lately() -> None:
-    histogram, percentiles = Histogram(), Percentiles(live=True)
+    histogram, percentiles = Histogram(), RecentPercentiles(live=True)
     histogram.observe(9.0)  # before anybody looked
     assert percentiles.take([histogram]) == {"p50": None, "p90": None, "p99": None}
     for hundredths in range(1, 101):
@@ -61,7 +61,7 @@ def test_percentiles_are_of_what_came_lately() -> None:
     for _ in range(10):
         percentiles.take([histogram])
     assert percentiles.take([histogram])["p50"] is None
-    assert Percentiles(live=False).take([histogram])["p99"] == 1.0  # the second highest of 101
+    assert RecentPercentiles(live=False).take([histogram])["p99"] == 1.0  # the second highest of 101
 
 
 def test_the_cache_tells_what_it_has_saved() -> None:

@@ -69,7 +69,7 @@ class RolloutNotes(AnswerBody):
     groups: list[RolloutNote]
 
 
-class Snapshot(AnswerBody):
+class ServerSnapshot(AnswerBody):
     """What the event stream sends each second; rates are null in a single one."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra={"example": {"queue": 0, "running": 3, "slots": 32}})
@@ -97,7 +97,7 @@ def router(context: ServerContext) -> APIRouter:
         routes.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False, response_model=None)
     add_routes(
         routes,
-        ("/dashboard/snapshot", "GET", page.snapshot, Snapshot, "What the server is doing now"),
+        ("/dashboard/snapshot", "GET", page.snapshot, ServerSnapshot, "What the server is doing now"),
         ("/dashboard/requests", "GET", page.requests, RequestNotes, "The requests that ended last"),
         ("/dashboard/rollouts", "GET", page.rollouts, RolloutNotes, "The rollouts that came in last"),
     )

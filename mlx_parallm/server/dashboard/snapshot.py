@@ -36,7 +36,7 @@ class Reading:
     predicting: float = 0.0
 
 
-class Percentiles:
+class RecentPercentiles:
     """Of what histograms have seen during the last snapshots; not `live`: of the last thousand that each has seen."""
 
     def __init__(self, live: bool) -> None:
@@ -72,7 +72,7 @@ class Snapshots:
         self._runtime = context.runtime
         self._state = context.state
         self._before: Reading | None = None
-        self._first_token, self._step = Percentiles(live), Percentiles(live)
+        self._first_token, self._step = RecentPercentiles(live), RecentPercentiles(live)
 
     def take(self) -> dict[str, Any]:
         engines = [served.client.metrics for served in self._models]

@@ -1,0 +1,99 @@
+"""What an open dashboard costs those who are served: the same load with one viewer and without, in turns.
+
+    python benchmarks/dashboard.py                              # the embedded model
+    python benchmarks/dashboard.py --model FOLDER --clients 32 --turns 12
+
+The viewer reads the event stream and asks for what the Training and Requests views ask for, every two seconds, as a page on
+another machine does. Said: tokens a second of each turn, the medians and their ratio, and the bytes that a viewer gets.
+"""
+
+import argparse
+import statistics
+import threading
+import time
+
+import httpx
+import servers
+from rich.console import Console
+
+from mlx_parallm.bench import LoadSpec, run_load
+
+ASKED = ("/v1/training/status", "/dashboard/requests?limit=500", "/v1/models", "/v1/adapters")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", help="folder, GGUF or hub id (default: the embedded model)")
+    add("--clients", type=int, default=8)
+    add("--seconds", type=float, default=10.0, help="of each turn (default: %(default)s)")
+    add("--turns", type=int, default=8, help="of each kind (default: %(default)s)")
+    return parser.parse_args()
+
+
+class Viewer:
+    """Reads what a page would, until it is closed."""
+
+    def __init__(self, url: str) -> None:
+        self.bytes = 0
+        self._over = threading.Event()
+        self._client = httpx.Client(base_url=url, timeout=30)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._watch, self._ask)]
+        for thread in self._threads:
+            thread.start()
+
+    def _watch(self) -> None:
+        with self._client.stream("GET", "/dashboard/events") as response:
+            for data in response.iter_raw():
+                self.bytes += len(data)
+                if self._over.is_set():
+                    return
+
+    def _ask(self) -> None:
+        while not self._over.is_set():
+            for path in ASKED:
+                self.bytes += len(self._client.get(path).content)
+            self._over.wait(2.0)
+
+    def close(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(10)
+        self._client.close()
+
+
+def main() -> int:
+    args, console = parse_args(), Console()
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    with servers.running(servers.ours(args.model)) as server:
+        for turn in range(-1, 2 * args.turns):
+            watched = turn % 4 in (1, 2)  # without, with, with, without: a drift hits both alike
+            viewer, begun = Viewer(server.url) if watched else None, time.perf_counter()
+            spec = LoadSpec(
+                url=server.url,
+                concurrency=args.clients,
+                duration=args.seconds,
+                stream_share=1.0,
+                ignore_eos=True,
+                salt=str(turn),
+            )
+            found = run_load(spec).summary()
+            if found.errors:
+                console.print(f"requests have failed: {found.errors}")
+                return 1
+            rate, told = found.output_tokens / found.seconds, ""
+            if viewer is not None:
+                viewer.close()
+                told = f", the viewer got {viewer.bytes / (time.perf_counter() - begun) / 1024:.1f} KiB/s"
+            if turn >= 0:  # the first one warms up
+                rates[watched].append(rate)
+                console.print(f"{'with a viewer' if watched else 'without':>14}: {rate:.1f} tokens/s{told}")
+    without, watched_rate = statistics.median(rates[False]), statistics.median(rates[True])
+    console.print(
+        f"medians {without:.1f} and {watched_rate:.1f}: a viewer costs {100 * (1 - watched_rate / without):.1f} %"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    servers.script(main)

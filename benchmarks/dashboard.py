@@ -3,8 +3,8 @@
     python benchmarks/dashboard.py                              # the embedded model
     python benchmarks/dashboard.py --model FOLDER --clients 32 --turns 12
 
-The viewer reads the event stream and asks for what the Training and Requests views ask for, every two seconds, as a page on
-another machine does. Said: tokens a second of each turn, the medians and their ratio, and the bytes that a viewer gets.
+The viewer reads the event stream and asks for what the other views ask for, every two seconds, as a page on another
+machine does. Said: tokens a second of each turn, the medians and their ratio, and the bytes that a viewer gets.
 """
 
 import argparse

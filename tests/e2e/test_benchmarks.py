@@ -37,6 +37,13 @@ def test_serve_vs_mlx_lm(tiny_folder: Path, tmp_path: Path) -> None:
     assert all(run["summary"]["errors"] == {} for run in found["runs"])
 
 
+def test_dashboard(tiny_folder: Path) -> None:
+    answer = run("dashboard.py", "--model", str(tiny_folder), "--clients", "2", "--seconds", "1.5", "--turns", "2")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.count("the viewer got") == 2
+    assert "a viewer costs" in answer.stdout
+
+
 def test_long_prompt(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ["--prompt-tokens", "1500", "--prefill-step-size", "128", "--stream-tokens", "300", "--rows", "4"]

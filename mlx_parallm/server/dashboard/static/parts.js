@@ -3,14 +3,16 @@ import { html, useCallback, useEffect, useRef, useState } from "./lib.js";
 
 /** Values with their names, side by side: `[name, value, hint?]`. */
 export function Tiles({ items, label }) {
-  return html`<dl class="tiles" aria-label=${label}>
-    ${items.map(
-      ([name, value, hint]) => html`<div class="tile" key=${name}>
-        <dt>${name}</dt>
-        <dd>${value}${hint && html` <small>${hint}</small>`}</dd>
-      </div>`,
-    )}
-  </dl>`;
+  return html`<div role="group" aria-label=${label}>
+    <dl class="tiles">
+      ${items.map(
+        ([name, value, hint], i) => html`<div class="tile" key=${i}>
+          <dt>${name}</dt>
+          <dd>${value}${hint && html` <small>${hint}</small>`}</dd>
+        </div>`,
+      )}
+    </dl>
+  </div>`;
 }
 
 /** A table that scrolls sideways by itself where the page is narrow. `columns`: `[name, numeric?]`. */

@@ -97,7 +97,8 @@ export function Live({ snapshot, points }) {
         ["Turned away", number(snapshot.rejected)],
       ]}
     />
-    <section class="charts" aria-label="Charts">
+    <section class="charts">
+      <h2 class="unseen">Charts</h2>
       ${CHARTS.map((chart) => html`<${LiveChart} key=${chart.title} chart=${chart} points=${points} />`)}
     </section>
     <${Cache} cache=${snapshot.cache} />

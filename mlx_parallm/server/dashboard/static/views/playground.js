@@ -37,8 +37,8 @@ function Alternatives({ token }) {
   return html`<table class="alternatives">
     <caption>In place of <b>${visible(token.token)}</b></caption>
     <tbody>
-      ${token.top_logprobs.map(
-        (one) => html`<tr key=${one.token} class=${one.token === token.token ? "chosen" : ""}>
+      ${(token.top_logprobs ?? []).map(
+        (one, i) => html`<tr key=${i} class=${one.token === token.token ? "chosen" : ""}>
           <th scope="row"><code>${visible(one.token)}</code></th>
           <td class="num">${(100 * Math.exp(one.logprob)).toFixed(1)} %</td>
           <td><meter min="0" max="1" value=${Math.exp(one.logprob)} aria-label="Probability"></meter></td>

@@ -1,7 +1,7 @@
 // Recent groups of answers side by side: rewards, and every token with its log-probability and policy version.
 import { get } from "../api.js";
 import { clock, number, short } from "../format.js";
-import { html, useMemo, useState } from "../lib.js";
+import { html, useMemo, useRef, useState } from "../lib.js";
 import { Field, likelihoodClass, Tokens, usePolling, visible } from "../parts.js";
 
 const BINS = 5;
@@ -39,7 +39,7 @@ function Sample({ sample, colour, number: place }) {
   const [active, setActive] = useState(null);
   const cut = sample.length > sample.tokens.length;
   return html`<article class="sample">
-    <h4><span class="chip">reward ${short(sample.reward)}</span> <small>${number(sample.length)} tokens${cut ? ", the first shown" : ""}</small></h4>
+    <h3><span class="chip">reward ${short(sample.reward)}</span> <small>${number(sample.length)} tokens${cut ? ", the first shown" : ""}</small></h3>
     <${Tokens} tokens=${tokens} label=${`Answer ${place}`} onActive=${setActive} />
     <p class="detail">${active === null ? " " : tokens[active]?.words}</p>
   </article>`;
@@ -51,11 +51,11 @@ function Group({ group, samples, colour }) {
   const mean = group.samples.reduce((sum, one) => sum + one.reward, 0) / (group.samples.length || 1);
   const state = group.updates === null ? STATES[group.state] : `${STATES[group.state]}, update ${group.updates}`;
   return html`<section class="group">
-    <h3>
+    <h2>
       ${clock(group.time)} <code>${group.group_id.slice(0, 40)}</code>
       <span class="chip ${group.state === "learnt" ? "good" : group.state === "refused" ? "warn" : ""}">${state}</span>
       <small>mean reward ${short(mean)}</small>
-    </h3>
+    </h2>
     <details><summary>Prompt</summary><pre tabindex="0">${group.prompt}</pre></details>
     <div class="samples">
       ${samples.map((sample, i) => html`<${Sample} key=${sample.request_id ?? i} number=${i + 1} sample=${sample} colour=${colour} />`)}
@@ -83,8 +83,11 @@ export function Rollouts({ snapshot }) {
   const [colour, setColour] = useState("logprob");
   const [bin, setBin] = useState("");
   const path = `dashboard/rollouts?limit=12${adapter ? `&adapter=${encodeURIComponent(adapter)}` : ""}`;
-  const seen = Object.values(snapshot?.training ?? {}).map((one) => `${one.collected}/${one.updates}/${one.refused}`).join();
-  const { data, error } = usePolling(() => get(path), 60000, [path, seen]);
+  const [held, setHeld] = useState(false);
+  const seen = useRef("");
+  if (!held)
+    seen.current = Object.values(snapshot?.training ?? {}).map((one) => `${one.collected}/${one.updates}/${one.refused}`).join();
+  const { data, error } = usePolling(() => get(path), 600000, [path, seen.current]);
   const bins = useMemo(() => binsOf(data?.groups ?? []), [data]);
   if (!data) return html`<p class="empty">${error ?? "Asking …"}</p>`;
   if (!data.adapters.length)
@@ -113,6 +116,7 @@ export function Rollouts({ snapshot }) {
           ${bins.map(([low, high], i) => html`<option key=${i} value=${String(i)}>${short(low)} to ${short(high)}</option>`)}
         </select>
       <//>
+      <label class="check"><input type="checkbox" checked=${held} onChange=${(event) => setHeld(event.target.checked)} /> hold still</label>
       <${Legend} colour=${colour} groups=${data.groups} />
     </div>
     ${error && html`<p class="notice bad" role="status">${error}</p>`}

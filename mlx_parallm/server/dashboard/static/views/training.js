@@ -39,7 +39,8 @@ function Charts({ history }) {
       entries,
     };
   }, [history.length, history.at(-1)?.time]);
-  return html`<section class="charts" aria-label="Charts over updates">
+  return html`<section class="charts">
+    <h2 class="unseen">Charts over updates</h2>
     ${CHARTS.map(
       (chart) => html`<${Chart}
         key=${chart.title}

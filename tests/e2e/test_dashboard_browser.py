@@ -7,7 +7,8 @@ writes the pictures of docs/DASHBOARD.md.
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ SCORES = """
 def shorter(prompts, completions, metadata):
     return [-float(len(text)) for text in completions]
 """
-PATIENCE = 20_000  # milliseconds
+PATIENCE = 60_000  # milliseconds
 # Where `PARALLM_DASHBOARD_MODEL` is set, its answers make sense, for screenshots; the tiny model's do not.
 MODEL = os.environ.get("PARALLM_DASHBOARD_MODEL")
 
@@ -66,6 +67,18 @@ class Traffic(threading.Thread):
         self._client.close()
 
 
+@contextmanager
+def serving(model: str, flags: Sequence[str] = ()) -> Iterator[ServerProcess]:
+    """Started and stopped on another thread: this one has Playwright's event loop."""
+    with ThreadPoolExecutor(1) as other:
+        held = running(ours(model, flags))
+        server = other.submit(held.__enter__).result()
+        try:
+            yield server
+        finally:
+            other.submit(held.__exit__, None, None, None).result()
+
+
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("dashboard")
@@ -75,7 +88,7 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         *("--scoring-function", f"shorter={folder / 'scores.py'}:shorter", "--update-frequency", "0"),
         *("--learning-rate", "1e-3", "--lora-rank", "4", "--checkpoint-dir", str(folder / "checkpoints")),
     ]
-    with running(ours(MODEL or str(tiny_folder), flags)) as found:
+    with serving(MODEL or str(tiny_folder), flags) as found:
         yield found
 
 
@@ -355,7 +368,7 @@ def test_every_view_is_accessible_and_fits(
 
 def test_a_key_is_asked_for(browser: Any, tiny_folder: Path) -> None:
     flags = ["--admin-key", "sesame", "--api-key", "open"]
-    with running(ours(str(tiny_folder), flags)) as server:
+    with serving(str(tiny_folder), flags) as server:
         with browser.new_context() as context:
             page = context.new_page()
             page.goto(f"{server.url}/dashboard")
@@ -372,7 +385,7 @@ def test_a_key_is_asked_for(browser: Any, tiny_folder: Path) -> None:
 
 
 def test_it_says_when_the_server_is_gone(browser: Any, tiny_folder: Path) -> None:
-    with browser.new_context() as context, running(ours(str(tiny_folder))) as server:
+    with browser.new_context() as context, serving(str(tiny_folder)) as server:
         page = context.new_page()
         page.goto(f"{server.url}/dashboard")
         page.wait_for_selector("header .state:has-text('connected')", timeout=PATIENCE)

@@ -1,6 +1,6 @@
 """Every view of the dashboard in a real Chromium, against a real server that serves and trains meanwhile.
 
-Runs where a Chromium is installed, with `pip install -e '.[browser]'`. With PARALLM_SCREENSHOTS=docs/images it also
+Runs where a Chromium is installed, with `pip install -e '.[browser]'`. With DASHBOARD_SCREENSHOTS=docs/images it also
 writes the pictures of docs/DASHBOARD.md.
 """
 
@@ -30,8 +30,8 @@ def shorter(prompts, completions, metadata):
     return [-float(len(text)) for text in completions]
 """
 PATIENCE = 60_000  # milliseconds
-# Where `PARALLM_DASHBOARD_MODEL` is set, its answers make sense, for screenshots; the tiny model's do not.
-MODEL = os.environ.get("PARALLM_DASHBOARD_MODEL")
+# For screenshots: a folder, or `embedded`. The tiny model's answers make no sense.
+MODEL = os.environ.get("DASHBOARD_MODEL")
 
 
 class Traffic(threading.Thread):
@@ -68,7 +68,7 @@ class Traffic(threading.Thread):
 
 
 @contextmanager
-def serving(model: str, flags: Sequence[str] = ()) -> Iterator[ServerProcess]:
+def serving(model: str | None, flags: Sequence[str] = ()) -> Iterator[ServerProcess]:
     """Started and stopped on another thread: this one has Playwright's event loop."""
     with ThreadPoolExecutor(1) as other:
         held = running(ours(model, flags))
@@ -88,7 +88,7 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         *("--scoring-function", f"shorter={folder / 'scores.py'}:shorter", "--update-frequency", "0"),
         *("--learning-rate", "1e-3", "--lora-rank", "4", "--checkpoint-dir", str(folder / "checkpoints")),
     ]
-    with serving(MODEL or str(tiny_folder), flags) as found:
+    with serving(None if MODEL == "embedded" else MODEL or str(tiny_folder), flags) as found:
         yield found
 
 
@@ -191,14 +191,14 @@ def test_models_and_adapters(browser: Any, server: ServerProcess, traffic: None,
         wait_for_tile(page, f"{client.get('/server_info').json()['served_model_name']} is answered by", "policy")
         page.get_by_role("button", name="Model alone").click()
         page.wait_for_function("() => document.querySelector('.notice.good')?.textContent")
-        oldest = rows.first
-        label = oldest.locator("b").inner_text()
+        label = rows.first.locator("b").inner_text()
+        row = page.locator(f"tr:has(b:text-is('{label}'))")
         with page.expect_response("**/model/switch-lora") as answer:
-            oldest.get_by_role("button", name="Serve").click()
+            row.get_by_role("button", name="Serve").click()
         assert answer.value.ok
         assert client.get("/server_info").json()["models"][0]["serves"] == {label: 1.0}
         with page.expect_response("**/v1/adapters/pin") as answer:
-            oldest.get_by_role("button", name="Pin").click()
+            row.get_by_role("button", name="Pin").click()
         assert answer.value.ok
         client.post("/model/switch-lora", json={"version": "policy"})
         with page.expect_response("**/v1/models/load") as answer:
@@ -267,7 +267,7 @@ def test_rollouts_side_by_side(browser: Any, server: ServerProcess, traffic: Non
 def test_the_playground_streams_and_compares(browser: Any, server: ServerProcess, traffic: None) -> None:
     with opened(browser, server.url, "playground") as page:
         page.get_by_label("Most tokens").fill("16")
-        page.get_by_label("Message").fill("Hello there")
+        page.locator("textarea[name=message]").fill("Hello there")
         page.keyboard.press("Enter")
         page.wait_for_selector(".message .note:has-text('tokens/s')")
         tokens = page.locator(".message .token")
@@ -280,7 +280,7 @@ def test_the_playground_streams_and_compares(browser: Any, server: ServerProcess
         second.select_option(versions[-1])
         page.get_by_label("Talk to").select_option(versions[0])
         page.get_by_role("button", name="Begin anew").click()
-        page.get_by_label("Message").fill("Tell me more")
+        page.locator("textarea[name=message]").fill("Tell me more")
         page.get_by_role("button", name="Send").click()
         page.wait_for_function("() => document.querySelectorAll('.message .note').length === 2")
         assert page.locator(".columns.two > section").count() == 2
@@ -291,7 +291,7 @@ def test_a_wrong_setting_is_told(browser: Any, server: ServerProcess, traffic: N
     with opened(browser, server.url, "playground") as page:
         page.on("console", lambda message: None)
         page.get_by_label("Most tokens").fill("99999")
-        page.get_by_label("Message").fill("Hello")
+        page.locator("textarea[name=message]").fill("Hello")
         page.keyboard.press("Enter")
         page.wait_for_selector(".message .notice.bad, .message .note")
 
@@ -347,7 +347,7 @@ def test_every_view_is_accessible_and_fits(
     with opened(browser, server.url, view, width=width, theme=theme) as page:
         page.wait_for_selector(READY[view])
         if view == "playground":
-            page.get_by_label("Message").fill("What is the capital of France?")
+            page.locator("textarea[name=message]").fill("What is the capital of France?")
             page.keyboard.press("Enter")
             page.wait_for_selector(".message .note:has-text('tokens/s')")
             page.locator(".message .token").first.hover()
@@ -361,7 +361,7 @@ def test_every_view_is_accessible_and_fits(
         ]
         assert serious == []
         assert page.evaluate("document.scrollingElement.scrollWidth") <= width, "the page scrolls sideways"
-        if folder := os.environ.get("PARALLM_SCREENSHOTS"):
+        if folder := os.environ.get("DASHBOARD_SCREENSHOTS"):
             page.wait_for_timeout(6000 if view == "live" else 500)
             page.screenshot(path=f"{folder}/dashboard-{view}-{width}-{theme}.png")
 

@@ -12,8 +12,8 @@ SIZES = {1280: 800, 390: 844}  # width and height of a window, in pixels
 
 
 def chromium_path() -> str | None:
-    """PARALLM_CHROMIUM names another one than those that are looked for."""
-    given = os.environ.get("PARALLM_CHROMIUM")
+    """CHROMIUM_PATH names another one than those that are looked for."""
+    given = os.environ.get("CHROMIUM_PATH")
     found = given or next((path for name in NAMES if (path := shutil.which(name))), None)
     return found or (MAC if os.path.exists(MAC) else None)
 

@@ -110,14 +110,15 @@ function App() {
   if (refusal && !signedIn) return html`<${Login} refusal=${refusal} onSignedIn=${begin} />`;
   const [title, View] = VIEWS[view];
   const { snapshot } = feed;
-  const state = snapshot?.draining ? "shutting down" : snapshot?.paused ? "paused" : CONNECTION[feed.state];
+  const open = feed.state === "open";
+  const state = open && snapshot?.draining ? "shutting down" : open && snapshot?.paused ? "paused" : CONNECTION[feed.state];
   return html`
     <a class="skip" href="#content" onClick=${(event) => { event.preventDefault(); heading.current?.focus(); }}>
       Skip to the content
     </a>
     <header>
       <p class="brand"><img src="dashboard/static/icon.svg" alt="" width="22" height="22" /> MLX ParaLLM</p>
-      <p class="state" role="status"><span class="dot ${feed.state === "open" && !snapshot?.paused ? "good" : "bad"}"></span>${state}</p>
+      <p class="state" role="status"><span class="dot ${open && !snapshot?.paused ? "good" : "bad"}"></span>${state}</p>
       <${ThemeSwitch} />
       ${isSignedIn() && html`<button type="button" class="quiet" onClick=${() => logout().catch(() => {})}>Sign out</button>`}
     </header>

@@ -1,4 +1,5 @@
 // Line charts, drawn by uPlot: colours from the style sheet, a legend of ours with the values under the pointer.
+import { clock } from "./format.js";
 import { html, uPlot, useEffect, useMemo, useRef, useState, useTheme } from "./lib.js";
 
 const HEIGHT = 150;
@@ -44,7 +45,7 @@ function options({ series, format, range, stacked, labels, marks }, width, onInd
     cursor: { points: { size: 6 }, drag: { x: false, y: false }, y: false },
     scales: { x: { time: !labels }, y: { range: range ? () => range : (plot, low, high) => padded(low, high) } },
     axes: [
-      axis(labels ? { values: (plot, ticks) => ticks.map((tick) => labels.current[tick] ?? ""), incrs: [1, 2, 5, 10, 20] } : {}),
+      axis({ values: (plot, ticks) => ticks.map((tick) => (labels ? (labels.current[tick] ?? "") : clock(tick))), space: 70, size: 26, ...(labels && { incrs: [1, 2, 5, 10, 20] }) }),
       axis({ values: (plot, ticks) => ticks.map((tick) => format(tick)), size: 58 }),
     ],
     bands,
@@ -109,8 +110,9 @@ export function Chart({ title, note, series, x, columns, format, range, stacked,
   }, [theme, series.join("|"), Boolean(labels)]);
   useEffect(() => plot.current?.setData(data), [data]);
 
-  const at = index === null || index >= x.length ? x.length - 1 : index;
-  const shown = series.map((label, i) => [label, format(columns[i][at] ?? null)]);
+  // Under the pointer, or the newest; of what only some updates measure, the newest that there is.
+  const newest = (column) => (labels ? (column.findLast((value) => value !== null) ?? null) : (column.at(-1) ?? null));
+  const shown = series.map((label, i) => [label, format(index === null ? newest(columns[i]) : (columns[i][index] ?? null))]);
   const words = shown.map(([label, value]) => `${label} ${value}`).join(", ");
   return html`<figure class="chart">
     <figcaption>

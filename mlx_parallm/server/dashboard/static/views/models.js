@@ -136,7 +136,7 @@ export function Models() {
       <${Table}
         caption="Adapter versions"
         columns=${[["Version"], ["Model"], ["Rank", true], ["Size", true], ["Requests", true], ["Tokens", true], ["Digest"], ["Source"], ["Published"], ["Actions"]]}
-        rows=${data.adapters.map((adapter) => adapterRow(adapter, run, notice.busy))}
+        rows=${data.adapters.toReversed().map((adapter) => adapterRow(adapter, run, notice.busy))}
         empty="No adapter is loaded. --lora-path or /v1/adapters/load brings one, --enable-rl-training makes one."
       />
     </section>

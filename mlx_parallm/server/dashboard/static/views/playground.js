@@ -38,7 +38,7 @@ function Alternatives({ token }) {
     <caption>In place of <b>${visible(token.token)}</b></caption>
     <tbody>
       ${(token.top_logprobs ?? []).map(
-        (one, i) => html`<tr key=${i} class=${one.token === token.token ? "chosen" : ""}>
+        (one, i) => html`<tr key=${i} class=${one.token === token.token && one.logprob === token.logprob ? "chosen" : ""}>
           <th scope="row"><code>${visible(one.token)}</code></th>
           <td class="num">${(100 * Math.exp(one.logprob)).toFixed(1)} %</td>
           <td><meter min="0" max="1" value=${Math.exp(one.logprob)} aria-label="Probability"></meter></td>

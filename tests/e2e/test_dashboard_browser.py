@@ -125,8 +125,10 @@ def opened(
     refused: str = "",
     **more: Any,
 ) -> Iterator[Any]:
-    """A page of the dashboard; at its end it must have asked nobody else and complained of nothing, unless requests were
-    to be `refused` with this status."""
+    """A page of the dashboard; at its end it must have asked nobody else and complained of nothing.
+
+    `refused`: the status that requests may be refused with.
+    """
     context = browser.new_context(
         viewport={"width": width, "height": SIZES[width]}, color_scheme=theme, reduced_motion="reduce", **more
     )

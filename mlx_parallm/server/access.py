@@ -41,6 +41,7 @@ from mlx_parallm.tensors import SAFETENSORS_TYPES
 log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/health/", "/metrics"})  # for probes and scrapers, as vLLM leaves them
+# A page of the dashboard that holds no data of its own belongs here too: a browser sends no key before it is shown.
 LOGIN_PATHS = frozenset({"/dashboard/login", "/dashboard/logout", "/dashboard/session"})
 # The page of the dashboard holds no data, and asks for a key itself.
 OPEN_PATHS = PROBES | LOGIN_PATHS | {"/dashboard"}

@@ -478,6 +478,7 @@ def test_responses_belong_to_their_key(tiny_folder: Path, tmp_path: Path) -> Non
     assert b"a-secret" not in next((tmp_path / "kept").glob("*.sqlite3")).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_none(tiny_folder: Path) -> None:
     flags = ["--responses-max-bytes", "0"]
     with running(ours(str(tiny_folder), flags)) as server, OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:

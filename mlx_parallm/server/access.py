@@ -131,7 +131,7 @@ class AccessControl:
 class Authentication:
     """A key for all routes but probes, of the role that the route needs; `--admin-key` alone leaves users' open.
 
-    A key comes as a bearer token, as `x-api-key`, which is how Anthropic's clients send it, or by the cookie of a login.
+    A key comes as a bearer token, as `x-api-key` from Anthropic's clients, or by the cookie of a login.
     """
 
     def __init__(self, app: ASGIApp, access: AccessControl) -> None:

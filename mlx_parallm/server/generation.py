@@ -58,8 +58,7 @@ class Generation:
         self._caller = caller
         self._charged = 0  # tokens of the answers so far
         self._open = len(self.choices)
-        self._ended = False
-        self._submitted = False
+        self._submitted = self._ended = False
         self._requests = [
             Request(
                 id=f"{name}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice

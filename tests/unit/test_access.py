@@ -105,7 +105,7 @@ def test_what_stands_in_the_audit_log() -> None:
 
 
 async def test_the_files_of_the_dashboard_need_no_key_and_its_data_an_admin_s() -> None:
-    guard = Authentication(BEHIND, keys("admin"))
+    guard = guarded(BEHIND, "admin")
     assert (await ask(guard, "/dashboard/static/views/live.js"))[0] == 200
     for path in ("/dashboard/events", "/dashboard/snapshot", "/dashboard/requests", "/dashboard/rollouts"):
         assert (await ask(guard, path))[0] == 401
@@ -178,7 +178,7 @@ async def test_ollamas_bodies_need_no_type_unless_a_page_sends_them(kind: str | 
 
 
 async def test_a_key_may_come_as_x_api_key() -> None:
-    guard = Authentication(BEHIND, keys("user", "admin"))
+    guard = guarded(BEHIND, "user", "admin")
     assert (await ask(guard, "/v1/messages", headers={"x-api-key": "open"}))[0] == 200
     assert (await ask(guard, "/pause", headers={"x-api-key": "sesame"}))[0] == 200
     assert (await ask(guard, "/pause", headers={"x-api-key": "open"}))[0] == 403
@@ -206,9 +206,7 @@ async def test_the_route_knows_whether_an_admin_asks(
         await PlainTextResponse(str(scope["is_admin"]))(scope, receive, send)
 
     headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(Authentication(tell, keys(*roles))), base_url="http://x"
-    ) as calls:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded(tell, *roles)), base_url="http://x") as calls:
         assert (await calls.get("/api/chat", headers=headers)).text == str(is_admin)
 
 

@@ -236,7 +236,7 @@ def test_claude_code(tmp_path: Path) -> None:
             ]
             messages.append({"role": "user", "content": [*results, *turn["content"]]})
             body = json.loads(json.dumps(CONVERSATION["body"]).replace("NONCE", f"{number:05x}"))
-            body |= {"messages": messages, "max_tokens": 120}
+            body |= {"messages": messages, "max_tokens": 60}
             body |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}} if turn["calls"] else {}
             counted = {key: body[key] for key in ("model", "messages", "system", "tools")}
             tokens = client.post(f"{PATH}/count_tokens", params=CONVERSATION["query"], json=counted).json()[

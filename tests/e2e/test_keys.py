@@ -186,6 +186,13 @@ def test_a_key_sees_its_models_alone(tenants: Tenants) -> None:
         assert bound.post("/tokenize", json={"model": model, "prompt": "x"}).status_code == 404
     for model in ("other", "default"):
         assert complete(bound, model=model).json()["model"] == "other"
+        assert bound.post("/api/show", json={"model": model}).status_code == 200
+    for path in ("/api/tags", "/api/ps"):
+        assert [entry["name"] for entry in bound.get(path).json()["models"]] == ["other:latest"]
+    for model in ("small", "small:latest", "few", "all"):
+        assert bound.post("/api/show", json={"model": model}).status_code == 404
+        body = {"model": model, "prompt": "x", "stream": False, "options": {"num_predict": 1}}
+        assert bound.post("/api/generate", json=body).status_code == 404
 
 
 def test_a_key_sees_its_adapters_alone(tenants: Tenants) -> None:

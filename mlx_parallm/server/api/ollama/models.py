@@ -12,7 +12,7 @@ from mlx_parallm.server.api.ollama.bodies import NamedModelBody
 from mlx_parallm.server.api.ollama.names import ModelNames, shown
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import GENERATING, ServedModel
+from mlx_parallm.server.models import GENERATING, ServedModel, adapter_names
 from mlx_parallm.types import ModelStatus
 
 API_VERSION = "0.12.6"  # of Ollama's API, by which clients decide what they may ask for
@@ -28,7 +28,6 @@ class OllamaShowBody(NamedModelBody):
 class OllamaModels:
     def __init__(self, context: ServerContext, names: ModelNames) -> None:
         self._models = context.models
-        self._pool = context.runtime.pool
         self._names = names
 
     async def root(self) -> Response:
@@ -40,7 +39,7 @@ class OllamaModels:
         return JSONResponse({"version": API_VERSION})
 
     async def tags(self) -> Response:
-        """Every model that chats or embeds, loaded or not, and every adapter."""
+        """Every model that chats or embeds, loaded or not, and every adapter; of those that the key may use."""
         return JSONResponse({"models": [_listed(*entry) for entry in self._entries()]})
 
     async def ps(self) -> Response:
@@ -88,14 +87,14 @@ class OllamaModels:
 
     def _entries(self) -> list[tuple[str, ModelStatus, ServedModel | None]]:
         """Name, model and, where it is loaded and generates, its tools; adapters after all models."""
-        served = {one.name: one for one in self._models}
-        statuses = [one for one in self._pool.statuses() if one.kind in LISTED]
+        served = self._models.visible()
+        statuses = [one for one in self._models.visible_statuses().values() if one.kind in LISTED]
         found = [(one.name, one, served.get(one.name)) for one in statuses]
         adapters = [
             (name, one, served[one.name])
             for one in statuses
             if one.name in served
-            for name in served[one.name].adapters.names
+            for name in adapter_names(served[one.name].adapters)
         ]
         return [*found, *adapters]
 

@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from mlx_parallm.errors import PermissionDeniedError
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.models import DEFAULT, GENERATING
+from mlx_parallm.server.models import DEFAULT, GENERATING, adapter_names
 from mlx_parallm.types import ModelStatus
 
 LATEST = ":latest"
@@ -22,13 +22,13 @@ class ModelNames:
         return name if self._is_known(name) else name.removesuffix(LATEST)
 
     def _is_known(self, name: str) -> bool:
-        return any(name == one.name for one in self._pool.statuses()) or any(
-            name in served.adapters for served in self._models
+        return name in self._models.visible_statuses() or any(
+            name in adapter_names(served.adapters) for served in self._models.visible().values()
         )
 
     def status(self, name: str) -> ModelStatus:
         """Of the model of this name, or of the one that the adapter of this name belongs to."""
-        own, statuses = self.own(name), {one.name: one for one in self._pool.statuses()}
+        own, statuses = self.own(name), self._models.visible_statuses()
         if own == DEFAULT:
             own = next((one.name for one in statuses.values() if one.kind in GENERATING), own)
         return statuses[own] if own in statuses else statuses[self._models.find(own).name]

@@ -90,6 +90,14 @@ def test_shell_and_custom_calls_are_calls_of_functions() -> None:
     assert [message["content"] for message in found[1:]] == ["a", "b"]
 
 
+def test_images_stay_in_their_places() -> None:
+    parts = [{"type": "input_image", "image_url": "data:,x", "detail": "low"}, {"type": "input_text", "text": "what?"}]
+    [item] = ITEMS.validate_python([{"role": "user", "content": parts}])
+    [found] = prompt_messages([PlacedItem(item, "input.0")], None)
+    assert found.message == {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}
+    assert [(image.url, image.param) for image in found.images] == [("data:,x", "input.0.content.0")]
+
+
 def test_images_of_a_tool_are_shown_by_the_user() -> None:
     parts = [{"type": "input_text", "text": "a cat"}, {"type": "input_image", "image_url": "http://x/cat.png"}]
     items = ITEMS.validate_python([call("1"), {"type": "function_call_output", "call_id": "1", "output": parts}])

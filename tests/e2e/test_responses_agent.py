@@ -51,13 +51,13 @@ def share_of_cached(usage: dict[str, Any]) -> float:
     return float(usage["input_tokens_details"]["cached_tokens"] / usage["input_tokens"])
 
 
-def play(server: ServerProcess) -> list[float]:
+def play(server: ServerProcess, **more: Any) -> list[float]:
     """The transcript as it was recorded; which share of each turn's input was cached."""
     items: list[dict[str, Any]] = []
     shares = []
     for turn in TRANSCRIPT["turns"]:
         items += turn
-        *_, last = events(server, {**TRANSCRIPT["request"], "input": items})
+        *_, last = events(server, {**TRANSCRIPT["request"], "input": items, **more})
         assert last["response"]["store"] is False
         kinds = {tool["type"] for tool in last["response"]["tools"]}
         assert kinds == {"function", "custom", "namespace", "web_search"}
@@ -105,8 +105,7 @@ def test_a_session_that_the_server_keeps(server: ServerProcess) -> None:
 
 @pytest.mark.slow
 def test_a_recorded_session_on_the_embedded_model(embedded_server: ServerProcess) -> None:
-    TRANSCRIPT["request"]["max_output_tokens"] = 32
-    shares = play(embedded_server)
+    shares = play(embedded_server, max_output_tokens=32)
     assert min(shares[1:]) >= SHARE, shares
 
 

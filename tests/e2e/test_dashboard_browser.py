@@ -55,6 +55,7 @@ class Traffic(threading.Thread):
     def _turn(self, seed: int) -> None:
         prompt = "Once upon a time, in a small house by the sea, there lived"
         body = {"prompt": prompt, "max_tokens": 24, "seed": seed, "stream": seed % 2 == 0, "temperature": 1.0}
+        body["n"] = 1 + seed % 7
         self._client.post("/v1/completions", json=body)
         if seed % 3 == 0:
             rollout = {"prompts": [f"{prompt} {seed}"], "n": 4, "max_tokens": 24, "temperature": 1.0, "seed": seed}

@@ -3,6 +3,7 @@ import { clock } from "./format.js";
 import { html, uPlot, useEffect, useMemo, useRef, useState, useTheme } from "./lib.js";
 
 const HEIGHT = 150;
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]; // distances between lines, where values are whole numbers
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** Vertical lines at `{x, kind}`; kinds are published, refused and rolled-back. */
@@ -36,7 +37,7 @@ function axis(more) {
   };
 }
 
-function options({ series, format, range, stacked, labels, marks }, width, onIndex) {
+function options({ series, format, range, stacked, whole, labels, marks }, width, onIndex) {
   const bands = stacked ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : undefined;
   return {
     width,
@@ -45,8 +46,8 @@ function options({ series, format, range, stacked, labels, marks }, width, onInd
     cursor: { points: { size: 6 }, drag: { x: false, y: false }, y: false },
     scales: { x: { time: !labels }, y: { range: range ? () => range : (plot, low, high) => padded(low, high) } },
     axes: [
-      axis({ values: (plot, ticks) => ticks.map((tick) => (labels ? (labels.current[tick] ?? "") : clock(tick))), space: 70, size: 26, ...(labels && { incrs: [1, 2, 5, 10, 20] }) }),
-      axis({ values: (plot, ticks) => ticks.map((tick) => format(tick)), size: 58 }),
+      axis({ values: (plot, ticks) => ticks.map((tick) => (labels ? (labels.current[tick] ?? "") : clock(tick))), space: 70, size: 26, ...(labels && { incrs: WHOLE }) }),
+      axis({ values: (plot, ticks) => ticks.map((tick) => format(tick)), size: 58, ...(whole && { incrs: WHOLE }) }),
     ],
     bands,
     series: [
@@ -84,7 +85,7 @@ function stack(columns) {
 /**
  * `x`: times in seconds, or with `labels` numbers 0, 1, … that these name. `columns`: an array for each of `series`.
  */
-export function Chart({ title, note, series, x, columns, format, range, stacked, labels, marks }) {
+export function Chart({ title, note, series, x, columns, format, range, stacked, whole, labels, marks }) {
   const holder = useRef(null);
   const plot = useRef(null);
   const theme = useTheme();
@@ -96,7 +97,7 @@ export function Chart({ title, note, series, x, columns, format, range, stacked,
   const data = useMemo(() => [x, ...(stacked ? stack(columns) : columns)], [x, ...columns]);
 
   useEffect(() => {
-    const shape = { series, format, range, stacked, labels: labels && labelsRef, marks: marks && marksRef };
+    const shape = { series, format, range, stacked, whole, labels: labels && labelsRef, marks: marks && marksRef };
     plot.current = new uPlot(options(shape, holder.current.clientWidth || 300, setIndex), data, holder.current);
     const watcher = new ResizeObserver(() => {
       const width = holder.current?.clientWidth;

@@ -9,7 +9,7 @@ const share = (value) => percent(value);
 
 const CHARTS = [
   { title: "Throughput", note: "Tokens a second", series: ["generated", "prompt", "cached"], names: ["generated", "prompt, computed", "prompt, from cache"], format: rate },
-  { title: "Requests", note: "Right now", series: ["running", "queue"], names: ["rows running", "waiting"], format: number },
+  { title: "Requests", note: "Right now", series: ["running", "queue"], names: ["rows running", "waiting"], format: (value) => number(value), whole: true },
   { title: "Batch fill", note: "Of the rows that can run together", series: ["fill"], names: ["mean of the steps"], format: share, range: [0, 1] },
   { title: "Time to first token", note: "Of requests that began in the last ten seconds", series: ["first_p50", "first_p90", "first_p99"], names: ["half", "90 %", "99 %"], format: milliseconds },
   { title: "Time between tokens", note: "Of steps in the last ten seconds", series: ["step_p50", "step_p90", "step_p99"], names: ["half", "90 %", "99 %"], format: milliseconds },

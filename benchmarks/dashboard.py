@@ -4,13 +4,16 @@
     python benchmarks/dashboard.py --model FOLDER --clients 32 --turns 12
 
 The viewer reads the event stream and asks for what the other views ask for, every two seconds, as a page on another
-machine does. Said: tokens a second of each turn, the medians and their ratio, and the bytes that a viewer gets.
+machine does. Said: tokens a second of each turn, the medians and their ratio, and the bytes that a viewer gets; on
+Linux also the server's CPU time per token, which other work on the machine disturbs less.
 """
 
 import argparse
+import os
 import statistics
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import servers
@@ -62,9 +65,24 @@ class Viewer:
         self._client.close()
 
 
+def cpu_seconds(pid: int) -> float:
+    """That a process has used; 0 where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def said(name: str, values: dict[bool, list[float]]) -> str:
+    without, watched = statistics.median(values[False]), statistics.median(values[True])
+    return f"{name}: medians {without:.4g} without, {watched:.4g} with a viewer: {100 * (watched / without - 1):+.1f} %"
+
+
 def main() -> int:
     args, console = parse_args(), Console()
     rates: dict[bool, list[float]] = {False: [], True: []}
+    costs: dict[bool, list[float]] = {False: [], True: []}
     with servers.running(servers.ours(args.model)) as server:
         for turn in range(-1, 2 * args.turns):
             watched = turn % 4 in (1, 2)  # without, with, with, without: a drift hits both alike
@@ -77,7 +95,9 @@ def main() -> int:
                 ignore_eos=True,
                 salt=str(turn),
             )
+            used = cpu_seconds(server.process.pid)
             found = run_load(spec).summary()
+            used = cpu_seconds(server.process.pid) - used
             if found.errors:
                 console.print(f"requests have failed: {found.errors}")
                 return 1
@@ -87,11 +107,11 @@ def main() -> int:
                 told = f", the viewer got {viewer.bytes / (time.perf_counter() - begun) / 1024:.1f} KiB/s"
             if turn >= 0:  # the first one warms up
                 rates[watched].append(rate)
+                costs[watched].append(1000 * used / found.output_tokens)
                 console.print(f"{'with a viewer' if watched else 'without':>14}: {rate:.1f} tokens/s{told}")
-    without, watched_rate = statistics.median(rates[False]), statistics.median(rates[True])
-    console.print(
-        f"medians {without:.1f} and {watched_rate:.1f}: a viewer costs {100 * (1 - watched_rate / without):.1f} %"
-    )
+    console.print(said("Tokens a second", rates))
+    if costs[False][0]:
+        console.print(said("The server's CPU time, ms a token", costs))
     return 0
 
 

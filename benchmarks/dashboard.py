@@ -3,9 +3,9 @@
     python benchmarks/dashboard.py                              # the embedded model
     python benchmarks/dashboard.py --model FOLDER --clients 32 --turns 12
 
-The viewer reads the event stream and asks for what the other views ask for, every two seconds, as a page on another
-machine does. Said: tokens a second of each turn, the medians and their ratio, and the bytes that a viewer gets; on
-Linux also the server's CPU time per token, which other work on the machine disturbs less.
+The viewer reads the event stream and asks for what all views ask for, every two seconds: more than a page, which shows
+one of them. Said: tokens a second of each turn, the medians and their ratio, and the bytes that a viewer gets; on Linux
+also the CPU time that the server uses for a token, and with nobody to serve: other work on the machine disturbs it less.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from rich.console import Console
 
 from mlx_parallm.bench import LoadSpec, run_load
 
-ASKED = ("/v1/training/status", "/dashboard/requests?limit=500", "/v1/models", "/v1/adapters")
+ASKED = ("/v1/training/status", "/v1/models", "/v1/adapters", "/server_info")
+IDLE_SECONDS = 15
 
 
 def parse_args() -> argparse.Namespace:
@@ -53,9 +54,13 @@ class Viewer:
                     return
 
     def _ask(self) -> None:
+        last = 0
         while not self._over.is_set():
             for path in ASKED:
                 self.bytes += len(self._client.get(path).content)
+            answer = self._client.get("/dashboard/requests", params={"limit": 500, "after": last})
+            self.bytes += len(answer.content)
+            last = max([last, *(one["number"] for one in answer.json()["requests"])])
             self._over.wait(2.0)
 
     def close(self) -> None:
@@ -72,6 +77,18 @@ def cpu_seconds(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def idle_cost(server: servers.ServerProcess, watched: bool) -> float:
+    """Milliseconds of CPU time a second."""
+    viewer = Viewer(server.url) if watched else None
+    time.sleep(1.0)
+    used, begun = cpu_seconds(server.process.pid), time.perf_counter()
+    time.sleep(IDLE_SECONDS)
+    cost = 1000 * (cpu_seconds(server.process.pid) - used) / (time.perf_counter() - begun)
+    if viewer is not None:
+        viewer.close()
+    return cost
 
 
 def said(name: str, values: dict[bool, list[float]]) -> str:
@@ -109,9 +126,13 @@ def main() -> int:
                 rates[watched].append(rate)
                 costs[watched].append(1000 * used / found.output_tokens)
                 console.print(f"{'with a viewer' if watched else 'without':>14}: {rate:.1f} tokens/s{told}")
+        idle = {watched: idle_cost(server, watched) for watched in (False, True)}
     console.print(said("Tokens a second", rates))
     if costs[False][0]:
         console.print(said("The server's CPU time, ms a token", costs))
+        console.print(
+            f"With nobody to serve, CPU time of {idle[False]:.1f} ms a second without, {idle[True]:.1f} with a viewer"
+        )
     return 0
 
 

@@ -110,7 +110,7 @@ def validation_error(errors: Sequence[Any], body: Any) -> InvalidRequestError:
     """The most telling of pydantic's errors: a value that fits no member of a union fails once for each of them."""
     if errors and errors[0]["type"] == "json_invalid":
         return InvalidRequestError(f"the body is not valid JSON: {errors[0]['ctx']['error']}", code="invalid_json")
-    if errors and errors[0]["loc"][0] == "query":
+    if errors and errors[0]["loc"][:1] == ("query",):
         param = str(errors[0]["loc"][1])
         return InvalidRequestError(f"{param}: {errors[0]['msg']}", param=param, code=_code(errors[0]["type"]))
     paths = [_path(error, body) for error in errors]

@@ -5,7 +5,7 @@
 
 The viewer reads the event stream and asks for what all views ask for, every two seconds: more than a page, which shows
 one of them. Said: tokens a second of each turn, the medians and their ratio, and the bytes that a viewer gets; on Linux
-also the CPU time that the server uses for a token, and with nobody to serve: other work on the machine disturbs it less.
+also the CPU time that the server uses for a token, and with nobody to serve: other work here disturbs that less.
 """
 
 import argparse

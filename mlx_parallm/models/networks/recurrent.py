@@ -4,6 +4,7 @@ Input (batch, time, features), or (batch, features) for a single step, as polici
 asked for, is (batch, layers · directions, hidden_size): torch's with the batch first.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ State = tuple[mx.array, ...]  # (batch, hidden_size) each: h, and for an LSTM c
 
 
 @dataclass(slots=True, kw_only=True)
-class Recurrent(Layer):
+class Recurrent(Layer, ABC):
     gates: ClassVar[int]
     hidden_size: int = count()
     input_size: int | None = count(None)
@@ -103,9 +104,9 @@ class Recurrent(Layer):
             outputs.append(state[0])
         return mx.stack(outputs[::-1] if backwards else outputs, axis=1), state
 
+    @abstractmethod
     def _step(self, inward: mx.array, onward: mx.array, state: State) -> State:
         """What the step's input and the state before it make of the state; both are products with all gates."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,6 +4,7 @@ A family is what mlx-vlm's models have in common here: the tokens that an image 
 takes, and whether RoPE has one axis or three.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ Arrays = dict[str, Any]
 Places = Sequence[Any]  # of each image, (N,): numbers of the tokens that its features replace
 
 
-class Family:
+class Family(ABC):
     """`processor` is mlx-vlm's for the model, `config` its config.json."""
 
     three_axes = False  # of RoPE: time, height and width
@@ -25,9 +26,9 @@ class Family:
         self._tokenizer = processor.tokenizer
         self.image_token = int(config.get("image_token_id", config.get("image_token_index", processor.image_token_id)))
 
+    @abstractmethod
     def read(self, image: Any) -> tuple[Arrays, list[int]]:
         """A PIL image as the encoder takes it, and the tokens that stand for it."""
-        raise NotImplementedError
 
     def positions(self, length: int, images: Sequence[ImageInput], places: Places) -> Any:
         """Of all tokens, (3, length), where RoPE has three axes."""

@@ -9,8 +9,9 @@ from pydantic_core import PydanticCustomError
 from mlx_parallm.server.api.openai.structure import StructureBody, structure_of
 from mlx_parallm.server.api.openai.writer import ResponseOptions
 from mlx_parallm.server.call import GenerationCall
-from mlx_parallm.server.schema import Body, LogitBias, Stop, TokenId
-from mlx_parallm.types import INT64, MAX_LOGPROBS, SamplingParams
+from mlx_parallm.server.sampling import SamplingBody
+from mlx_parallm.server.schema import Body, TokenId
+from mlx_parallm.types import INT64, MAX_LOGPROBS
 
 MAX_METADATA = 65_536  # bytes
 
@@ -55,25 +56,14 @@ class PolicyBody(Body):
         return any(getattr(self, name) is not None for name in PolicyBody.model_fields)
 
 
-class GenerationBody(PolicyBody, StructureBody):
+class GenerationBody(PolicyBody, StructureBody, SamplingBody):
     """What completions and chat have in common."""
 
     model: str = Field("default", description="A served model or adapter; `default` always names the first model")
     lora_adapter: str | None = Field(None, min_length=1, description="An adapter of the model, as name or name@version")
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=INT64, description="Sample from the k likeliest tokens; 0 or -1: off")
-    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens less likely than this share of the likeliest")
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10, description="On prompt and output tokens; 1: off")
-    logit_bias: LogitBias = Field(default_factory=dict, description="Token id to a number added to its logit")
-    seed: int | None = Field(None, ge=-INT64 - 1, le=INT64, description="Same seed and prompt: same tokens")
     n: int = Field(1, ge=1, description="How many choices per prompt")
-    stop: Stop = Field((), description="Text that ends the output and is not part of it")
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token")
     min_tokens: int = Field(0, ge=0, le=INT64)
     skip_special_tokens: bool = True
     stream: bool = False
@@ -129,22 +119,11 @@ def call_of(
     body: "GenerationBody", *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, **fields: Any
 ) -> GenerationCall:
     """The call that a body makes; `fields` are those that only one of the two routes knows."""
-    sampling = SamplingParams(
+    sampling = body.sampling_params(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=body.logit_bias,
-        seed=body.seed,
         n=body.n,
-        stop=body.stop,
         stop_token_ids=tuple(body.stop_token_ids),
-        ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         processed_logprobs=body.logprobs_mode.startswith("processed"),
         prompt_logprobs=prompt_logprobs,

@@ -6,7 +6,8 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 
 from mlx_parallm.server.api.responses.items import Identity, InputItem, problem
 from mlx_parallm.server.api.responses.tools import ToolBody, ToolChoiceBody, ToolUse, offered_tools
-from mlx_parallm.server.schema import MAX_TOOLS, Body, LogitBias, Stop
+from mlx_parallm.server.sampling import SamplingBody
+from mlx_parallm.server.schema import MAX_TOOLS, Body
 from mlx_parallm.types import INT64, MAX_LOGPROBS
 
 MAX_ITEMS = 10_000
@@ -55,20 +56,9 @@ class ReasoningOptions(Body):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponseSampling(Body):
+class ResponseSampling(SamplingBody):
     """How tokens are drawn: OpenAI's fields, and those that this server's other routes have."""
 
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=INT64, description="Sample from the k likeliest tokens; 0 or -1: off")
-    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens less likely than this share of the likeliest")
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10, description="On prompt and output tokens; 1: off")
-    logit_bias: LogitBias = Field(default_factory=dict, description="Token id to a number added to its logit")
-    seed: int | None = Field(None, ge=-INT64 - 1, le=INT64, description="Same seed and prompt: same tokens")
-    stop: Stop = Field((), description="Text that ends the output and is not part of it")
-    ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_output_tokens: int | None = Field(
         None,

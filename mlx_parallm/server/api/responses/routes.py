@@ -20,7 +20,6 @@ from mlx_parallm.server.responses import respond
 from mlx_parallm.server.service import GenerationService
 from mlx_parallm.text.grammar import json_grammar
 from mlx_parallm.text.prompts import Conversation, check_template_kwargs
-from mlx_parallm.types import SamplingParams
 
 ROOM = 1024  # tokens that truncation leaves for an answer of no said length, where the context is four times that
 MAX_PAGE = 100
@@ -200,19 +199,8 @@ def owner_of(request: Request) -> str:
 def response_call(body: ResponseBody, messages: Sequence[PromptMessage]) -> GenerationCall:
     check_template_kwargs(body.chat_template_kwargs)
     use = body.tool_use
-    sampling = SamplingParams(
+    sampling = body.sampling_params(
         max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=body.logit_bias,
-        seed=body.seed,
-        stop=body.stop,
-        ignore_eos=body.ignore_eos,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
     turn = ChatTurn(

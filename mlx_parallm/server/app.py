@@ -16,6 +16,7 @@ from mlx_parallm.server import errors
 from mlx_parallm.server.access import AccessControl, Authentication, OriginGuard, is_loopback
 from mlx_parallm.server.api import routers
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.exact_paths import ExactPaths
 from mlx_parallm.server.media.loader import MediaLoader
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
 from mlx_parallm.server.models import ModelTable
@@ -66,7 +67,9 @@ def create_app(
     included = list(routers(context))
     for router in included:
         app.include_router(router)
-    app.state.paths = RoutePaths([*app.routes, *(route for router in included for route in router.routes)])
+    routes = [route for router in included for route in router.routes]
+    app.state.paths = RoutePaths([*app.routes, *routes])
+    app.router.routes.insert(0, ExactPaths(routes))
     return app
 
 

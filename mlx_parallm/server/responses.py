@@ -6,7 +6,7 @@ cancels its rows at once.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -50,21 +50,32 @@ class AnswerWriter(StreamWriter, Protocol):
     def answer(self, results: Sequence[Collected]) -> Any: ...
 
 
-async def respond(generation: Generation, writer: AnswerWriter, request: Request) -> Response:
-    """Runs a generation: as a stream where the call asks for one, else until the answer is whole."""
+BeforeEnd = Callable[[], Awaitable[None]]
+
+
+async def respond(
+    generation: Generation, writer: AnswerWriter, request: Request, before_end: BeforeEnd | None = None
+) -> Response:
+    """Runs a generation: as a stream where the call asks for one, else until the answer is whole.
+
+    `before_end` is awaited when the answer is complete, before the client is told so."""
     if generation.call.stream:
-        return EventStream(generation, writer)
-    return JSONResponse(writer.answer(await Collector(generation).collect(request.receive)))
+        return EventStream(generation, writer, before_end)
+    answer = writer.answer(await Collector(generation).collect(request.receive))
+    if before_end is not None:
+        await before_end()
+    return JSONResponse(answer)
 
 
 class EventStream(Response):
     """Listens to a generation and writes it out."""
 
-    def __init__(self, generation: Generation, writer: StreamWriter) -> None:
+    def __init__(self, generation: Generation, writer: StreamWriter, before_end: BeforeEnd | None = None) -> None:
         self.status_code = 200
         self.background = None
         self._generation = generation
         self._writer = writer
+        self._before_end = before_end
         self._pending: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
         self._ended = self._left = False
@@ -103,6 +114,8 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         while not self._left:
             data, more = self._take()
+            if not more and self._before_end is not None:
+                await self._before_end()
             await send({"type": "http.response.body", "body": data, "more_body": more})
             if not more:
                 return

@@ -1,6 +1,8 @@
 """The endpoints of `/v1/responses`."""
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from starlette.requests import Request
@@ -39,23 +41,31 @@ class ResponseRoutes:
         generation = await self._prepare(body, await self._context(body, owner, items), request)
         stores = body.store and self._store.keeps
 
+        writes: list[Future[None]] = []
+
         def keep(response: Response) -> None:
             self._running.pop(response["id"], None)
             if stores:
-                self._store.put(owner, StoredResponse(response, kept))
+                writes.append(self._store.put(owner, StoredResponse(response, kept)))
+
+        async def written() -> None:  # an id that a client has seen survives a crash of the server
+            for write in writes:
+                await asyncio.shield(asyncio.wrap_future(write))
 
         kept = stored_items(items)
         writer = ResponsesWriter(body, generation, keep, stores=stores)
         if not body.background:
-            return await respond(generation, writer, request)
+            return await respond(generation, writer, request, written)
         if not stores:
             raise InvalidRequestError("background: this server keeps no responses", param="background")
         running = BackgroundResponse(owner, generation, writer, request.scope.get("held_models", ()))
         generation.start(running)
         request.scope["held_models"] = []  # held until the response has ended
         self._running[writer.id] = running
-        self._store.put(owner, StoredResponse(writer.in_progress(), kept))
-        return JSONResponse(writer.in_progress())
+        started = writer.in_progress()
+        writes.append(self._store.put(owner, StoredResponse(started, kept)))
+        await written()
+        return JSONResponse(started)
 
     async def count(self, body: ResponseBody, request: Request) -> HttpResponse:
         """How many tokens an input has, with its instructions, tools and all that it continues."""

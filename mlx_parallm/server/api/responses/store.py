@@ -11,7 +11,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,10 +73,9 @@ class ResponseStore:
     def keeps(self) -> bool:
         return self._most_bytes > 0 and self._most > 0
 
-    def put(self, owner: str, stored: StoredResponse) -> None:
-        """Soon; what is wrong with the disk is logged."""
-        if self.keeps:
-            self._thread.submit(self._put, owner, stored)
+    def put(self, owner: str, stored: StoredResponse) -> "Future[None]":
+        """Done when it would survive a crash of the process; what is wrong with the disk is logged."""
+        return self._thread.submit(self._put, owner, stored)
 
     async def get(self, owner: str, identity: str) -> StoredResponse | None:
         return await self._run(lambda: self._get(owner, identity))

@@ -130,6 +130,20 @@ class InferenceClient:
         answer = await self._post("/generate", {key: value for key, value in fields.items() if value is not None})
         return Sample(**{**answer, "policy_spans": [tuple(span) for span in answer["policy_spans"]]})
 
+    async def rollout(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        model: str = "default",  # the model, or an adapter of it
+        **sampling: Any,  # n, temperature, top_p, max_tokens, seed, … as /v1/rl/rollout takes them
+    ) -> list[list[Sample]]:
+        """A group of `n` samples for each prompt."""
+        asked = [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        answer = await self._post("/v1/rl/rollout", {"model": model, "prompts": asked, **sampling})
+        return [
+            [_rollout_sample(group["prompt_ids"], sample) for sample in group["samples"]] for group in answer["groups"]
+        ]
+
     async def load_adapter(self, name: str, path: str | Path, *, version: int | None = None) -> int:
         """From a folder on the server's machine. Gives the new version, as do the other ways to publish."""
         body = {"name": name, "path": str(path), "version": version}
@@ -236,6 +250,23 @@ class InferenceClient:
             if not isinstance(error_, QueueFullError) or loop.time() + error_.retry_after > deadline:
                 raise error_
             await asyncio.sleep(error_.retry_after)
+
+
+def _rollout_sample(prompt_ids: list[int], sample: Mapping[str, Any]) -> Sample:
+    spans = [tuple(span) for span in sample["policy_spans"]]
+    return Sample(
+        request_id=sample["request_id"],
+        policy_version=sample["policy_version"],
+        step_id=None,
+        prompt_ids=prompt_ids,
+        completion_ids=sample["completion_ids"],
+        text=sample["text"],
+        logprobs=sample["logprobs"],
+        finish_reason=sample["finish_reason"],
+        policy_spans=[(first, end, version) for first, end, version in spans],
+        metadata={"reward": sample["reward"]},
+        mixed_policy=len({version for _, _, version in spans}) > 1,
+    )
 
 
 def _error(response: httpx.Response) -> ParallmError:

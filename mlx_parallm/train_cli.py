@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
 
     chosen_boards(config.run.report_to)  # what is not installed is said before a model is loaded
     work = {"rl": train_policy, "rm": train_reward_model, "sft": fine_tune, "dpo": fine_tune}[config.mode]
-    if config.mode != "rl" and not config.run.keep_serving:
+    if config.run.connect_to is not None or (config.mode != "rl" and not config.run.keep_serving):
         return _run_alone(config, work)
 
     def companion(manager: "TrainingManager") -> int | None:
@@ -37,7 +37,8 @@ def _run_alone(config: TrainConfig, work: "Callable[[TrainingManager, TrainConfi
     from mlx_parallm.server.banner import progress
 
     logs.set_up(config.http.log_level, config.http.log_json)
-    runtime = start(config, lambda events: None, learn=False, progress=progress)
+    learns = config.mode == "rl"  # other modes make a trainer of their own
+    runtime = start(config, lambda events: None, learn=learns, progress=progress)
     try:
         work(runtime.manager, config)
     finally:

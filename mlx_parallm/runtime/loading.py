@@ -6,6 +6,9 @@ leave of the memory is divided anew.
 """
 
 import gc
+import logging
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -28,6 +31,9 @@ from mlx_parallm.types import MemoryPlan
 Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow step of a start as it begins
 Model = Engine | LocalPredictor
 
+log = logging.getLogger(__name__)
+
+RELEASE_SECONDS = 5.0  # for those that still refer to a model that leaves
 PREDICTION_BYTES = 256 << 20  # that predictions compute in; less where the memory is small
 
 
@@ -36,6 +42,7 @@ class Loader:
         self._config = config
         self._deliver = deliver
         self._thread: PredictThread | None = None
+        self._leaving: Callable[[], Model | None] = lambda: None
         self.limit = memory_limit(config)
         self.engines: list[Engine] = []  # the first hosts the predictors, and is the one that trains
         self.predictors: list[LocalPredictor] = []
@@ -75,12 +82,24 @@ class Loader:
             model.release()
         else:
             self.predictors.remove(model)
+        self._leaving = weakref.ref(model)
 
     def reclaim(self) -> None:
-        """Once nobody refers to a model that was taken down: its memory goes back, and the others may have it."""
+        """After the caller has let go of a model that was taken down: its memory goes back, and the others may have it.
+
+        A batch whose results are known already may still have to end on the thread of an engine.
+        """
+        deadline = time.monotonic() + RELEASE_SECONDS
         gc.unfreeze()  # what came at the start is not looked at otherwise
         gc.collect()
+        while self._leaving() is not None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            gc.collect()
         gc.freeze()
+        if self._leaving() is not None:
+            log.warning(
+                "a model that has left is still referred to after %g s: its memory is not free", RELEASE_SECONDS
+            )
         give_memory_back()
         self._divide()
 

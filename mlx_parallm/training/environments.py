@@ -30,7 +30,7 @@ from mlx_parallm.training.components import Component
 from mlx_parallm.training.loop import ScoredAnswer, TaskSampler
 from mlx_parallm.training.records import PolicySpan, Record
 from mlx_parallm.training.rewards import Rewards
-from mlx_parallm.training.rollouts import Rollouts
+from mlx_parallm.training.rollouts import RolloutSource
 from mlx_parallm.training.tasks import Problem, Task
 from mlx_parallm.types import SamplingParams
 
@@ -135,7 +135,7 @@ class Episode:
 
 
 def make_task_sampler(
-    engine: Engine, rollouts: Rollouts, rewards: Rewards, task: Task, components: Sequence[Component] = ()
+    engine: Engine, rollouts: RolloutSource, rewards: Rewards, task: Task, components: Sequence[Component] = ()
 ) -> TaskSampler:
     """What puts a task's problems to a policy: episodes for an environment, single answers for all others."""
     if isinstance(task, EnvironmentTask):
@@ -146,7 +146,7 @@ def make_task_sampler(
 class EpisodeSampler(TaskSampler):
     """Plays episodes with a policy, all of a step's side by side, turn by turn."""
 
-    def __init__(self, engine: Engine, rollouts: Rollouts, task: EnvironmentTask) -> None:
+    def __init__(self, engine: Engine, rollouts: RolloutSource, task: EnvironmentTask) -> None:
         self.task: Task = task
         self._make = task.make
         self.failures = 0  # episodes whose environment failed

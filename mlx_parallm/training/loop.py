@@ -21,7 +21,7 @@ from mlx_parallm.text.prompts import Conversation, Prompts
 from mlx_parallm.training.components import Component
 from mlx_parallm.training.records import Record
 from mlx_parallm.training.rewards import Item, Rewards
-from mlx_parallm.training.rollouts import Rollouts
+from mlx_parallm.training.rollouts import RolloutSource
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import Problem, Task
 from mlx_parallm.training.totals import Report
@@ -114,7 +114,7 @@ class TaskSampler:
     def __init__(
         self,
         engine: Engine,
-        rollouts: Rollouts,
+        rollouts: RolloutSource,
         rewards: Rewards,
         task: Task,
         components: Sequence[Component] = (),

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError, ParallmError, QueueFullError, UnavailableError
@@ -17,6 +18,20 @@ from mlx_parallm.types import Delta, Request, SamplingParams
 
 CHECK_SECONDS = 1.0  # between looks at whether the engine still runs
 RETRY_SECONDS = 0.05
+
+
+class RolloutSource(Protocol):
+    """Whoever draws answers: the engine of this process, or servers elsewhere (`remote`)."""
+
+    def draw(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        *,
+        adapter: str | None,
+        seed: int | None = None,
+        salt: str = "",
+    ) -> list[list[Record]]: ...
 
 
 class Rollouts:

@@ -5,6 +5,7 @@ pairs. Each reads its data, trains, tells how it goes and writes its result. Any
 import functools
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from mlx_parallm.config.options import options_of
 from mlx_parallm.config.train import TrainConfig
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.errors import UnavailableError
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.text.prompts import Prompts
@@ -27,9 +29,11 @@ from mlx_parallm.training.finetune import EpochConfig, FineTuning, check_free, s
 from mlx_parallm.training.loop import Loop
 from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.pairs import Pair, read_pairs
+from mlx_parallm.training.remote import RemotePolicy
 from mlx_parallm.training.report import LOG, Progress
 from mlx_parallm.training.reward_model import NAME, RewardModel
 from mlx_parallm.training.reward_trainer import RewardTrainer
+from mlx_parallm.training.session import Session
 from mlx_parallm.training.supervised import DPO, SFT, Item, Supervised, SupervisedConfig
 from mlx_parallm.training.tasks import Rows
 
@@ -41,16 +45,48 @@ def train_policy(manager: TrainingManager, config: TrainConfig) -> None:
     loop_config = replace(run.loop, seed=config.training.rl.seed)
     task = find_task(run.task) if run.dataset is None else Rows(run.dataset, run.eval_share, loop_config.seed)
     components = parse_components(run.reward, task)
-    sampler = make_task_sampler(manager.engine, manager.rollouts, manager.rewards, task, components)
     if run.init_adapter is not None and not session.trainer.updates and not session.extra:
         session.begin_with(_read_adapter(run.init_adapter, config))
-    with _progress(config, session.checkpoints.folder, loop_config.steps, run.dataset or run.task) as progress:
+    with ExitStack() as stack:
+        remote = None
+        if run.connect_to is not None:
+            remote = stack.enter_context(closing(_connect(session, config, run.connect_to)))
+        sampler = make_task_sampler(manager.engine, remote or manager.rollouts, manager.rewards, task, components)
+        title = run.dataset or run.task
+        progress = stack.enter_context(_progress(config, session.checkpoints.folder, loop_config.steps, title))
         loop = Loop(session, sampler, loop_config, progress.on_step)
         manager.on_close = loop.stop
-        loop.run()
+        if remote is None:
+            loop.run()
+        else:
+            _run_apart(loop, remote)
         session.checkpoint()
     adapter = session.adapter()
     _export_peft(config, adapter, session.lora.rank, manager.engine.model.source)
+
+
+def _run_apart(loop: Loop, remote: RemotePolicy) -> None:
+    """In a process that serves nothing. A signal ends it after the step, or at once where it waits for the server."""
+
+    def stop() -> None:
+        loop.stop()
+        remote.stop()
+
+    stop_at_signals(stop)
+    try:
+        loop.run()
+    except UnavailableError:
+        if not remote.stopped:
+            raise
+
+
+def _connect(session: Session, config: TrainConfig, address: str) -> RemotePolicy:
+    """The server that draws rollouts, once it serves what is to be trained."""
+    key = config.http.admin_key or config.http.api_key
+    remote = RemotePolicy(address, api_key=key, max_staleness=config.training.max_staleness)
+    number = session.publish_to(remote, remote.newest(session.name))
+    Console().print(f"{remote.url} serves {session.name}@{number}, and draws the rollouts")
+    return remote
 
 
 def _read_adapter(folder: str, config: TrainConfig) -> Adapter:

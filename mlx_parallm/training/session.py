@@ -29,7 +29,7 @@ from mlx_parallm.training.session_store import Captured, SessionState, SessionSt
 from mlx_parallm.training.totals import Report, Totals
 from mlx_parallm.training.trainer import Trainer
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.training.versions import GoodVersion, Policy, PolicyVersions, Restored
+from mlx_parallm.training.versions import GoodVersion, Policy, PolicyVersions, Publisher, Restored
 from mlx_parallm.types import AdapterRoute
 
 log = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class Session:
         """An earlier version, or its weights as a new one where it is no longer loaded."""
         try:
             if version is not None:
-                return self.engine.adapters.rollback(self.name, version).number
+                return self.versions.serve_again(version)
         except ParallmError:
             pass
         return self.versions.publish(self._on_engine(self._policy))
@@ -290,6 +290,15 @@ class Session:
 
         with self._lock:
             number = self.versions.publish(self._on_engine(take))
+            self._mark_changed()
+            return number
+
+    def publish_to(self, publisher: Publisher, newest: int) -> int:
+        """Has every version served elsewhere too, the parameters as they are now first. `newest`: its number there."""
+        with self._lock:
+            self.versions.publisher = publisher
+            self.versions.last = max(self.versions.last, newest)
+            number = self.versions.publish(self._on_engine(self._policy))
             self._mark_changed()
             return number
 

@@ -7,6 +7,7 @@ that a rollback takes training back too. A session owns one; any thread but the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.engine.engine import Engine
@@ -39,6 +40,13 @@ class Restored:
     version: int
 
 
+class Publisher(Protocol):
+    """Where versions are served beside this process. Blocks until they are; what it raises undoes the change here."""
+
+    def publish(self, name: str, adapter: Adapter, number: int) -> None: ...
+    def roll_back(self, name: str, number: int) -> None: ...
+
+
 class PolicyVersions:
     def __init__(self, engine: Engine, name: str, lora: LoRAConfig) -> None:
         self._engine = engine
@@ -46,6 +54,7 @@ class PolicyVersions:
         self._scale = lora.scale
         self._states: dict[int, LearnerState] = {}  # of the versions that are loaded
         self.last = 0  # that was ever given out
+        self.publisher: Publisher | None = None
         self.record: Callable[[int], None] = lambda number: None  # writes a number down before it is used; may raise
 
     @property
@@ -70,6 +79,8 @@ class PolicyVersions:
     def publish(self, policy: Policy, number: int | None = None) -> int:
         """Serves a policy as a new version, or as the one that it was before a restart."""
         number = self._new_number() if number is None else number
+        if self.publisher is not None:
+            self.publisher.publish(self._name, policy.adapter, number)
         kind = "dora" if policy.adapter.dora else "lora"
         config = {"fine_tune_type": kind, "lora_parameters": {"scale": self._scale}}
         self._engine.adapters.publish(self._name, policy.adapter, "training", number, config)
@@ -80,7 +91,13 @@ class PolicyVersions:
 
     def roll_back(self, number: int) -> LearnerState:
         """Has the name mean an earlier version that is loaded; the learner as it was then."""
-        return self._states[self._engine.adapters.rollback(self._name, number).number]
+        return self._states[self.serve_again(number)]
+
+    def serve_again(self, number: int) -> int:
+        """The same; its number. Raises where the version is no longer loaded."""
+        if self.publisher is not None:
+            self.publisher.roll_back(self._name, number)
+        return self._engine.adapters.rollback(self._name, number).number
 
     def _new_number(self) -> int:
         number = self.last + 1

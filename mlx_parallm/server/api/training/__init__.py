@@ -153,7 +153,7 @@ class TrainingRoutes:
             scoring_function=body.scoring_function,
             metadata=body.metadata,
             submit=body.submit,
-            cache_salt=caller.cache_salt(""),
+            cache_salt=caller.cache_salt(body.cache_salt),
         )
         groups = await self._run(partial(self._training.rollout, call))
         caller.charge_output(sum(len(sample.completion_ids) for group in groups for sample in group))

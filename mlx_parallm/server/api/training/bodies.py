@@ -96,6 +96,7 @@ class RolloutBody(Body):
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=0, lt=1 << 62)
     stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
+    cache_salt: str = Field("", max_length=300, description="Cached prompts are shared by calls with the same one")
     scoring_function: str | None = None
     metadata: list[dict[str, Any]] | None = Field(None, description="One for each prompt, for the scoring function")
     submit: bool = Field(False, description="Put them into the buffer to learn from")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.terminal.pull import damaged
 from mlx_parallm.terminal.recommend import prospects
 from tests.support import forked
 from tests.support.servers import ServerProcess
@@ -96,10 +95,3 @@ def test_recommendations_fit() -> None:
     small, large = prospects(8 * GIB, 1e11, 4.5), prospects(128 * GIB, 1e11, 4.5)
     assert {one.name for one in small} < {one.name for one in large}
     assert prospects(GIB // 4, 1e11, 4.5) == []
-
-
-def test_damaged_downloads_are_found(tmp_path: Path) -> None:
-    for name in ("good", "bad"):
-        (tmp_path / name).write_bytes(b"abc")
-    sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert damaged(tmp_path, {"good": sha, "bad": sha[::-1], "absent": sha}) == [tmp_path / "bad"]

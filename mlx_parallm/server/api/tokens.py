@@ -35,7 +35,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Tokens to join into text."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [19556, 28, 905, 17]}})
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [72, 101, 108, 108, 111]}})
     model: str = "default"
     tokens: list[TokenId] = Field(max_length=1_000_000)
 

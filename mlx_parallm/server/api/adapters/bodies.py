@@ -18,7 +18,7 @@ class LoadAdapterBody(Body):
 
 
 class UpdateWeightsBody(Body):
-    model_config = ConfigDict(json_schema_extra={"example": {"name": "policy", "tensors": "UEsDBA==", "version": 2}})
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "math", "tensors": "AgAAAAAAAAB7fQ=="}})
     name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
     tensors: str = Field(min_length=1, description="A safetensors file in base64")
     config: dict[str, Any] | None = Field(None, description="adapter_config.json, of mlx-lm or PEFT")
@@ -53,7 +53,7 @@ class VllmUnloadBody(Body):
 class SwitchBody(Body):
     """What requests for the model's own name get: one adapter, or several with their shares."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"split": {"v12": 0.9, "v13": 0.1}}})
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "math", "split": {"v1": 0.9, "v2": 0.1}}})
     version: str | int | None = Field(
         None, description="name, name@version, a version of `name`, or base (also 0): the model alone"
     )

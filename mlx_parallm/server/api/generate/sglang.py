@@ -60,7 +60,7 @@ class SglangBody(Body):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "example": {"input_ids": [504, 3575, 282], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}
+            "example": {"input_ids": [72, 101, 108], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}
         }
     )
     text: str | list[str] | None = None

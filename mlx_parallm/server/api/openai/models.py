@@ -1,7 +1,8 @@
 """The list of models and adapters, loaded or not."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from fastapi import Path
 from pydantic import Field
 from starlette.responses import Response
 
@@ -10,6 +11,8 @@ from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ModelTable, ServedModel, adapter_names
 from mlx_parallm.server.schema import AnswerBody
 from mlx_parallm.types import ModelStatus
+
+ModelId = Annotated[str, Path(description="Of a model or an adapter", examples=["default"])]
 
 
 class Model(AnswerBody):
@@ -47,7 +50,7 @@ class ModelRoutes:
         data += [self._adapter(served, name) for served in visible for name in adapter_names(served.adapters)]
         return JSONResponse({"object": "list", "data": data})
 
-    async def model(self, model_id: str) -> Response:
+    async def model(self, model_id: ModelId) -> Response:
         """One of them by its id."""
         statuses = self._models.visible_statuses()
         if model_id in statuses:

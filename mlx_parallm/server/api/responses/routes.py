@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
+import asyncio
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Path
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
@@ -25,6 +28,10 @@ from mlx_parallm.text.prompts import Conversation, check_template_kwargs
 
 ROOM = 1024  # tokens that truncation leaves for an answer of no said length, where the context is four times that
 MAX_PAGE = 100
+
+ResponseId = Annotated[
+    str, Path(description="The id of a stored response", examples=["resp_9b3c6f1d2e8a4f70b5c1d9e0a7f36482"])
+]
 
 
 class ResponseRoutes:
@@ -74,13 +81,13 @@ class ResponseRoutes:
         generation = await self._prepare(body, await self._context(body, owner, items), request)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": generation.prompt_tokens})
 
-    async def retrieve(self, response_id: str, request: Request) -> HttpResponse:
+    async def retrieve(self, response_id: ResponseId, request: Request) -> HttpResponse:
         """A stored response, or one that runs in the background."""
         if request.query_params.get("stream", "false") not in ("false", "0"):
             raise InvalidRequestError("stream: a stored response can't be streamed", param="stream")
         return JSONResponse((await self._find(response_id, request)).response)
 
-    async def delete(self, response_id: str, request: Request) -> HttpResponse:
+    async def delete(self, response_id: ResponseId, request: Request) -> HttpResponse:
         """Removes a stored response. Those that continue it can't be continued any more."""
         await self._find(response_id, request)
         if (running := self._running.get(response_id)) is not None:
@@ -88,7 +95,7 @@ class ResponseRoutes:
         await self._store.delete(owner_of(request), response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    async def cancel(self, response_id: str, request: Request) -> HttpResponse:
+    async def cancel(self, response_id: ResponseId, request: Request) -> HttpResponse:
         """Ends a response that runs in the background. One that has ended stays as it is."""
         found = (await self._find(response_id, request)).response
         if not found["background"]:
@@ -101,7 +108,12 @@ class ResponseRoutes:
         return JSONResponse((await self._find(response_id, request)).response)  # it may have ended just now
 
     async def input_items(
-        self, response_id: str, request: Request, order: str = "desc", limit: str = "20", after: str | None = None
+        self,
+        response_id: ResponseId,
+        request: Request,
+        order: str = "desc",
+        limit: str = "20",
+        after: str | None = None,
     ) -> HttpResponse:
         """The items that a stored response was given as input, newest first; not those of responses before it."""
         if order not in ("asc", "desc"):

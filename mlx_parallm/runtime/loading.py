@@ -10,9 +10,11 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+
+import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.build import LoadedModel
@@ -22,13 +24,14 @@ from mlx_parallm.engine.start import StartingEngine, plan_engines
 from mlx_parallm.errors import MemoryLimitError, ModelLoadError, ParallmError
 from mlx_parallm.models.device import give_memory_back
 from mlx_parallm.models.kinds import Kind, kind_of
+from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
 from mlx_parallm.models.memory import memory_limit, size_flag, size_text
+from mlx_parallm.progress import Share, StartProgress, Tell, unknown
 from mlx_parallm.runtime.predict_thread import PredictThread
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.types import MemoryPlan
 
-Progress = Callable[[str], AbstractContextManager[None]]  # told of each slow step of a start as it begins
 Model = Engine | LocalPredictor
 
 log = logging.getLogger(__name__)
@@ -53,7 +56,7 @@ class Loader:
         generators = sum(engine.model.weight_bytes for engine in self.engines)
         return generators + sum(predictor.info.weight_bytes for predictor in self.predictors)
 
-    def bring_up(self, name: str, source: str | None, size: int, progress: Progress) -> Model:
+    def bring_up(self, name: str, source: str | None, size: int, progress: StartProgress) -> Model:
         """Loads a model, and gives all their share of the memory; raises what is wrong, and all is as it was.
 
         `size`: bytes that its weights will take. The others make room for them before they come.
@@ -62,11 +65,11 @@ class Loader:
         try:
             self._divide(beside=size)
             if kind is None:
-                engine = self._start_engine(name, source, progress)
+                engine = self._start_engine(name, source, size, progress)
                 self.engines.append(engine)
                 self._move_predictors()
                 return engine
-            predictor = self._load_predictor(name, Path(str(source)).expanduser(), kind, progress)
+            predictor = self._load_predictor(name, Path(str(source)).expanduser(), size, kind, progress)
         except BaseException:
             self._divide()
             raise
@@ -110,31 +113,39 @@ class Loader:
         if self._thread is not None:
             self._thread.stop()
 
-    def _start_engine(self, name: str, source: str | None, progress: Progress) -> Engine:
+    def _start_engine(self, name: str, source: str | None, size: int, progress: StartProgress) -> Engine:
+        # What comes from the hub has bars of the hub's own.
+        share = _loaded_share(size) if source is None or Path(source).expanduser().exists() else None
+        where = ", the embedded model" if source is None else f" from {source}"
+        with ExitStack() as undo:
+            with progress(f"loading {name}{where}", share) as tell:
+                starting = StartingEngine(self._load_from(source, name, tell), self._config, self._deliver)
+                undo.callback(starting.stop)
+                loaded = starting.load()
+            plan = self._divide(loaded)
+            with progress(f"warming up {name}, {size_text(loaded.model.weight_bytes)} of weights", unknown):
+                engine = starting.start(plan)
+            undo.pop_all()
+            return engine
+
+    def _load_from(self, source: str | None, name: str, tell: Tell) -> Callable[[], LanguageModel]:
         options = self._config.model
-        loader = partial(
+        return partial(
             load,
             source,
             name=name,
             dtype=options.dtype,
             max_model_len=options.max_model_len,
             trust_remote_code=options.trust_remote_code,
+            tell=tell,
         )
-        starting = StartingEngine(loader, self._config, self._deliver)
-        try:
-            with progress(f"loading {name}" + (", the embedded model" if source is None else f" from {source}")):
-                loaded = starting.load()
-            plan = self._divide(loaded)
-            with progress(f"warming up {name}, {size_text(loaded.model.weight_bytes)} of weights"):
-                return starting.start(plan)
-        except BaseException:
-            starting.stop()
-            raise
 
-    def _load_predictor(self, name: str, folder: Path, kind: Kind, progress: Progress) -> LocalPredictor:
+    def _load_predictor(
+        self, name: str, folder: Path, size: int, kind: Kind, progress: StartProgress
+    ) -> LocalPredictor:
         host = self._host()
         try:
-            with progress(f"loading {name} from {folder}"):
+            with progress(f"loading {name} from {folder}", _loaded_share(size)):
                 predictor = host.run(partial(kind.load, folder))
             self._divide(beside=predictor.info.weight_bytes)
         except ParallmError:
@@ -178,3 +189,13 @@ class Loader:
         for engine, plan in alive:
             engine.resize(plan)
         return plans[-1]
+
+
+def _loaded_share(size: int) -> Share:
+    """How much of so many bytes of weights has come into memory since."""
+    before = mx.get_active_memory()
+
+    def share() -> float | None:
+        return min(1.0, max(0.0, (mx.get_active_memory() - before) / size)) if size else None
+
+    return share

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -31,8 +30,9 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.memory import size_text
+from mlx_parallm.progress import StartProgress, silent
 from mlx_parallm.runtime.entries import PoolEntry, kind_name, models_in
-from mlx_parallm.runtime.loading import Loader, Progress
+from mlx_parallm.runtime.loading import Loader
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.runtime.weights import weight_bytes
 from mlx_parallm.types import ModelStatus
@@ -43,10 +43,6 @@ ROOM_SHARE = 10  # one part in so many of the memory is kept for requests, where
 IDLE_CHECK_SECONDS = 60.0  # at most, between two looks for idle models
 LOOK_SECONDS = 1.0  # between two looks into the folder of models
 SHUTTING_DOWN = "the server is shutting down"
-
-
-def _silent(what: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 class ModelPool:
@@ -65,7 +61,7 @@ class ModelPool:
         for name, source in config.named_models().items():
             self._entries[name] = PoolEntry(name, source, kind_name(source))
 
-    def start(self, progress: Progress = _silent) -> None:
+    def start(self, progress: StartProgress = silent) -> None:
         """Loads the models that the config names, as many as there is memory for; raises what is wrong with one."""
         for entry in list(self._entries.values()):
             if not self._fits(self._size_of(entry)) and (self._loader.engines or self._loader.predictors):
@@ -261,7 +257,7 @@ class ModelPool:
                         raise self._no_room(entry) from None
                     raise
 
-    def _bring_up(self, entry: PoolEntry, progress: Progress = _silent) -> None:
+    def _bring_up(self, entry: PoolEntry, progress: StartProgress = silent) -> None:
         model = self._loader.bring_up(entry.name, entry.source, self._size_of(entry), progress)
         with self._changed:
             if isinstance(model, Engine):

@@ -3,7 +3,6 @@
 The server, `LLM`, `RLIntegratedServer` and `mlx_parallm_train` call `start`, and `close` what it returns.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping
 
 from mlx_parallm.config import ServeConfig
@@ -11,8 +10,8 @@ from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError, UnavailableError
 from mlx_parallm.lora.files import read_adapter
+from mlx_parallm.progress import StartProgress, silent
 from mlx_parallm.runtime.adapters import LocalAdapters
-from mlx_parallm.runtime.loading import Progress
 from mlx_parallm.runtime.pool import ModelPool
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.training.manager import TrainingManager
@@ -72,7 +71,7 @@ def start(
     deliver: Callable[[StepEvents], None],
     *,
     learn: bool = True,
-    progress: Progress = lambda what: contextlib.nullcontext(),
+    progress: StartProgress = silent,
 ) -> Runtime:
     """Loads what the config names. `deliver` takes each step's events, on an engine's thread.
 

@@ -1,9 +1,6 @@
-"""What a start tells people, in words that a newcomer has: progress while models load, then what is on and off."""
+"""What a start tells people at its end, in words that a newcomer has: what is on and off."""
 
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
@@ -11,23 +8,6 @@ from mlx_parallm.runtime.client import ModelClient, RuntimeClient, TrainingClien
 from mlx_parallm.server.access import is_loopback
 from mlx_parallm.server.keys import KeyRing
 from mlx_parallm.types import ModelStatus
-
-SLOW_SECONDS = 1.0  # a step that takes longer says so when it is done
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-@contextmanager
-def progress(what: str) -> Iterator[None]:
-    """Tells of a step as it begins, and of its end if it took long."""
-    say(f"  {what} ...")
-    begun = time.perf_counter()
-    yield
-    if (seconds := time.perf_counter() - begun) > SLOW_SECONDS:
-        say(f"  {what}: done in {seconds:.1f} s")
 
 
 def ready_lines(runtime: RuntimeClient, config: ServeConfig, url: str) -> list[str]:

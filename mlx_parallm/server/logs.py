@@ -4,6 +4,7 @@ import logging
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import TextIO
 
 import orjson
 
@@ -13,7 +14,7 @@ _BUILT_IN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "color_mess
 
 
 def set_up(level: str, as_json: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
     handler.addFilter(_add_request_id)
     root = logging.getLogger()
@@ -32,6 +33,14 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 def _time(record: logging.LogRecord) -> datetime:
     return datetime.fromtimestamp(record.created, UTC)
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what standard error is now: above a line that moves, where there is one (`progress`)."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 class TextFormatter(logging.Formatter):

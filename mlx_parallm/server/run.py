@@ -19,9 +19,10 @@ import uvicorn
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ParallmError, UnavailableError
+from mlx_parallm.progress import say
 from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.banner import ready_lines, say
+from mlx_parallm.server.banner import ready_lines
 from mlx_parallm.server.state import Dispatcher, ServerState
 
 log = logging.getLogger(__name__)

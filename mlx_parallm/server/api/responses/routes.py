@@ -2,8 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-import asyncio
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Annotated, Any
 

@@ -105,6 +105,9 @@ def serve(args: argparse.Namespace) -> int:
     check_python()
     sys.stdout.write(f"MLX ParaLLM {__version__} is starting\n")
     sys.stdout.flush()
+    from mlx_parallm.server import logs
+
+    logs.set_up(settings.http.log_level, settings.http.log_json)
     with progress("importing MLX and what else is needed", unknown):  # seconds
         from mlx_parallm.serve import serve as run_server
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.platforms import raise_open_files
-from mlx_parallm.progress import progress
+from mlx_parallm.progress import progress, unknown
 from mlx_parallm.runtime.startup import start
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_access
@@ -30,7 +30,9 @@ def serve(config: ServeConfig, companion: Callable[[TrainingManager], int | None
     listener = listen(config.http.host, config.http.port)
     dispatcher = Dispatcher()
     runtime = start(config, dispatcher, progress=progress)
-    gc.collect()
-    gc.freeze()  # what the models brought along will not be garbage
-    beside = None if companion is None else partial(companion, runtime.manager)
-    return HttpServer(runtime, config, dispatcher, listener, beside).run_until_stopped()
+    with progress("preparing the routes", unknown):
+        gc.collect()
+        gc.freeze()  # what the models brought along will not be garbage
+        beside = None if companion is None else partial(companion, runtime.manager)
+        server = HttpServer(runtime, config, dispatcher, listener, beside)
+    return server.run_until_stopped()

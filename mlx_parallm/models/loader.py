@@ -45,6 +45,7 @@ def load(
     """`source` is a hub id, a folder or a .gguf file; None is the embedded model. `tell`: whom slow steps are told."""
     path = _embedded_file() if source is None else Path(source).expanduser()
     folder = _folder(str(path), source, tell)
+    tell(f"loading the weights of {name}")
     config, text_only = _config_with_vision(folder)
     vision = None if config is None else load_vision(_local(folder), config, trust_remote_code)
     if vision is None or config is None:

@@ -32,7 +32,7 @@ print(json.load(urllib.request.urlopen(asked, timeout=120))["choices"][0]["messa
 """
 SCRATCH = "RUN_DOCKERFILE_SCRATCH"  # set in the process that has the mounts
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
+IGNORED = shutil.ignore_patterns("__pycache__")  # as .dockerignore has it
 
 
 class StepFailed(Exception):
@@ -116,15 +116,15 @@ class Build:
 
     def do_copy(self, value: str) -> None:
         parts = shlex.split(value)
-        source = self._context
+        source, ignore = self._context, IGNORED
         if parts[0].startswith("--from="):
-            source = self._stages[parts.pop(0).removeprefix("--from=")].root
+            source, ignore = self._stages[parts.pop(0).removeprefix("--from=")].root, None
         *names, place = parts
         target = self.now.path(place)
         for name in names:
             found = source / name.lstrip("/")
             if found.is_dir():
-                shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True, ignore=IGNORED)
+                shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True, ignore=ignore)
             else:
                 (target if place.endswith("/") else target.parent).mkdir(parents=True, exist_ok=True)
                 shutil.copy2(found, target)

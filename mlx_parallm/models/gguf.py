@@ -9,7 +9,9 @@ import hashlib
 import json
 import math
 import mmap
+import os
 import re
+import shutil
 import struct
 import tempfile
 from collections.abc import Iterable
@@ -219,11 +221,16 @@ def convert(header: Header, folder: Path, tell: Tell) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_tokenizer(header.metadata, header.path.name, folder)
-    weights: dict[str, mx.array] = mx.load(str(header.path))  # type: ignore[assignment]
     tell(f"converting {header.path.name} for MLX, once")
+    weights: dict[str, mx.array] = mx.load(str(_writable(header.path, folder.parent)))  # type: ignore[assignment]
     weights = dict(_renamed(header, config, weights.items()))
     tell(f"writing {header.path.name} as it was converted")
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+
+
+def _writable(path: Path, scratch: Path) -> Path:
+    """MLX opens GGUF files for writing, though it only reads them: one that we may not write to is copied first."""
+    return path if os.access(path, os.W_OK) else Path(shutil.copyfile(path, scratch / path.name))
 
 
 def _renamed(

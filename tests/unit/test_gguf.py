@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_conversion_happens_once_and_follows_the_content(tmp_path: Path) -> None
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     model_file("llama", seed=1)[0].write(path)
     assert converted(path) != folder
+    assert not list(folder.parent.glob(".converting-*"))
+
+
+def test_a_file_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX opens it for writing; in an image, or a system's Python, it belongs to somebody else."""
+    path = model_file("llama", seed=2)[0].write(tmp_path / "model.gguf")
+    path.chmod(0o444)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    folder = converted(path)
+    assert load(str(path), name="m").vocab_size > 0
+    assert not list(folder.rglob("*.gguf"))
     assert not list(folder.parent.glob(".converting-*"))
 
 

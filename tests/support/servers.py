@@ -19,7 +19,7 @@ from typing import IO
 
 from mlx_parallm.errors import UnavailableError
 from mlx_parallm.http_client import Endpoint, WireError, send, tls_context
-from tests.support import forked
+from tests.support import forked, log_check
 
 
 class ServerProcess:
@@ -36,6 +36,7 @@ class ServerProcess:
         ca: Path | None = None,
     ) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="parallm-", ignore_cleanup_errors=True)
+        self.command = command
         self.url = f"{'http' if ca is None else 'https'}://127.0.0.1:{port}"
         self.tls = None if ca is None else tls_context(str(ca))
         self.model = model
@@ -106,6 +107,8 @@ def running(server: ServerProcess, patience: float = 300) -> Iterator[ServerProc
         yield server
     finally:
         server.stop()
+        if log_check.active is not None:
+            log_check.active.keep(server.command, server.log())
         server.output.close()
         server.scratch.cleanup()
 
@@ -127,7 +130,7 @@ def ours(
         "--port",
         str(port),
         "--log-level",
-        "WARNING",
+        "WARNING" if log_check.active is None else "DEBUG",
         *path,
         *flags,
     ]

@@ -1,0 +1,57 @@
+"""`--check-logs` finds what it looks for: a search that finds nothing must be able to find something."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.log_check import LogCheck
+
+PROMPT = 'the password is "swordfish"'
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> LogCheck:
+    found = LogCheck(tmp_path)
+    chat = {"model": "default", "messages": [{"role": "user", "content": PROMPT}]}
+    headers = {"Authorization": "Bearer sesame-open"}
+    found.note(httpx.Request("POST", "http://server/v1/chat/completions", json=chat, headers=headers))
+    load = {"name": "mine", "path": "/home/someone/adapter"}
+    found.note(httpx.Request("POST", "http://server/v1/adapters/load", json=load, headers={"x-api-key": "short"}))
+    found.note(httpx.Request("GET", "http://server/v1/models", params={"prompt": "asked by query"}))
+    found.note(httpx.Request("POST", "http://server/upload", content=b"\x00no json"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("401 with key sesame-open", "key"),
+        (f"prompt: {PROMPT}", "prompt"),
+        ('{"prompt": "the password is \\"swordfish\\""}', "prompt"),
+        ("GET /v1/models?prompt=asked by query", "prompt"),
+        ("no folder /home/someone/adapter", "path"),
+    ],
+)
+def test_what_clients_sent_is_found(check: LogCheck, line: str, kind: str) -> None:
+    check.keep(["serve"], f"started\n{line}\n")
+    [found] = check.findings()
+    assert f"has the {kind}" in found
+
+
+def test_the_rest_is_no_finding(check: LogCheck) -> None:
+    check.keep(["serve", "--lora-path", "/home/someone/adapter"], "loading /home/someone/adapter\n")
+    check.keep(["serve"], "POST /v1/chat/completions 200, model default, short, sesame-opening\n")
+    assert list(check.findings()) == []
+
+
+def test_a_key_of_the_command_line_is_a_secret_too(check: LogCheck) -> None:
+    check.keep(["serve", "--api-key", "sesame-open"], "flags: --api-key sesame-open\n")
+    assert len(list(check.findings())) == 1
+
+
+def test_the_audit_log_is_searched(check: LogCheck, tmp_path: Path) -> None:
+    audit = tmp_path / "audit.jsonl"
+    audit.write_text('{"path": "/home/someone/adapter"}\n')
+    check.keep(["serve", "--audit-log", str(audit)], "nothing\n")
+    assert [found.split(" ")[0] for found in check.findings()] == ["0001-audit.log"]

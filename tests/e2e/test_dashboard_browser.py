@@ -1,7 +1,7 @@
 """Every view of the dashboard in a real Chromium, against a real server that serves and trains meanwhile.
 
-Runs where a Chromium is installed, with `pip install -e '.[browser]'`. With DASHBOARD_SCREENSHOTS=docs/images it also
-writes the pictures of docs/DASHBOARD.md.
+Runs where a Chromium is installed, with `pip install -e '.[browser]'`. With DASHBOARD_KEY=KEY the server has that admin
+key, and pages are signed in. With DASHBOARD_SCREENSHOTS=docs/images it also writes the pictures of docs/DASHBOARD.md.
 """
 
 import os
@@ -32,6 +32,8 @@ def shorter(prompts, completions, metadata):
 PATIENCE = 60_000  # milliseconds
 # For screenshots: a folder, or `embedded`. The tiny model's answers make no sense.
 MODEL = os.environ.get("DASHBOARD_MODEL")
+KEY = os.environ.get("DASHBOARD_KEY")
+HEADERS = {"Authorization": f"Bearer {KEY}"} if KEY else {}
 
 
 class Traffic(threading.Thread):
@@ -39,7 +41,7 @@ class Traffic(threading.Thread):
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        self._client = httpx.Client(base_url=url, timeout=60)
+        self._client = httpx.Client(base_url=url, headers=HEADERS, timeout=60)
         self._stopped = threading.Event()
         self.failures: list[str] = []
 
@@ -88,6 +90,7 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "--enable-rl-training",
         *("--scoring-function", f"shorter={folder / 'scores.py'}:shorter", "--update-frequency", "0"),
         *("--learning-rate", "1e-3", "--lora-rank", "4", "--checkpoint-dir", str(folder / "checkpoints")),
+        *(("--admin-key", KEY, "--api-key", f"{KEY}-of-users") if KEY else ()),
     ]
     with serving(None if MODEL == "embedded" else MODEL or str(tiny_folder), flags) as found:
         yield found
@@ -97,7 +100,7 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def traffic(server: ServerProcess) -> Iterator[None]:
     worker = Traffic(server.url)
     worker.start()
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, headers=HEADERS, timeout=60) as client:
         for _ in range(300):
             if client.get("/v1/training/status").json()["updates_published"] >= 3:
                 break
@@ -134,6 +137,9 @@ def opened(
         viewport={"width": width, "height": SIZES[width]}, color_scheme=theme, reduced_motion="reduce", **more
     )
     context.set_default_timeout(PATIENCE)
+    if KEY and "extra_http_headers" not in more:
+        answer = context.request.post(f"{url}/dashboard/login", data={"key": KEY}, headers={"Origin": url})
+        assert answer.ok, answer.text()
     page, complaints = context.new_page(), Complaints()
     complaints.watch(page, url.removeprefix("http://"))
     page.goto(f"{url}/dashboard#{view}")
@@ -146,7 +152,7 @@ def opened(
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as found:
+    with httpx.Client(base_url=server.url, headers=HEADERS, timeout=60) as found:
         yield found
 
 

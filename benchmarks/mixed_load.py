@@ -262,7 +262,8 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[servers.ServerProcess, M
         flags = ["--model-path", f"words={write_model(folder / 'words', 'cls')}", "--enable-rl-training"]
         flags += ["--update-frequency", "0", "--learning-rate", "1e-6", "--lora-rank", "4"]
         flags += ["--checkpoint-dir", str(folder / "checkpoints"), "--responses-dir", str(folder / "responses")]
-        flags += ["--responses-max-bytes", "4MB", "--ssd-max-bytes", "64MB"]
+        # Caches that are full within minutes: memory that grows after that is a leak.
+        flags += ["--num-blocks", "2048", "--responses-max-bytes", "4MB", "--ssd-max-bytes", "16MB"]
         with servers.running(servers.ours(f"chat={model}", flags)) as server:
             http = httpx.AsyncClient(base_url=server.url, timeout=120, limits=httpx.Limits(max_connections=64))
             yield server, Mixed(http, targets), http

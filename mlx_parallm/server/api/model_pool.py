@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import BASE, DEFAULT
@@ -71,7 +71,8 @@ class PoolRoutes:
 
     async def load(self, body: LoadModelBody) -> Response:
         """One that is listed in `/v1/models`, or with `path` another one under a name of its own. Others leave memory
-        for it, the longest unused first, unless they are pinned; where that is not enough, it is a 503."""
+        for it, the longest unused first, unless they are pinned; where that is not enough, it is a 503. A `path` that
+        can't be loaded is a 400."""
         if body.path is not None:
             if body.model in (DEFAULT, BASE):
                 raise InvalidRequestError(f"{body.model!r} is no name for a model", param="model")
@@ -79,7 +80,12 @@ class PoolRoutes:
                 raise InvalidRequestError(f"{body.model!r} is the name of an adapter", param="model")
         loading = await asyncio.to_thread(self._pool.load, body.model, body.path, body.pin)
         if body.wait:
-            await asyncio.wrap_future(loading)
+            try:
+                await asyncio.wrap_future(loading)
+            except UnavailableError as error:
+                if body.path is None or error.code != "model_failed":
+                    raise
+                raise InvalidRequestError(error.message, param="path", code=error.code) from error
         return JSONResponse(_describe(await self._status(body.model)))
 
     async def unload(self, body: UnloadModelBody) -> Response:

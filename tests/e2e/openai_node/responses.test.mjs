@@ -1,4 +1,4 @@
-// `responses` of npm's `openai` against our server, at OPENAI_BASE_URL. Run by tests/e2e/test_openai_node.py.
+// `responses` of npm's `openai` against our server, at OPENAI_BASE_URL. Run by tests/e2e/test_node_clients.py.
 import assert from "node:assert/strict";
 import test from "node:test";
 import OpenAI from "openai";

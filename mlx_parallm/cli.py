@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config, export_cli, keys_cli, train_cli
+from mlx_parallm.cluster.extra import check_installed as check_cluster_installed
 from mlx_parallm.doctor import command as doctor
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.platforms import check_python
@@ -105,6 +106,11 @@ def serve(args: argparse.Namespace) -> int:
     check_python()
     sys.stdout.write(f"MLX ParaLLM {__version__} is starting\n")
     sys.stdout.flush()
+    if settings.cluster.several:
+        check_cluster_installed()
+        from mlx_parallm.cluster.run import serve_replicas
+
+        return serve_replicas(settings)
     from mlx_parallm.server import logs
 
     logs.set_up(settings.http.log_level, settings.http.log_json)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from mlx_parallm.config.cache import CacheConfig
+from mlx_parallm.config.cluster import ClusterConfig
 from mlx_parallm.config.http import BatchConfig, HttpConfig
 from mlx_parallm.config.model import AdapterConfig, ModelConfig
 from mlx_parallm.config.options import build, changed, group, option
@@ -29,6 +30,7 @@ class ServeConfig:
     cache: CacheConfig = group(CacheConfig, "memory and caches", "cache")
     training: TrainingConfig = group(TrainingConfig, "training", "rl_training")
     checkpoints: CheckpointConfig = group(CheckpointConfig, "checkpoints", "checkpointing")
+    cluster: ClusterConfig = group(ClusterConfig, "several machines", "cluster")
 
     @classmethod
     def of(cls, **options: Any) -> Self:
@@ -42,6 +44,8 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.trains:  # what is said of training may stay in a file while it is off
             self._check_training()
+        if self.cluster.several and self.trains:
+            raise ConfigError("training runs in one process: leave --replicas, --share-model and --connect-to out")
 
     def _check_training(self) -> None:
         training, adapters = self.training, self.adapters

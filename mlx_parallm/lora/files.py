@@ -54,22 +54,31 @@ Leaves = dict[str, dict[str, Array]]
 
 def read_folder(folder: Path, max_bytes: int) -> tuple[Adapter, dict[str, Any]]:
     """An adapter's folder, as mlx-lm's and PEFT's trainers leave it, and its config."""
+    config, data = _contents(folder, max_bytes)
+    return parse(config, data, max_bytes), config
+
+
+def _contents(folder: Path, max_bytes: int) -> tuple[dict[str, Any], bytes]:
     config_file = folder / CONFIG
     weights_file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if not config_file.is_file() or weights_file is None:
         raise AdapterError(f"{folder} holds no {CONFIG} with {' or '.join(WEIGHTS)} beside it", param="lora_path")
-    config = parse_config(_bytes_of(config_file, MAX_CONFIG_BYTES))
-    return parse(config, _bytes_of(weights_file, max_bytes), max_bytes), config
+    return parse_config(_bytes_of(config_file, MAX_CONFIG_BYTES)), _bytes_of(weights_file, max_bytes)
 
 
 def read_adapter(path: str, max_bytes: int) -> tuple[Adapter, dict[str, Any], str]:
     """The adapter in a folder that somebody has named, its config, and the folder; AdapterError where it can't be."""
+    config, data, folder = read_contents(path, max_bytes)
+    return parse(config, data, max_bytes), config, folder
+
+
+def read_contents(path: str, max_bytes: int) -> tuple[dict[str, Any], bytes, str]:
+    """The config, the file of the weights and the folder that somebody has named; AdapterError where it can't be."""
     try:
         folder = Path(path).expanduser()
-        adapter, config = read_folder(folder, max_bytes)
+        return *_contents(folder, max_bytes), str(folder)
     except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder that is closed to us
         raise AdapterError(f"{path[:200]!r} can't be read: {error}", param="path") from error
-    return adapter, config, str(folder)
 
 
 def parse_config(data: bytes) -> dict[str, Any]:

@@ -185,10 +185,15 @@ class Registry:
         config: Mapping[str, Any] | None = None,
     ) -> Version:
         """A new version, which the name means from now on."""
+        packed = self.pack(self.check(name, adapter))  # here, not on the engine thread
+        return self._publish(name, packed, source, number, config)
+
+    def check(self, name: str, adapter: Adapter) -> Adapter:
+        """Raises unless the adapter fits the model; returns it with the model's own names of layers."""
         check_name(name)
         adapter = with_paths_of(adapter, self.targets)
         check_fit(adapter, self.targets, self._max_rank)
-        return self._publish(name, self.pack(adapter), source, number, config)  # packed here, not on the engine thread
+        return adapter
 
     @between_steps
     def _publish(

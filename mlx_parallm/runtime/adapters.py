@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_parallm.errors import ConflictError, InvalidRequestError
-from mlx_parallm.lora.files import parse, parse_config, read_adapter, usual_config
+from mlx_parallm.lora.files import parse, parse_config, read_adapter, read_contents, usual_config
 from mlx_parallm.runtime.pool import ModelPool
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types import AdapterVersion
@@ -32,16 +32,38 @@ class LocalAdapters:
         return self._pool.generators[model].adapters.publish(name, adapter, folder, number, config)
 
     def publish(
-        self, model: str, name: str, data: bytes, config: Mapping[str, Any] | bytes | None, number: int | None
+        self,
+        model: str,
+        name: str,
+        data: bytes,
+        config: Mapping[str, Any] | bytes | None,
+        number: int | None,
+        source: str = "upload",
     ) -> AdapterVersion:
         self._check_untrained(name, REPLACED)
+        known = self.config_for(model, name, data, config)
+        registry = self._pool.generators[model].adapters
+        return registry.publish(name, parse(known, data, self._limit), source, number, known)
+
+    def config_for(
+        self, model: str, name: str, data: bytes, config: Mapping[str, Any] | bytes | None
+    ) -> Mapping[str, Any]:
+        """The config that weights are published with: the one that came, that of the version before, or the usual."""
         registry = self._pool.generators[model].adapters
         if isinstance(config, bytes):
             config = parse_config(config)
         if config is None and name in registry:
             config = registry.find(name).config
-        known = config if config is not None else usual_config(data, self._limit)
-        return registry.publish(name, parse(known, data, self._limit), "upload", number, known)
+        return config if config is not None else usual_config(data, self._limit)
+
+    def read(self, path: str) -> tuple[Mapping[str, Any], bytes, str]:
+        """The config and the weights of an adapter's folder, as `publish` takes them, and the folder."""
+        return read_contents(path, self._limit)
+
+    def check(self, model: str, name: str, data: bytes, config: Mapping[str, Any]) -> None:
+        """Raises what `publish` would, and publishes nothing."""
+        self._check_untrained(name, REPLACED)
+        self._pool.generators[model].adapters.check(name, parse(config, data, self._limit))
 
     def unload(self, model: str, name: str) -> AdapterVersion:
         registry = self._pool.generators[model].adapters

@@ -42,7 +42,7 @@ class RequestLog:
             await self.app(scope, receive, send)
             return
         started = time.perf_counter()
-        identity = _request_id(Headers(scope=scope).get("x-request-id"))
+        identity = usable_request_id(Headers(scope=scope).get("x-request-id"))
         scope["request_id"] = identity
         token = request_id.set(identity)
         status = 0
@@ -101,7 +101,7 @@ class RequestLog:
         log.log(level, line, fields, extra=fields)
 
 
-def _request_id(given: str | None) -> str:
+def usable_request_id(given: str | None) -> str:
     return given if given and _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
 
 

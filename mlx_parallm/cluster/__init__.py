@@ -1,0 +1,1 @@
+"""Past one process: replicas of the server on Ray Serve, and one model over several machines."""

@@ -1,0 +1,98 @@
+"""What all replicas say of themselves, as one answer: the whole under the usual names, and each part beside it.
+
+The front asks every replica for the same route. Prometheus: sums under the names that one process has, and each
+replica's own under `mlx_parallm_replica_…` with the label `replica`, so that nothing is counted twice.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+Answers = Mapping[str, bytes]  # by replica
+View = Callable[[Answers, Sequence[tuple[bytes, bytes]]], bytes]
+
+_SAMPLE = re.compile(rb"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
+# What is the same everywhere, or is no amount.
+_NOT_SUMMED = re.compile(r"version|_rate$|_per_second$|_loss$|_mean$|_kl$|longest|_info$|max_batch_size|interval")
+_AVERAGED = re.compile(r"^avg_|_avg$|_pct$")
+_PREFIX = b"mlx_parallm_"
+
+
+def metrics(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    kind = next((value for name, value in headers if name == b"content-type"), b"")
+    if b"json" in kind:
+        return whole_and_parts(answers, headers)
+    totals: dict[bytes, float] = {}
+    order: list[tuple[bytes, bytes]] = []  # (HELP and TYPE lines, or a sample's name and labels)
+    parts: list[bytes] = []
+    for number, (replica, text) in enumerate(answers.items()):
+        for line in text.splitlines():
+            found = _SAMPLE.match(line)
+            if found is None:
+                if number == 0:
+                    order.append((b"text", line))
+                continue
+            key = found["name"] + (b"{" + found["labels"] + b"}" if found["labels"] else b"")
+            value = float(found["value"])
+            if key not in totals:
+                order.append((b"sample", key))
+            known = totals.get(key)
+            total = value if known is None else max(known, value) if _is_same(found["name"]) else known + value
+            totals[key] = total
+            parts.append(_part(found, replica))
+    lines = [line if kind == b"text" else line + b" " + repr(totals[line]).encode() for kind, line in order]
+    return b"\n".join([*lines, *sorted(parts)]) + b"\n"
+
+
+def _is_same(name: bytes) -> bool:
+    return bool(_NOT_SUMMED.search(name.decode()))
+
+
+def _part(found: "re.Match[bytes]", replica: str) -> bytes:
+    labels = b'replica="' + replica.encode() + b'"' + (b"," + found["labels"] if found["labels"] else b"")
+    name = found["name"].removeprefix(_PREFIX)
+    return _PREFIX + b"replica_" + name + b"{" + labels + b"} " + found["value"]
+
+
+def whole_and_parts(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """JSON objects of numbers: their sums, and each under `replicas`."""
+    parts = {replica: orjson.loads(body) for replica, body in answers.items()}
+    return orjson.dumps({**_total("", list(parts.values())), "replicas": parts})
+
+
+def _total(name: str, values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        every = [value for value in values if isinstance(value, dict)]
+        names = dict.fromkeys(key for value in every for key in value)
+        return {key: _total(key, [value[key] for value in every if key in value]) for key in names}
+    if isinstance(first, list) and all(isinstance(one, int | float) for one in first):
+        return [sum(column) for column in zip(*values, strict=False)]
+    if isinstance(first, bool) or not isinstance(first, int | float):
+        return first
+    if _AVERAGED.search(name):
+        return sum(values) / len(values)
+    return max(values) if _NOT_SUMMED.search(name) else sum(values)
+
+
+def models(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The models of all replicas, each with its status on every one."""
+    whole: dict[str, Any] = {}
+    entries: dict[str, dict[str, Any]] = {}
+    for replica, body in answers.items():
+        listed = orjson.loads(body)
+        whole = whole or listed
+        for entry in listed.get("data", []):
+            known = entries.setdefault(entry["id"], {**entry, "replicas": {}})
+            known["replicas"][replica] = entry.get("status", "ready")
+    return orjson.dumps({**whole, "data": list(entries.values())})
+
+
+VIEWS: dict[str, View] = {
+    "/metrics": metrics,
+    "/debug/metrics": whole_and_parts,
+    "/v1/models": models,
+    "/models": models,
+}

@@ -1,0 +1,35 @@
+"""Several engines behind one address."""
+
+from dataclasses import dataclass
+
+from mlx_parallm.config.options import check_at_least, option, parse_bool
+from mlx_parallm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    replicas: int = option(
+        1, "copies of the model that serve behind the one address; more than 1 needs the extra 'cluster'", parse=int
+    )
+    share_model: bool = option(
+        False,
+        "start a cluster that other machines can join with --connect-to; each brings one more replica",
+        parse=parse_bool,
+    )
+    connect_to: str | None = option(
+        None, "HOST:PORT of a server started with --share-model: this machine runs replicas for it, with its options"
+    )
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "replicas")
+        if self.connect_to is not None:
+            if self.share_model:
+                raise ConfigError("give either --share-model, to start a cluster, or --connect-to, to join one")
+            host, _, port = self.connect_to.rpartition(":")
+            if not host or not port.isdigit():
+                raise ConfigError(f"connect_to must be HOST:PORT, not {self.connect_to!r}")
+
+    @property
+    def several(self) -> bool:
+        """Whether engines run in processes of their own."""
+        return self.replicas > 1 or self.share_model or self.connect_to is not None

@@ -1,0 +1,133 @@
+"""What replicas agree on: changes on their way, and what a replica that starts late is given."""
+
+import orjson
+
+from mlx_parallm.cluster import views
+from mlx_parallm.cluster.changes import Change, SharedState, decode
+from mlx_parallm.cluster.links import pack_hashes, read_error, unpack_hashes, write_error
+from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.lora.weights import AdapterError
+
+
+def publish(number: int, name: str = "math", data: bytes = b"") -> Change:
+    return Change("publish", "tiny", name, number, {"config": {}, "source": "upload"}, data or bytes([number]))
+
+
+def replayed(state: SharedState) -> list[tuple[str, str, int | None]]:
+    return [(change.kind, change.name, change.number) for change in state.replay()]
+
+
+def test_changes_travel_whole() -> None:
+    changes = [publish(3, data=b"\x00\xff" * 1000), Change("serve", "tiny", fields={"routes": [["math", None, 1.0]]})]
+    assert list(decode(b"".join(change.encode() for change in changes))) == changes
+
+
+def test_a_late_replica_gets_what_is_kept() -> None:
+    state = SharedState()
+    for number in range(1, 8):
+        state.add(publish(number))
+        if number == 1:
+            state.add(Change("pin", "tiny", "math", 1, {"pinned": True}))
+        if number == 2:
+            state.add(Change("serve", "tiny", fields={"routes": [["math", 2, 1.0]]}))
+    assert replayed(state) == [
+        *(("publish", "math", number) for number in (1, 2, 4, 5, 6, 7)),
+        ("pin", "math", 1),
+        ("serve", "", None),
+    ]
+    state.add(Change("rollback", "tiny", "math", 5))
+    assert ("rollback", "math", 5) in replayed(state)
+    state.add(Change("pin", "tiny", "math", 1, {"pinned": False}))
+    state.add(publish(8))
+    assert [number for kind, _, number in replayed(state) if kind == "publish"] == [2, 5, 6, 7, 8]
+    assert state.replay()[0].data == bytes([2])
+
+
+def test_numbers_are_given_once() -> None:
+    state = SharedState()
+    state.take_number(publish(1))  # and then the change failed
+    assert state.numbered(publish(1)).number == 2
+    state.add(publish(2))
+    state.add(Change("unload", "tiny", "math"))
+    assert state.numbered(publish(1)).number == 3
+    assert replayed(state) == [("unload", "math", None)]
+    state.add(publish(3))
+    assert replayed(state) == [("unload", "math", None), ("publish", "math", 3)]
+
+
+def test_who_lacks_little_is_given_that_and_who_lacks_much_starts_anew() -> None:
+    state = SharedState()
+    assert state.since(0) == []
+    for number in range(1, 31):
+        state.add(publish(number))
+    assert state.since(30) == []
+    assert [change.number for change in state.since(28) or []] == [29, 30]
+    assert state.since(3) is None
+    assert state.since(31) is None
+    assert len(state.since(0) or []) == 4
+
+
+def test_models_and_pauses() -> None:
+    state = SharedState()
+    state.add(Change("load_model", "other", fields={"source": "x", "pin": None}))
+    state.add(Change("publish", "other", "math", 1, {"config": {}, "source": "x"}, b"1"))
+    state.add(Change("pause", "tiny", fields={"mode": "keep", "timeout": 1.0}))
+    assert [change.kind for change in state.replay()] == ["load_model", "publish", "pause"]
+    state.add(Change("unload_model", "other", fields={"timeout": 1.0}))
+    state.add(Change("resume", "tiny"))
+    assert [change.kind for change in state.replay()] == ["unload_model"]
+    assert state.position == 5
+
+
+def test_errors_keep_their_kind() -> None:
+    error = read_error(write_error(ModelNotFoundError("there is no 'x'", param="model")))
+    assert (type(error), error.message, error.param, error.status) == (
+        ModelNotFoundError,
+        "there is no 'x'",
+        "model",
+        404,
+    )
+    ours = read_error(write_error(AdapterError("rank", param="r", code="c")))
+    assert (ours.status, ours.message, ours.param, ours.code) == (400, "rank", "r", "c")
+    assert read_error(b"<html>").status == 500
+    assert unpack_hashes(pack_hashes([0, 1, 2**64 - 1])) == [0, 1, 2**64 - 1]
+
+
+TEXT = b"""# HELP mlx_parallm_steps_total Steps
+# TYPE mlx_parallm_steps_total counter
+mlx_parallm_steps_total{model="tiny"} %d.0
+# TYPE mlx_parallm_policy_version gauge
+mlx_parallm_policy_version{model="tiny"} 4.0
+# TYPE mlx_parallm_up gauge
+mlx_parallm_up 1.0
+"""
+
+
+def test_metrics_of_the_whole_and_of_each_part() -> None:
+    text = views.metrics({"a": TEXT % 3, "b": TEXT % 5}, [(b"content-type", b"text/plain")]).decode()
+    assert 'mlx_parallm_steps_total{model="tiny"} 8.0' in text
+    assert 'mlx_parallm_policy_version{model="tiny"} 4.0' in text
+    assert 'mlx_parallm_replica_steps_total{replica="a",model="tiny"} 3.0' in text
+    assert 'mlx_parallm_replica_up{replica="b"} 1.0' in text
+    assert text.count("# HELP") == 1
+
+
+def test_json_of_the_whole_and_of_each_part() -> None:
+    one = {"steps": 2, "avg_fill": 0.5, "hist": [1, 2], "prefix": {"hits": 3}, "current_policy_version": 7, "name": "x"}
+    two = {**one, "steps": 4, "avg_fill": 1.0, "prefix": {"hits": 1, "new": 1}}
+    found = orjson.loads(views.whole_and_parts({"a": orjson.dumps(one), "b": orjson.dumps(two)}, []))
+    assert found["replicas"] == {"a": one, "b": two}
+    assert (found["steps"], found["avg_fill"], found["hist"]) == (6, 0.75, [2, 4])
+    assert (found["prefix"], found["current_policy_version"], found["name"]) == ({"hits": 4, "new": 1}, 7, "x")
+
+
+def test_models_of_all_replicas() -> None:
+    def listed(*entries: tuple[str, str]) -> bytes:
+        return orjson.dumps({"object": "list", "data": [{"id": id_, "status": status} for id_, status in entries]})
+
+    answers = {"a": listed(("tiny", "ready")), "b": listed(("tiny", "ready"), ("more", "loading"))}
+    found = orjson.loads(views.models(answers, []))
+    assert [(entry["id"], entry["replicas"]) for entry in found["data"]] == [
+        ("tiny", {"a": "ready", "b": "ready"}),
+        ("more", {"b": "loading"}),
+    ]

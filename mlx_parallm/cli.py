@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mlx_parallm import __version__, adapters_cli, bench_cli, chat, config, export_cli, keys_cli, train_cli
-from mlx_parallm.cluster.extra import check_installed as check_cluster_installed
+from mlx_parallm.cluster.extra import prepare as prepare_cluster
 from mlx_parallm.doctor import command as doctor
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.platforms import check_python
@@ -107,7 +107,7 @@ def serve(args: argparse.Namespace) -> int:
     sys.stdout.write(f"MLX ParaLLM {__version__} is starting\n")
     sys.stdout.flush()
     if settings.cluster.several:
-        check_cluster_installed()
+        prepare_cluster(settings.cluster)
         from mlx_parallm.cluster.run import serve_replicas
 
         return serve_replicas(settings)

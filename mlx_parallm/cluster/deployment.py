@@ -8,7 +8,6 @@ import ctypes
 import json
 import logging
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from ray.serve.schema import LoggingConfig
 
 from mlx_parallm.cluster.replica import FrontLink, Replica
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +76,6 @@ class RayCluster:
 
     def open(self) -> None:
         """Starts Ray; on the main thread, since it minds signals."""
-        _set_environment(self._config.cluster.replicas)
         options: dict[str, Any] = dict(
             namespace=APPLICATION, log_to_driver=True, logging_level=logging.WARNING, configure_logging=True
         )
@@ -151,9 +148,6 @@ class RayCluster:
 def join(config: ServeConfig) -> int:
     """Offers this machine to a cluster, until a signal comes or the cluster ends."""
     assert config.cluster.connect_to is not None
-    if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        raise ConfigError("set RAY_AUTH_TOKEN to what the server with --share-model printed")
-    _set_environment(config.cluster.replicas)
     folder = tempfile.mkdtemp(prefix="parallm-ray-")
     process = _ray_start([f"--address={config.cluster.connect_to}"], config.cluster.replicas, folder)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -172,19 +166,6 @@ def queue_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     in_flight = sum((context.aggregated_metrics or {}).get("in_flight", {}).values())
     wanted = -(-in_flight // (settings.target_ongoing_requests or 8))
     return int(min(settings.max_replicas, max(settings.min_replicas, wanted))), {}
-
-
-def _set_environment(replicas: int) -> None:
-    """Before Ray's processes start: they take it over."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # replicas may use the GPU
-    # Ray would give a process without reserved CPUs one thread.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // replicas)))
-    if sys.platform == "darwin":
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
 
 
 def _ray_start(flags: list[str], replicas: int, folder: str) -> "subprocess.Popen[bytes]":

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from mlx_parallm.cluster.affinity import Prefix
+from mlx_parallm.cluster.affinity import PromptPrefix
 from mlx_parallm.cluster.links import PREFIX_HEADER, SECRET_HEADER, pack_hashes
 from mlx_parallm.cluster.members import Member, Members
 from mlx_parallm.cluster.prompts import STICKY, PromptDigest, prompt_digest
@@ -40,7 +40,7 @@ HOP_HEADERS = frozenset(
 )
 LARGEST_HASHED = 8 << 20  # bytes of a body; a larger one goes where there is least to do
 # A sign-in is known to one replica: whoever has one, and who is about to, is sent there.
-SIGNED_IN = PromptDigest(Prefix([0], [STICKY]), None)
+SIGNED_IN = PromptDigest(PromptPrefix([0], [STICKY]), None)
 LOST = (aiohttp.ClientError, ConnectionError, OSError)
 
 
@@ -128,13 +128,13 @@ class Front:
             return
         headers = Headers(scope=scope)
         if scope["path"] in UPLOAD_PATHS:  # may be large: its key is asked for before it is read
-            exchange = Exchange(scope, _incoming(receive), PromptDigest(Prefix(), None), send)
+            exchange = Exchange(scope, _incoming(receive), PromptDigest(PromptPrefix(), None), send)
             await self._pass_on(exchange)
             return
         body = await self._read(receive)
         tenant = headers.get("authorization", headers.get("x-api-key", "")).encode()
         hashed = scope["method"] == "POST" and len(body) <= LARGEST_HASHED
-        digest = prompt_digest(body, tenant) if hashed else PromptDigest(Prefix(), None)
+        digest = prompt_digest(body, tenant) if hashed else PromptDigest(PromptPrefix(), None)
         if scope["path"].startswith("/dashboard") or COOKIE in headers.get("cookie", ""):
             digest = SIGNED_IN
         work = asyncio.ensure_future(self._pass_on(Exchange(scope, body, digest, send)))
@@ -267,7 +267,7 @@ class Front:
 
     async def _view(self, view: View, scope: Scope, receive: Receive, send: Send) -> None:
         """What all replicas say, as one answer; where all refuse, as the first does."""
-        digest = PromptDigest(Prefix(), None)
+        digest = PromptDigest(PromptPrefix(), None)
         members = self._members.ready
         if not members:
             raise UnavailableError(self._why_none(set()))

@@ -84,8 +84,8 @@ class FrontServer(InnerServer):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         await self._front.open()
-        failed: asyncio.Future[str] = loop.create_future()
-        routes = FrontRoutes(self._members, self._secret, lambda reason: failed.done() or failed.set_result(reason))
+        failed: list[str] = []
+        routes = FrontRoutes(self._members, self._secret, failed.append)
         inner_listener = socket.create_server((self._cluster.host, 0))
         inner = InnerServer(_settings(routes))
         inner_task = asyncio.ensure_future(inner.serve(sockets=[inner_listener]))
@@ -105,14 +105,14 @@ class FrontServer(InnerServer):
             await inner_task
             await self._front.close()
 
-    async def _all_ready(self, failed: "asyncio.Future[str]") -> bool:
+    async def _all_ready(self, failed: list[str]) -> bool:
         """False: a signal came before."""
         ready = asyncio.ensure_future(self._members.wait_for(self._members.expected))
         try:
             while not ready.done():
-                await asyncio.wait({ready, failed}, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
-                if failed.done():
-                    raise ModelLoadError(failed.result())
+                await asyncio.wait({ready}, timeout=0.2)
+                if failed:
+                    raise ModelLoadError(failed[0])
                 if self._shutdown is not None:
                     return False
         finally:

@@ -118,7 +118,8 @@ def test_a_conversation_stays_where_it_is_cached(client: httpx.Client) -> None:
 def test_a_client_that_leaves_frees_its_row(client: httpx.Client) -> None:
     body = {**PROMPT, "max_tokens": 1900, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/completions", json=body) as stream:
-        next(stream.iter_bytes())
+        chunks = stream.iter_bytes()
+        next(chunks)
         assert sum(each(client, "running")) == 1
     deadline = time.monotonic() + 5
     while sum(each(client, "running")) and time.monotonic() < deadline:
@@ -217,5 +218,7 @@ def children(pid: int) -> list[int]:
 def test_a_model_that_is_not_there_is_an_error_in_one_line(tmp_path: Path) -> None:
     server = ours(str(tmp_path), ["--replicas", "2"], fork=False)
     assert server.process.wait(120) == 1
-    assert "error:" in server.log().splitlines()[-1]
+    last = server.log().splitlines()[-1]
     server.output.close()
+    server.scratch.cleanup()
+    assert last.startswith("error: ")

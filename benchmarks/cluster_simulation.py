@@ -45,23 +45,19 @@ class SimulatedReplica:
 
     def serve(self, request: Request) -> tuple[int, float]:
         """Characters found, and seconds that it takes."""
-        found, before = 0, 0
-        for hash_, length in zip(request.prefix.hashes, request.prefix.lengths, strict=True):
-            if hash_ not in self.cached:
-                break
-            found = length
-        sizes = []
-        for length in request.prefix.lengths:
-            sizes.append(length - before)
-            before = length
-        for hash_, size in zip(reversed(request.prefix.hashes), reversed(sizes), strict=True):
-            if hash_ not in self.cached:
+        hashes, lengths, cached = request.prefix.hashes, request.prefix.lengths, self.cached
+        found = 0
+        for place in range(len(hashes) - 1, -1, -1):  # ends go before beginnings: the last that is here is the longest
+            hash_ = hashes[place]
+            if hash_ in cached:
+                found = found or lengths[place]
+                cached.move_to_end(hash_)
+            else:
+                cached[hash_] = size = lengths[place] - (lengths[place - 1] if place else 0)
                 self.characters += size
-            self.cached[hash_] = size
-            self.cached.move_to_end(hash_)
         while self.characters > CACHE_CHARACTERS:
-            self.characters -= self.cached.popitem(last=False)[1]
-        seconds = (before - found) / PREFILL_RATE + request.answer / DECODE_RATE
+            self.characters -= cached.popitem(last=False)[1]
+        seconds = (lengths[-1] - found) / PREFILL_RATE + request.answer / DECODE_RATE
         self.seconds += seconds
         return found, seconds
 

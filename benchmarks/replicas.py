@@ -167,19 +167,21 @@ def kills(args: argparse.Namespace) -> None:
         model = args.model or tiny_model(folder)
         with running(ours(model, [*TWO, "--no-ssd", "--max-queue-size", "1000"], fork=False)) as server:
             post(server.url, 1, folder)
-            back, outcomes = asyncio.run(kill_under_load(server, args.count, folder))
+            back, outcomes = asyncio.run(kill_under_load(server, args, folder))
     print(f"{args.count} kills; a replica was back after {statistics.median(back):.1f} s (most {max(back):.1f} s)")
     for outcome, count in sorted(outcomes.items()):
         print(f"  {outcome}: {count}")
 
 
-async def kill_under_load(server: ServerProcess, count: int, folder: Path) -> tuple[list[float], Counter[str]]:
+async def kill_under_load(
+    server: ServerProcess, args: argparse.Namespace, folder: Path
+) -> tuple[list[float], Counter[str]]:
     outcomes: Counter[str] = Counter()
     stop = asyncio.Event()
     async with httpx.AsyncClient(timeout=300) as client:
-        load = [asyncio.ensure_future(send_until(client, server.url, n, stop, outcomes)) for n in range(12)]
+        load = [asyncio.ensure_future(send_until(client, server.url, n, stop, outcomes)) for n in range(args.at_once)]
         back = []
-        for number in range(count):
+        for number in range(args.count):
             await asyncio.sleep(1.0)
             victims = replica_pids(server.process.pid)
             assert len(victims) == 2, victims
@@ -189,6 +191,9 @@ async def kill_under_load(server: ServerProcess, count: int, folder: Path) -> tu
             await asyncio.to_thread(post, server.url, version, folder)
             back.append(await asyncio.to_thread(wait_ready, server.url, 2))
             assert versions(server.url) == {version}, versions(server.url)
+            print(
+                f"kill {number + 1}: back after {back[-1]:.1f} s with version {version}; {dict(outcomes)}", flush=True
+            )
         stop.set()
         await asyncio.gather(*load)
     return back, outcomes

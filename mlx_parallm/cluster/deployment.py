@@ -86,7 +86,7 @@ class RayCluster:
             ray.init(
                 address="local",
                 include_dashboard=False,
-                num_cpus=os.cpu_count(),
+                num_cpus=1,  # nothing of ours asks for one, and Ray starts an idle process for each
                 resources={RESOURCE: self._config.cluster.replicas},
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address=LOOPBACK,

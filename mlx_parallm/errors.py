@@ -15,6 +15,7 @@ ParallmError                     500 server_error
 │   └── RateLimitError           429 code rate_limit_exceeded: a key has used what it may
 ├── RequestTimeoutError          504 timeout_error
 ├── UnavailableError             503 the server drains, or its engine has died
+│   └── RankLostError            503 a process that held a part of the model has ended
 ├── ModelLoadError               a model that can't be loaded: names the file, architecture or tensor type
 │   └── MemoryLimitError         it does not fit into the memory that the process may hold
 └── ConfigError                  a flag, variable or config key that is wrong
@@ -127,6 +128,10 @@ class UnavailableError(ParallmError):
     status = 503
     type = "service_unavailable"
     default_code = "unavailable"
+
+
+class RankLostError(UnavailableError):
+    pass
 
 
 class ModelLoadError(ParallmError):

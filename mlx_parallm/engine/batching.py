@@ -227,7 +227,8 @@ def _disk(config: ServeConfig, identity: str) -> DiskTier | None:
 
 def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfile, mask_rank: int = 4) -> SlotCache:
     """With the kernels that there are for the device."""
-    kernel = attend if profile.fused else None if profile.compiled else slot_attention()
+    native = device_kind() == "cpu" and not profile.compiled
+    kernel = attend if profile.fused else slot_attention() if native else None
     step, compiled = profile.view_step, profile.compiled
     return SlotCache(layers, max_rows, max_bytes, step, compiled, mask_rank, profile.fused, kernel)
 

@@ -21,6 +21,7 @@ from mlx_parallm.engine.pipeline import StepPipeline
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.engine.preemption import Preemption
 from mlx_parallm.engine.prefix_lookup import PrefixLookup
+from mlx_parallm.engine.ranks import DeviceParts, Ranks
 from mlx_parallm.engine.recovery import Recovery
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Limits, Scheduler
@@ -63,6 +64,7 @@ class BaseParts:
     predictions: Background  # models that predict
     metrics: EngineMetrics
     recording: Recording = field(default_factory=Recording)
+    ranks: Ranks | None = None  # where the model is split over several processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +113,20 @@ def build(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> EngineParts
 
 
 def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> ComputeParts:
-    config, profile, model, layout = base.config, base.profile, loaded.model, loaded.layout
+    profile, model, layout = base.profile, loaded.model, loaded.layout
     adapters = _registry(base, layout)
-    forward = Forward(model.module, layout.active)
-    cache = batch_cache(model, forward, config.batch.max_batch_size, plan.rows, profile)
-    check_room(cache, plan, model.context_length)
-    warm_up(forward, layout, cache, model.vocab_size, profile)
-    prefix = prefix_cache(model, cache, config, plan.blocks, profile)
-    if isinstance(prefix, BlockPrefix) and isinstance(cache, SlotCache) and device_kind() == "cuda":
-        warm_blocks(forward, cache, prefix, PROMPT_STEP)
+    parts = device_parts(base.config, profile, loaded, plan, split=base.ranks is not None)
+    if base.ranks is not None:
+        parts = base.ranks.lead(parts, layout)
+    cache, prefix = parts.cache, parts.prefix
     runner = Runner(
-        forward,
+        parts.forward,
         cache,
         model.vocab_size,
         before_wait=base.outbox.flush,
         round_prompts=profile.round_prompts,
         prefix=prefix,
-        draw=None if profile.compiled else drawer(),
+        draw=drawer() if device_kind() == "cpu" and not profile.compiled else None,
         contexts=PassContexts(
             adapters, None if model.vision is None else model.vision.encoder, base.metrics.adapter_seconds.observe
         ),
@@ -142,6 +141,24 @@ def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> Co
         shorten=lookup.shorten,
     )
     return ComputeParts(model, layout, memory, adapters, prefix, runner, lookup, scheduler)
+
+
+def device_parts(
+    config: ServeConfig, profile: DeviceProfile, loaded: LoadedModel, plan: MemoryPlan, split: bool = False
+) -> DeviceParts:
+    """The forward pass, and the caches that are proven on the model. A rank that follows has no more than these.
+
+    `split`: over ranks, which compute each pass together.
+    """
+    model, layout = loaded.model, loaded.layout
+    forward = Forward(model.module, layout.active, in_order=split)
+    cache = batch_cache(model, forward, config.batch.max_batch_size, plan.rows, profile)
+    check_room(cache, plan, model.context_length)
+    warm_up(forward, layout, cache, model.vocab_size, profile)
+    prefix = prefix_cache(model, cache, config, plan.blocks, profile)
+    if isinstance(prefix, BlockPrefix) and isinstance(cache, SlotCache) and device_kind() == "cuda":
+        warm_blocks(forward, cache, prefix, PROMPT_STEP)
+    return DeviceParts(forward, cache, prefix)
 
 
 def _registry(base: BaseParts, layout: Layout) -> Registry:
@@ -196,7 +213,18 @@ def _build_serving(base: BaseParts, compute: ComputeParts) -> EngineParts:
         pause=Pause(thread, scheduler, pipeline, delivery, idle),
         preemption=preemption,
         recovery=Recovery(
-            thread, scheduler, pipeline, preemption, live, delivery, outbox, runner, adapters, prefix, metrics
+            thread,
+            scheduler,
+            pipeline,
+            preemption,
+            live,
+            delivery,
+            outbox,
+            runner,
+            adapters,
+            prefix,
+            metrics,
+            base.ranks,
         ),
         intake=Intake(
             thread,

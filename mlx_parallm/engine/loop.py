@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_parallm.engine.build import EngineParts
 from mlx_parallm.engine.delivery import DEADLINE_CHECK_SECONDS
+from mlx_parallm.engine.thread import STUCK_SECONDS
 
 IDLE_CACHE_SECONDS = 2.0  # for which an idle engine keeps freed memory: fresh memory costs more than it seems
 
@@ -48,10 +49,26 @@ class EngineLoop:
         except BaseException as error:
             self._recovery.die(error)
         finally:
-            for background in self._backgrounds:
-                background.close()
-            self._idle.end()
-            self._pause.release_waiting()
+            self._release_waiting()
+
+    def abandon(self, error: Exception) -> None:
+        """On another thread: a rank is gone, and a pass that the engine thread waits for may never end."""
+
+        def fail() -> None:
+            raise error
+
+        self._inbox.put(fail)
+        deadline = time.monotonic() + STUCK_SECONDS
+        while self._thread.failure is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._recovery.die(error)  # which it does once
+        self._release_waiting()
+
+    def _release_waiting(self) -> None:
+        for background in self._backgrounds:
+            background.close()
+        self._idle.end()
+        self._pause.release_waiting()
 
     def _turn(self) -> None:
         self._read_inbox()

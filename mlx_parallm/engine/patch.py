@@ -15,17 +15,23 @@ from mlx_parallm.lora.blocks import FusedAttention, FusedBlock, FusedMLP, fused_
 from mlx_parallm.lora.kernel_check import checked_kernels
 from mlx_parallm.lora.layers import AdapterKernels, hooked_class
 from mlx_parallm.lora.layout import Layout
+from mlx_parallm.lora.split import Split
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.native.classes import native_class
-from mlx_parallm.models.native.products import adapted_products, low_rank_adder
+from mlx_parallm.models.native.products import adapted_products, has_lane_products, low_rank_adder
 from mlx_parallm.models.rebinding import cache_first_class
 
 
-def patch_layers(module: nn.Module, profile: DeviceProfile) -> Layout:
-    """All changes, in their order; returns what packs adapters for the model."""
+def patch_layers(module: nn.Module, profile: DeviceProfile, split: Split | None = None) -> Layout:
+    """All changes, in their order; returns what packs adapters for the model.
+
+    `split`: the module is a rank's part, whose layers exchange results within a pass: none of them is computed together
+    with others.
+    """
     # First what computes the same faster: hooks and fused blocks call these layers, and the functions bound in them.
-    use_device_kernels(module, profile)
-    return attach_adapters(module, profile)
+    if split is None or not has_lane_products():
+        use_device_kernels(module, profile)
+    return attach_adapters(module, profile, split)
 
 
 def use_device_kernels(module: nn.Module, profile: DeviceProfile) -> None:
@@ -45,11 +51,11 @@ def use_native_kernels(module: nn.Module) -> None:
     replace_layers(module, native_class)
 
 
-def attach_adapters(module: nn.Module, profile: DeviceProfile) -> Layout:
+def attach_adapters(module: nn.Module, profile: DeviceProfile, split: Split | None = None) -> Layout:
     """Gives a model's layers room for adapters, which are added in the way that is fastest here."""
     assert not any(hasattr(layer, "hook") for _, layer in module.named_modules()), "the layers have hooks already"
-    layout = Layout(module, traced=profile.compiled)
-    layout.active.kernels = _adapter_kernels(layout, profile)
+    layout = Layout(module, traced=profile.compiled, split=split)
+    layout.active.kernels = AdapterKernels() if split is not None else _adapter_kernels(layout, profile)
     # Hooks before blocks: a block takes the layers that have hooks, and their kernels from there.
     add_hooks(layout)
     fuse_blocks(module, layout.active.kernels)

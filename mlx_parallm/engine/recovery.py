@@ -7,6 +7,7 @@ whoever set `on_failure`; later requests are refused with the reason.
 """
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from mlx_parallm.engine.delivery import Delivery, Outbox
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.pipeline import StepPipeline
 from mlx_parallm.engine.preemption import Preemption
+from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.engine.rows import Job
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
@@ -58,6 +60,7 @@ class Recovery:
         adapters: Registry,
         prefix: Prefix | None,
         metrics: EngineMetrics,
+        ranks: Ranks | None = None,
     ) -> None:
         self._thread = thread
         self._scheduler = scheduler
@@ -70,11 +73,15 @@ class Recovery:
         self._adapters = adapters
         self._prefix = prefix
         self._metrics = metrics
+        self._ranks = ranks
         self._faults = FaultCounter()
+        self._dying = threading.Lock()
 
     def recover(self, error: Exception) -> None:
         """After a fault rows go back to the queue and the step is tried again, unless there were too many."""
         self._metrics.faults += 1
+        if self._ranks is not None:  # which are out of step, in the middle of a pass
+            raise self._ranks.cause_of(error)
         if self._faults.add():
             log.critical("%d faults within %g seconds: the engine gives up", MAX_FAULTS, FAULT_WINDOW_SECONDS)
             raise error
@@ -93,15 +100,18 @@ class Recovery:
         self._delivery.fail_all(UnavailableError(SHUTTING_DOWN))
 
     def die(self, error: BaseException) -> None:
-        """Tells everyone that the engine has failed for good."""
-        log.exception("the engine has died")
-        thread = self._thread
-        thread.failure = f"{type(error).__name__}: {error}"
-        thread.closed = f"the engine has died: {thread.failure}"
-        thread.empty_inbox()
-        self._delivery.fail_all(UnavailableError(thread.closed))
-        if thread.on_failure is not None:
-            thread.on_failure(thread.failure)
+        """Tells everyone that the engine has failed for good. On another thread, too, where the engine's is stuck."""
+        with self._dying:
+            thread = self._thread
+            if thread.failure is not None:
+                return
+            log.critical("the engine has died", exc_info=error)
+            thread.failure = f"{type(error).__name__}: {error}"
+            thread.closed = f"the engine has died: {thread.failure}"
+            thread.empty_inbox()
+            self._delivery.fail_all(UnavailableError(thread.closed))
+            if thread.on_failure is not None:
+                thread.on_failure(thread.failure)
 
     def _discard_device_state(self) -> None:
         """Frees every array that was computed; what is needed again is uploaded or computed again."""

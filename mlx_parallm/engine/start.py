@@ -21,6 +21,7 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.patch import patch_layers
+from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ModelLoadError, ParallmError
 from mlx_parallm.metrics import EngineMetrics
@@ -73,7 +74,9 @@ class StartingEngine:
         *,
         profile: DeviceProfile | None = None,  # None: what suits the device
         allocator_cache: AllocatorCache = process_allocator_cache,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._load = load
         self._config = config
         self._dispatch = dispatch
@@ -112,6 +115,8 @@ class StartingEngine:
         loop = self._bring_up()
         if loop is not None:
             loop.run()
+        if self._ranks is not None and self._thread.failure is None:
+            self._ranks.close()
         # MLX aborts the process at exit when a thread leaves streams behind.
         mx.synchronize()
         mx.clear_streams()
@@ -121,18 +126,25 @@ class StartingEngine:
         """Loads and builds, and tells whoever waits for that; None where it has failed or was stopped."""
         try:
             profile = self._profile or DeviceProfile.of(device_kind())
+            profile = profile if self._ranks is None else self._ranks.profile(profile)
             model = self._load()
-            loaded = LoadedModel(model, patch_layers(model.module, profile))
+            split = None if self._ranks is None else self._ranks.adapter_split
+            loaded = LoadedModel(model, patch_layers(model.module, profile, split))
             self._loaded.set_result(loaded)
             plan = self._plans.get()
             if plan is None:
                 self._fail(self._thread.unavailable())
                 return None
+            if self._ranks is not None:
+                plan = self._ranks.agree(model, plan)
             wire_memory()
             self._allocator_cache.allow(self._thread, plan.kept)
             parts = build(self._base(profile), loaded, plan)
+            loop = EngineLoop(parts)
+            if self._ranks is not None:
+                self._ranks.watch(loop.abandon)
             self._started.set_result(Engine(parts))
-            return EngineLoop(parts)
+            return loop
         except ParallmError as error:
             self._fail(error)
         except Exception as error:
@@ -152,6 +164,7 @@ class StartingEngine:
             background=Background(config.serving_share, metrics.background),
             predictions=Background(GENERATING_SHARE, metrics.predictions),
             metrics=metrics,
+            ranks=self._ranks,
         )
 
     def _fail(self, error: ParallmError) -> None:

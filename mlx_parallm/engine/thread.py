@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SHUTTING_DOWN = "the server is shutting down"
+STUCK_SECONDS = 1.0  # for the thread of an engine that has failed: it may wait for another process that is gone
 
 
 class EngineThread:
@@ -48,7 +49,7 @@ class EngineThread:
         self.stopping = True
         self.inbox.put(lambda: None)
         if self.is_alive:
-            self.join()
+            self._thread.join(None if self.failure is None else STUCK_SECONDS)
 
     def unavailable(self) -> UnavailableError:
         return UnavailableError(self.closed or "the engine has stopped")
@@ -71,7 +72,7 @@ class EngineThread:
             try:
                 return future.result(timeout=0.5)
             except FutureTimeout:
-                if not self.is_alive and not future.done():
+                if (not self.is_alive or self.failure is not None) and not future.done():
                     raise self.unavailable() from None
 
     def empty_inbox(self) -> None:

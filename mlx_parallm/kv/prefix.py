@@ -94,7 +94,7 @@ class BlockPrefix:
         disk: DiskTier | None = None,
         match_step: int = 1,
     ) -> None:
-        self._store = store
+        self.store = store
         self._match_step = match_step  # where new shapes cost more than tokens, beginnings are cut to few lengths
         self._pool = BlockPool(store.total, size)
         self._size = size
@@ -148,10 +148,10 @@ class BlockPrefix:
     def fill(self, staged: list[PromptLayer], matches: Sequence[Match]) -> list[PromptLayer]:
         length, rows, capacity = matches[0].length, len(matches), staged[0].capacity
         if all(match.ids == matches[0].ids for match in matches):
-            sides = self._store.read(matches[0].ids, 1, length, capacity)
+            sides = self.store.read(matches[0].ids, 1, length, capacity)
             sides = [mx.broadcast_to(side, (rows, *side.shape[1:])) for side in sides] if rows > 1 else sides
         else:
-            sides = self._store.read([id_ for match in matches for id_ in match.ids], rows, length, capacity)
+            sides = self.store.read([id_ for match in matches for id_ in match.ids], rows, length, capacity)
         for layer, keys, values in zip(staged, sides[::2], sides[1::2], strict=True):
             layer.restore(keys, values, length)
         return staged
@@ -169,7 +169,7 @@ class BlockPrefix:
             return
         self._rescue(gone)
         numbers, ids = [number for number, _ in placed], [id_ for _, id_ in placed]
-        self._store.write(sides, row, numbers, ids)
+        self.store.write(sides, row, numbers, ids)
         self._pool.release(Match(ids))
         self._pool.refresh(chain)
         if len(tokens) >= KEEP_TOKENS:
@@ -181,19 +181,19 @@ class BlockPrefix:
             return []
         first = self._pool.longest(chain)
         last = min(len(chain.hashes), -(-(len(tokens) - 1) // self._size))
-        piece = chain.hashes[first : min(last, first + max(1, PIECE_BYTES // self._store.block_bytes))]
+        piece = chain.hashes[first : min(last, first + max(1, PIECE_BYTES // self.store.block_bytes))]
         return piece[: next((i for i, hash_ in enumerate(piece) if hash_ not in self.disk), len(piece))]
 
     def adopt(self, chain: Chain, tokens: Sequence[int], hashes: Sequence[bytes], payloads: Sequence[Payload]) -> bool:
         first = chain.hashes.index(hashes[0])
-        shapes = self._store.host_shapes()
+        shapes = self.store.host_shapes()
         fitting = [[(a.shape, str(a.dtype)) for a in payload.arrays] == shapes for payload in payloads]
         blocks: list[Host] = [payload.arrays for payload in payloads[: [*fitting, False].index(False)]]
         placed, gone = self._pool.commit(chain, tokens, range(first, first + len(blocks)))
         self._rescue(gone)
         if placed:
             ids = [id_ for _, id_ in placed]
-            self._store.write_host([blocks[number - first] for number, _ in placed], ids)
+            self.store.write_host([blocks[number - first] for number, _ in placed], ids)
             self._pool.release(Match(ids))
             self._pool.refresh(chain)
         self.gauge()
@@ -205,7 +205,7 @@ class BlockPrefix:
 
     @property
     def to_write(self) -> bool:
-        room = self.disk is not None and self.disk.room >= BATCH_BYTES + self._store.block_bytes
+        room = self.disk is not None and self.disk.room >= BATCH_BYTES + self.store.block_bytes
         return room and self.waiting_to_write
 
     def write_down(self) -> None:
@@ -215,7 +215,7 @@ class BlockPrefix:
             self._rescued.clear()
         if self._rescued:
             hashes, groups = self._rescued.popleft()
-            for hash_, block in zip(hashes, self._store.to_host(groups), strict=True):
+            for hash_, block in zip(hashes, self.store.to_host(groups), strict=True):
                 self.disk.write(hash_, Payload(block))
             return
         # Copied now and brought to the host at the next call, so that nobody waits for a device that runs behind.
@@ -230,13 +230,13 @@ class BlockPrefix:
         self._pool.clear()
         self._down.clear()
         self._rescued.clear()
-        self._store.clear()
+        self.store.clear()
         self.gauge()
 
     def set_max_bytes(self, max_bytes: int) -> None:
         """Holds no more than that from now on, and never more than at first."""
-        self._store.drop_from(self._pool.set_limit(max_bytes // self._store.block_bytes))
-        self.max_bytes = self._pool.limit * self._store.block_bytes
+        self.store.drop_from(self._pool.set_limit(max_bytes // self.store.block_bytes))
+        self.max_bytes = self._pool.limit * self.store.block_bytes
         self.metrics.blocks_total = self._pool.limit
         self.gauge()
 
@@ -245,7 +245,7 @@ class BlockPrefix:
         self._down.clear()
         self._rescued.clear()
         if not self._pool.cached:
-            self._store.clear()
+            self.store.clear()
         if self.disk is not None:
             self.disk.flush()
         self.gauge()
@@ -254,7 +254,7 @@ class BlockPrefix:
         self.metrics.evictions = self._pool.evictions
         self.metrics.blocks_cached = self._pool.cached
         self.metrics.blocks_referenced = self._pool.referenced
-        self.metrics.bytes = self._store.nbytes
+        self.metrics.bytes = self.store.nbytes
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()
@@ -267,7 +267,7 @@ class BlockPrefix:
         """Whether to read a block takes less time than to compute it."""
         if self.disk is None:
             return False
-        return self.prompt_rate * self._store.block_bytes <= self.disk.read_rate * self._size
+        return self.prompt_rate * self.store.block_bytes <= self.disk.read_rate * self._size
 
     def _lasting(self, block: Block) -> bool:
         """Whether a block should go to the disk: one that is full and not there."""
@@ -279,8 +279,8 @@ class BlockPrefix:
             self._down.pop(block.hash, None)
         if self.disk is None or not gone or not self._disk_pays():
             return
-        waiting = sum(len(hashes) for hashes, _ in self._rescued) * self._store.block_bytes
-        room = (MAX_RESCUED_BYTES - waiting) // self._store.block_bytes
+        waiting = sum(len(hashes) for hashes, _ in self._rescued) * self.store.block_bytes
+        room = (MAX_RESCUED_BYTES - waiting) // self.store.block_bytes
         lost = [block for block in gone if self._lasting(block)]
         self.disk.metrics.dropped += max(0, len(lost) - max(0, room))
         self._copy(lost[: max(0, room)])
@@ -288,5 +288,5 @@ class BlockPrefix:
     def _copy(self, blocks: Sequence[Block]) -> None:
         for start in range(0, len(blocks), self._batch):
             some = blocks[start : start + self._batch]
-            groups = self._store.copies([block.id for block in some])
+            groups = self.store.copies([block.id for block in some])
             self._rescued.append(([block.hash for block in some], groups))

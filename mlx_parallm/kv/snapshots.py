@@ -31,7 +31,7 @@ MAX_ARRAYS = 100_000  # in all snapshots: Metal can't hold half a million buffer
 MAX_SEEN = 1 << 16  # boundaries of texts seen before
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Snapshot:
     caches: list[Any]
     length: int
@@ -112,6 +112,9 @@ class SnapshotPrefix:
         self._insert(hash_, snapshot)
         if of >= KEEP_TOKENS and length + self._size >= of:
             self._keep(hash_, snapshot)
+
+    def held(self, hash_: bytes) -> Snapshot | None:
+        return self._snapshots.get(hash_)
 
     def __contains__(self, hash_: bytes) -> bool:
         return hash_ in self._snapshots

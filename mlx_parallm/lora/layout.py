@@ -15,6 +15,7 @@ import numpy as np
 
 from mlx_parallm.lora.layers import ActiveAdapters, LoRAHook
 from mlx_parallm.lora.rows import Groups, Resident
+from mlx_parallm.lora.split import Split
 from mlx_parallm.lora.weights import Adapter, AdapterError, Array, Target
 
 RANK_STEP = 8  # ranks are padded to multiples of this
@@ -46,6 +47,7 @@ class PackedAdapter:
     digest: str  # of all that it holds: names the blocks that the prefix cache keeps of it
     unpadded_rank: int = 0
     unpadded_bytes: int = 0  # of its own weights, without what fills it up to the model's groups
+    whole: Adapter | None = None  # where the model is split over ranks: for the others, who pack their own parts
 
     @property
     def nbytes(self) -> int:
@@ -55,14 +57,17 @@ class PackedAdapter:
 class Layout:
     """The layers of a model that adapters may change, in groups."""
 
-    def __init__(self, module: nn.Module, traced: bool = False) -> None:
+    def __init__(self, module: nn.Module, traced: bool = False, split: Split | None = None) -> None:
+        """`split`: the module is a rank's part of the model."""
         self.active = ActiveAdapters()
         self.traced = traced  # passes are traced once per shape: few shapes, and few kernels
-        self._layers = {path: layer for path, layer in module.named_modules() if _kind(layer) is not None}
+        self._split = split
+        self._layers = _adaptable(module)
         self.dtype = _compute_dtype(self._layers.values())
-        self.targets = {path: _target(layer) for path, layer in self._layers.items()}
+        self._own_targets = targets_of(module)
+        self.targets = self._own_targets if split is None else split.targets  # that adapters are made for
         members: dict[tuple[str, Target], list[str]] = {}
-        for path, target in self.targets.items():
+        for path, target in self._own_targets.items():
             members.setdefault((path.rsplit(".", 1)[-1], target), []).append(path)
         self.groups = [
             Group(target.kind, target.out_features, target.size, tuple(paths)) for (_, target), paths in members.items()
@@ -79,6 +84,9 @@ class Layout:
     def pack(self, adapter: Adapter) -> PackedAdapter:
         """NumPy alone: on any thread."""
         rank = -(-adapter.rank // RANK_STEP) * RANK_STEP
+        whole = adapter if self._split is not None else None
+        if self._split is not None:
+            adapter = self._split.part_of(adapter, self._own_targets)
         by_group: dict[int, dict[int, str]] = {}
         for path in adapter.parts:
             group, number = self._places[path]
@@ -88,7 +96,9 @@ class Layout:
         }
         count = sum(part.a.size + part.b.size for part in adapter.parts.values())
         norms = sum(part.m.nbytes for part in adapter.parts.values() if part.m is not None)
-        return PackedAdapter(rank, groups, _digest(rank, groups), adapter.rank, count * self.dtype.size + norms)
+        digest = _digest(rank, groups) if whole is None else digest_of(whole)
+        unpadded = (adapter if whole is None else whole).rank
+        return PackedAdapter(rank, groups, digest, unpadded, count * self.dtype.size + norms, whole)
 
     def _pack_group(self, group: Group, paths: Mapping[int, str], adapter: Adapter, rank: int) -> PackedGroup:
         layers = len(group.paths)
@@ -141,7 +151,7 @@ class Layout:
                 norms.append(mx.ones((group.out_features,)))
                 continue
             adapted = _weight(self._layers[path]).astype(mx.float32) + (b[number].T @ a[number]).astype(mx.float32)
-            norms.append(mx.linalg.norm(adapted, axis=1))
+            norms.append(_row_norms(self._layers[path], adapted))
         wanted = mx.array(np.where(np.isnan(m), 1.0, m).astype(np.float32))
         return (wanted / mx.stack(norms)).astype(self.dtype)
 
@@ -154,6 +164,26 @@ def _digest(rank: int, groups: Mapping[int, PackedGroup]) -> str:
             if array is not None:
                 digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
+
+
+def digest_of(adapter: Adapter) -> str:
+    """Of an adapter that is not packed: a rank has only a part of it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path, part in sorted(adapter.parts.items()):
+        digest.update(repr((path, part.a.shape, part.b.shape)).encode())
+        for array in (part.a, part.b, part.m):
+            if array is not None:
+                digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def targets_of(module: nn.Module) -> dict[str, Target]:
+    """The layers of a module that adapters may change, by their paths."""
+    return {path: _target(layer) for path, layer in _adaptable(module).items()}
+
+
+def _adaptable(module: nn.Module) -> dict[str, nn.Module]:
+    return {path: layer for path, layer in module.named_modules() if _kind(layer) is not None}
 
 
 def _kind(layer: object) -> Literal["linear", "embedding"] | None:
@@ -190,6 +220,13 @@ def _weight(layer: nn.Module) -> mx.array:
         bits=layer.bits,
         mode=getattr(layer, "mode", "affine"),
     )
+
+
+def _row_norms(layer: nn.Module, weight: mx.array) -> mx.array:
+    """Of a weight's rows; where a rank has a part of each, of the whole rows."""
+    if not hasattr(layer, "sum_over_ranks"):
+        return mx.linalg.norm(weight, axis=1)
+    return mx.sqrt(layer.sum_over_ranks(mx.sum(weight * weight, axis=1)))
 
 
 def _to_bits(array: Array, dtype: mx.Dtype) -> Any:

@@ -20,7 +20,7 @@ Arrays = tuple[mx.array, mx.array, mx.array | None]  # a, b, and DoRA's factors
 Groups = dict[int, Arrays]  # of the layout's groups of layers
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Resident:
     """An adapter on the device: of each group a (L, rank, K), b (L, rank, N), factors (L, N); N is out_features."""
 
@@ -224,7 +224,7 @@ class GroupedLoRA:
     """Rows gathered by their adapter, for the CPU."""
 
     def __init__(self, rows: Rows) -> None:
-        self._rows = list(rows)
+        self.rows = list(rows)
         self._members: dict[Resident | None, list[int]] = {}
         for number, row in enumerate(rows):
             self._members.setdefault(row, []).append(number)
@@ -291,7 +291,7 @@ class GroupedLoRA:
         return self._row_groups[group, tokens]
 
     def row(self, number: int) -> "GroupedLoRA":
-        return GroupedLoRA(self._rows[number : number + 1])
+        return GroupedLoRA(self.rows[number : number + 1])
 
 
 def _address(array: mx.array) -> int:

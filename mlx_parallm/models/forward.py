@@ -84,8 +84,10 @@ class AdapterState(Protocol):
 
 
 class Forward:
-    def __init__(self, module: nn.Module, adapters: AdapterState | None = None) -> None:
+    def __init__(self, module: nn.Module, adapters: AdapterState | None = None, in_order: bool = False) -> None:
+        """`in_order`: passes are computed in the order in which they are asked for, as ranks that share them must."""
         self._module = module
+        self._in_order = in_order
         self._adapters = adapters
         self._base = None if adapters is None else adapters.row_adapters
         self._state: PassState | None = getattr(module, "state_of_pass", None)
@@ -96,7 +98,7 @@ class Forward:
         """Logits of every position: (B, T) -> (B, T, V), with the rows' adapters or `RowInputs`; None: without any."""
         self._activate(context)
         logits: mx.array = self._module(tokens, cache=caches)
-        return logits
+        return self._started(logits)
 
     def at(self, tokens: mx.array, caches: list[Any], index: mx.array, context: Any = None) -> mx.array:
         """Logits of one position per row: (B, T), (B,) -> (B, V)."""
@@ -109,7 +111,12 @@ class Forward:
             cut: mx.array = self._cut(tokens, cache=caches)
         finally:
             self._backbone.index = None
-        return cut[:, 0]
+        return self._started(cut[:, 0])
+
+    def _started(self, logits: mx.array) -> mx.array:
+        if self._in_order:
+            mx.async_eval(logits)
+        return logits
 
     def forget(self) -> None:
         """Lets go of the adapters of the last pass."""

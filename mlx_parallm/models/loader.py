@@ -6,6 +6,7 @@ and don't batch on CUDA, so there they are expanded; on Metal they stay as they 
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,13 @@ def load(
     dtype: str = "auto",
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
+    split: Callable[[nn.Module], None] | None = None,
     tell: Tell = lambda text: None,
 ) -> LanguageModel:
-    """`source` is a hub id, a folder or a .gguf file; None is the embedded model. `tell`: whom slow steps are told."""
+    """`source` is a hub id, a folder or a .gguf file; None is the embedded model.
+
+    `split`: leaves this process its part of the module, before the weights are read. `tell`: whom slow steps are told.
+    """
     path = _embedded_file() if source is None else Path(source).expanduser()
     folder = _folder(str(path), source, tell)
     tell(f"loading the weights of {name}")
@@ -53,7 +58,9 @@ def load(
     else:
         module, tokenizer = vision.module, vision.tokenizer
     whole = module if vision is None else vision.whole
-    precision = apply_precision(whole, dtype)
+    if split is not None and vision is not None:
+        raise ModelLoadError(f"{name} reads images, and such a model can't be split over several ranks")
+    precision = apply_precision(whole, dtype, split)
     weight_bytes = sum(array.nbytes for _, array in _arrays(whole))
     logits = module(mx.zeros((1, 1), dtype=mx.int32))  # (1, 1, V); never computed, only its shape is read
     return LanguageModel(
@@ -156,7 +163,7 @@ def _load_folder(folder: str, trust_remote_code: bool) -> tuple[nn.Module, Token
         raise ModelLoadError(f"{folder} can't be loaded: {error}") from error
 
 
-def apply_precision(module: nn.Module, dtype: str) -> str:
+def apply_precision(module: nn.Module, dtype: str, split: Callable[[nn.Module], None] | None = None) -> str:
     """Brings the weights into `dtype`, array by array so that memory holds little twice, and says what they are."""
     if dtype == "auto":
         dtype = _fast_dtype(module)
@@ -168,6 +175,8 @@ def apply_precision(module: nn.Module, dtype: str) -> str:
         _cast(module, DTYPES[dtype])
     elif dtype == "quantized":
         _cast(module, _scale_dtype(module))
+    if split is not None:
+        split(module)
     for _, array in _arrays(module):
         mx.eval(array)
     if dtype == "quantized":

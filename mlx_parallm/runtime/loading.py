@@ -20,8 +20,9 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.build import LoadedModel
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.engine.start import StartingEngine, plan_engines
-from mlx_parallm.errors import MemoryLimitError, ModelLoadError, ParallmError
+from mlx_parallm.errors import ConflictError, MemoryLimitError, ModelLoadError, ParallmError
 from mlx_parallm.models.device import give_memory_back
 from mlx_parallm.models.kinds import Kind, kind_of
 from mlx_parallm.models.language import LanguageModel
@@ -41,9 +42,10 @@ PREDICTION_BYTES = 256 << 20  # that predictions compute in; less where the memo
 
 
 class Loader:
-    def __init__(self, config: ServeConfig, deliver: Callable[[StepEvents], None]) -> None:
+    def __init__(self, config: ServeConfig, deliver: Callable[[StepEvents], None], ranks: Ranks | None = None) -> None:
         self._config = config
         self._deliver = deliver
+        self._ranks = ranks
         self._thread: PredictThread | None = None
         self._leaving: Callable[[], Model | None] = lambda: None
         self.limit = memory_limit(config)
@@ -62,6 +64,10 @@ class Loader:
         `size`: bytes that its weights will take. The others make room for them before they come.
         """
         kind = kind_of(source)
+        if self._ranks is not None:
+            size //= self._ranks.size
+            if kind is not None or self.engines:
+                raise ConflictError("a group of ranks serves one model that generates; start another server for others")
         try:
             self._divide(beside=size)
             if kind is None:
@@ -119,7 +125,9 @@ class Loader:
         where = ", the embedded model" if source is None else f" from {source}"
         with ExitStack() as undo:
             with progress(f"loading {name}{where}", share) as tell:
-                starting = StartingEngine(self._load_from(source, name, tell), self._config, self._deliver)
+                starting = StartingEngine(
+                    self._load_from(source, name, tell), self._config, self._deliver, ranks=self._ranks
+                )
                 undo.callback(starting.stop)
                 loaded = starting.load()
             plan = self._divide(loaded)
@@ -137,6 +145,7 @@ class Loader:
             dtype=options.dtype,
             max_model_len=options.max_model_len,
             trust_remote_code=options.trust_remote_code,
+            split=None if self._ranks is None else self._ranks.split,
             tell=tell,
         )
 

@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.errors import (
     ConflictError,
     MemoryLimitError,
@@ -46,9 +47,10 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class ModelPool:
-    def __init__(self, config: ServeConfig, deliver: Callable[[StepEvents], None]) -> None:
+    def __init__(self, config: ServeConfig, deliver: Callable[[StepEvents], None], ranks: Ranks | None = None) -> None:
         self._config = config
-        self._loader = Loader(config, deliver)
+        self._split = ranks is not None
+        self._loader = Loader(config, deliver, ranks)
         self._folder = None if config.model.model_dir is None else Path(config.model.model_dir).expanduser()
         self._changed = threading.Condition(threading.RLock())
         self._entries: dict[str, PoolEntry] = {}
@@ -152,7 +154,7 @@ class ModelPool:
             entry = self._find(name)
             if entry.status == "ready":
                 if self._is_fixed(entry):
-                    raise ConflictError(f"{name!r} trains, or scores for training: it stays", param="model")
+                    raise ConflictError(f"{name!r} trains, scores or is split over ranks: it stays", param="model")
                 entry.status = "unloading"
                 job = self._jobs.submit(self._unload, entry, timeout, True)
             elif entry.status in ("unloaded", "failed"):
@@ -223,8 +225,8 @@ class ModelPool:
         self._jobs.submit(self._load, entry)
 
     def _is_fixed(self, entry: PoolEntry) -> bool:
-        """Whether it is the one that trains: that state is bound to it."""
-        training = self._config.trains or bool(self._config.training.rewards.named_reward_models())
+        """Whether it is the one that trains, whose state is bound to it, or that other processes hold parts of."""
+        training = self._split or self._config.trains or bool(self._config.training.rewards.named_reward_models())
         return training and bool(self._loader.engines) and entry.model is self._loader.engines[0]
 
     def _may_leave(self, entry: PoolEntry) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.errors import ConfigError, UnavailableError
 from mlx_parallm.lora.files import read_adapter
 from mlx_parallm.progress import StartProgress, silent
@@ -71,14 +72,16 @@ def start(
     deliver: Callable[[StepEvents], None],
     *,
     learn: bool = True,
+    ranks: Ranks | None = None,
     progress: StartProgress = silent,
 ) -> Runtime:
     """Loads what the config names. `deliver` takes each step's events, on an engine's thread.
 
-    `learn`: False where the caller trains by other means, so that no adapter begins to.
+    `learn`: False where the caller trains by other means, so that no adapter begins to. `ranks`: other processes that
+    hold parts of the model.
     """
     config.named_adapters()  # wrong ones are errors before any load
-    pool = ModelPool(config, deliver)
+    pool = ModelPool(config, deliver, ranks)
     runtime = Runtime(config, pool)
     try:
         pool.start(progress)

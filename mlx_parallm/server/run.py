@@ -44,7 +44,10 @@ class HttpServer(uvicorn.Server):
         dispatcher: Dispatcher,
         listener: socket.socket,
         companion: Companion | None = None,
+        linger: float = 0.0,
     ) -> None:
+        """`linger`: seconds for which /health says why an engine has failed, before the process ends."""
+        self._linger = linger
         self._runtime = runtime
         self._companion = companion
         self._work: asyncio.Task[None] | None = None
@@ -168,4 +171,7 @@ class HttpServer(uvicorn.Server):
         else:
             log.critical("the engine has failed for good, and the server ends with status 1: %s", reason)
             self._exit_code = 1
-            self.should_exit = True
+            asyncio.get_running_loop().call_later(self._linger, self._exit_now)
+
+    def _exit_now(self) -> None:
+        self.should_exit = True

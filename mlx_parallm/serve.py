@@ -31,7 +31,7 @@ def serve(config: ServeConfig, companion: Callable[[TrainingManager], int | None
     logs.set_up(config.http.log_level, config.http.log_json)
     member = join_group(config)
     if member is not None:
-        config = group_config(config)
+        config = group_config(config, member)
         if not isinstance(member, Leader):
             return follow(config, member)
     check_access(config)

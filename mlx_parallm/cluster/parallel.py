@@ -236,13 +236,13 @@ def join_group(config: ServeConfig) -> Member | None:
         return Leader(group, config, _accept_all(listener, group.size() - 1, secret))
 
 
-def group_config(config: ServeConfig) -> ServeConfig:
+def group_config(config: ServeConfig, member: Member) -> ServeConfig:
     """What a group can do of a config; raises for what it can't."""
     if config.trains:
         raise ConfigError("a model that is split over several ranks can't be trained: leave --enable-rl-training out")
     if len(config.named_models()) != 1 or config.model.model_dir is not None:
         raise ConfigError("a group of ranks serves one model: name one with --model-path, and no --model-dir")
-    if config.cache.ssd:
+    if config.cache.ssd and member.rank == 0:
         log.info("cached prompts stay in memory: each rank has only its part of them, so none goes to the SSD")
     return config.but(ssd=False)
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 4.0  # after which the other side counts as gone
+SILENCE_SECONDS = 3.5  # after which the other side counts as gone
 CONNECT_SECONDS = 30.0
 PIECE = 1 << 20
 MAX_HEADER = 256 << 20

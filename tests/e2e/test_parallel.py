@@ -35,7 +35,7 @@ WAYS = {
     ("gemma3", 2): "pipeline",
     ("gemma3", 3): "pipeline",
 }
-ADAPTERS = ("few", "all", "dora")
+ADAPTERS = ("few", "all", "all-dora")
 PROMPT = list(range(20, 90))
 DRAWN = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 7}
 
@@ -74,7 +74,7 @@ def together(client: httpx.Client) -> list[list[list[int]]]:
     asked: list[dict[str, Any]] = [
         {"prompt": PROMPT[start : start + 7 + 3 * start], "max_tokens": 4 + 3 * start, "model": model, **fields}
         for start, (model, fields) in enumerate(
-            [("default", {}), ("few", DRAWN), ("all", {}), ("dora", {}), ("default", DRAWN), ("all", DRAWN)]
+            [("default", {}), ("few", DRAWN), ("all", {}), ("all-dora", {}), ("default", DRAWN), ("all", DRAWN)]
         )
     ]
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -128,6 +128,7 @@ def test_two_ranks_give_the_tokens_of_one_process(
 ) -> None:
     assert "tensor parallel" in pair.server.log()
     assert everything(client) == expected
+    assert len({str(found) for found in (expected["greedy"], *expected["adapters"])}) == 1 + len(ADAPTERS)
 
 
 def test_a_cached_prefix(client: httpx.Client, expected: dict[str, Any]) -> None:
@@ -142,7 +143,7 @@ def test_a_cached_prefix(client: httpx.Client, expected: dict[str, Any]) -> None
 
 
 def test_a_new_version_of_an_adapter(client: httpx.Client, llama: Folders, expected: dict[str, Any]) -> None:
-    """It comes by a load after the start, and a row that has ended leaves nothing of the old one behind."""
+    """It comes by a load after the start; the old one leaves nothing behind."""
     for name, wanted in (("few", 0), ("all", 1)):
         path = str(llama.adapters[name])
         assert client.post("/v1/adapters/load", json={"name": "new", "path": path}).status_code == 200
@@ -200,6 +201,24 @@ def test_a_killed_rank_is_told_of_within_five_seconds(llama: Folders) -> None:
         assert group.exit_codes(30)[0] == 1  # a supervisor starts the group again
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_told_of_within_five_seconds(llama: Folders) -> None:
+    """As a machine that is cut off: its connection stays, and nothing comes."""
+    with running_group(llama.model, 2) as group, httpx.Client(base_url=group.server.url, timeout=30) as client:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(client.post, "/v1/completions", json={"prompt": PROMPT, "max_tokens": 1900})
+            time.sleep(0.5)
+            stopped_at = time.monotonic()
+            group.followers[0].process.send_signal(signal.SIGSTOP)
+            while client.get("/health").status_code == 200 and time.monotonic() - stopped_at < 10:
+                time.sleep(0.05)
+            assert time.monotonic() - stopped_at < 5
+            assert "rank 1 of 2 has not been heard of" in client.get("/health").json()["reason"]
+            assert asked.result(timeout=5).status_code == 503
+        group.followers[0].process.kill()
+        assert group.exit_codes(30)[0] == 1
+
+
 def test_the_others_end_with_rank_0(llama: Folders) -> None:
     with running_group(llama.model, 2) as group:
         group.server.process.kill()
@@ -207,7 +226,15 @@ def test_the_others_end_with_rank_0(llama: Folders) -> None:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Of all threads of a process."""
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def rank_of(pid: int) -> int:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(int(one.partition(b"=")[2]) for one in variables if one.startswith(b"MLX_RANK="))
 
 
 def wait_healthy(client: httpx.Client, patience: float = 120) -> None:
@@ -232,7 +259,7 @@ def test_a_supervisor_starts_the_group_of_mlx_launch_again(llama: Folders, expec
             wait_healthy(client)
             assert tokens(client) == expected["greedy"]
             (launcher,) = children(supervisor.pid)
-            ranks = children(launcher)
+            ranks = sorted(children(launcher), key=rank_of)
             assert len(ranks) == 2
             os.kill(ranks[1], signal.SIGKILL)
             while Path(f"/proc/{ranks[0]}").exists():

@@ -42,6 +42,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "fine_tune_type": "dora",
         "lora_parameters": {"rank": 8, "scale": 1.5, "keys": [*ATTENTION, "mlp.up_proj"]},
     },
+    "all-dora": {"fine_tune_type": "dora", "lora_parameters": {"rank": 4, "scale": 1.0, "keys": ALL}},
     "embedding": {
         "fine_tune_type": "lora",
         "lora_parameters": {"rank": 3, "scale": 1.0, "keys": ["model.embed_tokens"]},

@@ -190,7 +190,7 @@ def _limits(base: BaseParts, cache: BatchCache, prefix: Prefix | None) -> Limits
 def _build_serving(base: BaseParts, compute: ComputeParts) -> EngineParts:
     thread, live, outbox, metrics, recording = base.thread, base.live, base.outbox, base.metrics, base.recording
     runner, scheduler, lookup = compute.runner, compute.scheduler, compute.lookup
-    adapters, prefix = compute.adapters, compute.prefix
+    adapters, prefix, ranks = compute.adapters, compute.prefix, base.ranks
     grammars = _grammars(compute.model)
     admission = Admission(compute.model, grammars, runner.cache.max_length, base.config.batch.max_batch_size)
     accounts = Accounts(metrics, scheduler, runner, prefix)
@@ -213,18 +213,7 @@ def _build_serving(base: BaseParts, compute: ComputeParts) -> EngineParts:
         pause=Pause(thread, scheduler, pipeline, delivery, idle),
         preemption=preemption,
         recovery=Recovery(
-            thread,
-            scheduler,
-            pipeline,
-            preemption,
-            live,
-            delivery,
-            outbox,
-            runner,
-            adapters,
-            prefix,
-            metrics,
-            base.ranks,
+            thread, scheduler, pipeline, preemption, live, delivery, outbox, runner, adapters, prefix, metrics, ranks
         ),
         intake=Intake(
             thread,

@@ -55,7 +55,11 @@ def main() -> int:
     group = RankGroup(model, args.ranks, threads=share, fork=False)
     try:
         with servers.running(servers.ours(model)) as alone:
-            group.server.wait_ready(300)
+            try:
+                group.server.wait_ready(300)
+            except servers.ParallmError:
+                print(group.log())
+                raise
             for clients in map(int, args.clients.split(",")):
                 ratios = []
                 for number in range(-1, args.rounds):  # the first is for warmth

@@ -172,6 +172,8 @@ class Leader(Member):
 
     def watch(self, on_lost: Callable[[Exception], None]) -> None:
         self._on_lost = on_lost
+        for channel in self._channels.values():
+            channel.lose_patience()
         if self.lost is not None:
             on_lost(self.lost)
 

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 3.5  # after which the other side counts as gone
+SILENCE_SECONDS = 3.5  # after which a rank counts as gone while rank 0 serves …
+PATIENT_SECONDS = 60.0  # … and while it loads; rank 0 itself always: the others lose nothing by waiting
 CONNECT_SECONDS = 30.0
 PIECE = 1 << 20
 MAX_HEADER = 256 << 20
@@ -47,7 +48,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(SILENCE_SECONDS)
+        connection.settimeout(PATIENT_SECONDS)
         self._socket = connection
         self._sending = threading.Lock()
         self._closed = threading.Event()
@@ -67,6 +68,10 @@ class Channel:
     def beat(self) -> None:
         """Starts to send signs of life, on a thread."""
         threading.Thread(target=self._send_beats, name="signs of life", daemon=True).start()
+
+    def lose_patience(self) -> None:
+        """From the next sign of life on, silence means that the other side is gone."""
+        self._socket.settimeout(SILENCE_SECONDS)
 
     def close(self) -> None:
         self._closed.set()

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
 
     chosen_boards(config.run.report_to)  # what is not installed is said before a model is loaded
     work = {"rl": train_policy, "rm": train_reward_model, "sft": fine_tune, "dpo": fine_tune}[config.mode]
-    if config.run.connect_to is not None or (config.mode != "rl" and not config.run.keep_serving):
+    if config.learns_apart or (config.mode != "rl" and not config.run.keep_serving):
         return _run_alone(config, work)
 
     def companion(manager: "TrainingManager") -> int | None:

@@ -2,7 +2,7 @@
 
 `mlx.launch` starts the same command for every rank; `join_group` says which one this is. Rank 0 is the `Leader`: it
 serves, schedules and samples, and sends what it does with its part of the model to the others. Each of those is a
-`Member` that does the same with its own part (`parallel_follower`). MLX's collectives carry the passes' sums, a TCP
+`GroupMember` that does the same with its own part (`parallel_follower`). MLX's collectives carry the passes' sums, a TCP
 connection to rank 0 everything else.
 """
 
@@ -46,7 +46,7 @@ NOTICE_SECONDS = 1.0
 AGREE_SECONDS = 600.0  # for the slowest rank to load its part
 
 
-class Member:
+class GroupMember:
     """A rank, and its connection to rank 0."""
 
     def __init__(self, group: mx.distributed.Group, config: ServeConfig, channel: Channel | None = None) -> None:
@@ -124,7 +124,7 @@ class Member:
         }
 
 
-class Leader(Member):
+class Leader(GroupMember):
     """Rank 0. Implements `engine.ranks.Ranks`."""
 
     def __init__(self, group: mx.distributed.Group, config: ServeConfig, channels: dict[int, Channel]) -> None:
@@ -219,7 +219,7 @@ def end_at_once(code: int) -> None:
     os._exit(code)
 
 
-def join_group(config: ServeConfig) -> Member | None:
+def join_group(config: ServeConfig) -> GroupMember | None:
     """This process as a member of the group that mlx.launch has started; None where it is alone."""
     if not any(name in os.environ for name in LAUNCHED):
         return None
@@ -233,12 +233,12 @@ def join_group(config: ServeConfig) -> Member | None:
     if listener is None:
         channel = connect((found[0], found[1]))
         channel.send(Message("hello", (group.rank(), found[2])).encode())
-        return Member(group, config, channel)
+        return GroupMember(group, config, channel)
     with listener:
         return Leader(group, config, _accept_all(listener, group.size() - 1, secret))
 
 
-def group_config(config: ServeConfig, member: Member) -> ServeConfig:
+def group_config(config: ServeConfig, member: GroupMember) -> ServeConfig:
     """What a group can do of a config; raises for what it can't."""
     if config.trains:
         raise ConfigError("a model that is split over several ranks can't be trained: leave --enable-rl-training out")

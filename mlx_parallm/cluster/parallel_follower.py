@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.cluster.parallel import Member
+from mlx_parallm.cluster.parallel import GroupMember
 from mlx_parallm.cluster.parallel_channel import Array, Message
 from mlx_parallm.cluster.parallel_leading import ROW_METHODS, STORE_METHODS
 from mlx_parallm.config import ServeConfig
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 IDLE_CACHE_SECONDS = 2.0  # for which freed memory is kept while nothing comes
 
 
-def follow(config: ServeConfig, member: Member) -> int:
+def follow(config: ServeConfig, member: GroupMember) -> int:
     """Does what rank 0 does until it ends; returns the exit code."""
     _leave_signals_to_rank_0()
     try:
@@ -66,7 +66,7 @@ def _leave_signals_to_rank_0() -> None:
         signal.signal(number, first)
 
 
-def _brought_up(config: ServeConfig, member: Member) -> "Follower":
+def _brought_up(config: ServeConfig, member: GroupMember) -> "Follower":
     """The same steps as an engine's, in the same order: some of them are passes that all ranks compute."""
     profile = member.profile(DeviceProfile.of(device_kind()))
     ((name, source),) = config.named_models().items()

@@ -24,9 +24,9 @@ from mlx_parallm.cluster.members import Members
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.platforms import raise_open_files
+from mlx_parallm.progress import say
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_access
-from mlx_parallm.server.banner import say
 from mlx_parallm.server.run import LAST_BYTES_SECONDS
 from mlx_parallm.server.sockets import listen
 

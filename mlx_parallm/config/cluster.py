@@ -17,7 +17,11 @@ class ClusterConfig:
         parse=parse_bool,
     )
     connect_to: str | None = option(
-        None, "HOST:PORT of a server started with --share-model: this machine runs replicas for it, with its options"
+        None,
+        "HOST:PORT of a server. mlx_parallm_serve: one that was started with --share-model, for which this machine "
+        "runs replicas, with its options. mlx_parallm_train --mode rl: any server, or replicas behind one address; it "
+        "draws the rollouts and gets each version, this process learns and serves nothing, and sends --admin-key or "
+        "--api-key (default: none)",
     )
 
     def __post_init__(self) -> None:

@@ -44,8 +44,14 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.trains:  # what is said of training may stay in a file while it is off
             self._check_training()
+        self._check_cluster()
+
+    def _check_cluster(self) -> None:
         if self.cluster.several and self.trains:
-            raise ConfigError("training runs in one process: leave --replicas, --share-model and --connect-to out")
+            raise ConfigError(
+                "replicas do not train: leave --enable-rl-training out, and start mlx_parallm_train --mode rl "
+                "--connect-to HOST:PORT beside them"
+            )
 
     def _check_training(self) -> None:
         training, adapters = self.training, self.adapters

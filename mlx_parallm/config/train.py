@@ -140,12 +140,6 @@ class RunConfig:
         None,
         "rl, sft, dpo: folder to write the final adapter to in PEFT's format (default: none)",
     )
-    connect_to: str | None = option(
-        None,
-        "rl: HOST:PORT or URL of a running server, or of replicas behind one address, that draws the rollouts and gets "
-        "each version; this process learns and serves nothing, and sends --admin-key or --api-key (default: none, this "
-        "process serves)",
-    )
     pairs: str | None = option(
         None,
         "rm: JSON-lines file of prompts, each with a chosen and a rejected answer (default: none)",
@@ -179,6 +173,15 @@ class TrainConfig(ServeConfig):
     def serving_share(self) -> float:
         return self.training.inference_share
 
+    @property
+    def learns_apart(self) -> bool:
+        """Whether servers elsewhere draw the rollouts."""
+        return self.cluster.connect_to is not None
+
+    def _check_cluster(self) -> None:
+        if self.cluster.replicas > 1 or self.cluster.share_model:
+            raise ConfigError("training runs in one process: leave --replicas and --share-model out")
+
 
 def add_train_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, TrainConfig, DEFAULTS)
@@ -195,7 +198,7 @@ def load_train_config(flags: Mapping[str, Any], environment: Mapping[str, str] |
             raise ConfigError(f"--mode {mode} needs --dataset, a JSON-lines file")
         if config.run.keep_serving:
             raise ConfigError(f"--mode {mode} does not serve: give the folder that it writes to serve --lora-path")
-    if config.run.connect_to is not None and (mode != "rl" or config.run.keep_serving):
+    if config.learns_apart and (mode != "rl" or config.run.keep_serving):
         raise ConfigError("--connect-to is for --mode rl, and serves nothing here: leave --keep-serving out")
     if mode == "rl" and config.run.dataset is not None and not config.run.reward:
         raise ConfigError("--dataset needs at least one --reward, such as --reward number")

@@ -49,8 +49,8 @@ def train_policy(manager: TrainingManager, config: TrainConfig) -> None:
         session.begin_with(_read_adapter(run.init_adapter, config))
     with ExitStack() as stack:
         remote = None
-        if run.connect_to is not None:
-            remote = stack.enter_context(closing(_connect(session, config, run.connect_to)))
+        if config.cluster.connect_to is not None:
+            remote = stack.enter_context(closing(_connect(session, config, config.cluster.connect_to)))
         sampler = make_task_sampler(manager.engine, remote or manager.rollouts, manager.rewards, task, components)
         title = run.dataset or run.task
         progress = stack.enter_context(_progress(config, session.checkpoints.folder, loop_config.steps, title))

@@ -2,8 +2,8 @@
 
 `mlx.launch` starts the same command for every rank; `join_group` says which one this is. Rank 0 is the `Leader`: it
 serves, schedules and samples, and sends what it does with its part of the model to the others. Each of those is a
-`GroupMember` that does the same with its own part (`parallel_follower`). MLX's collectives carry the passes' sums, a TCP
-connection to rank 0 everything else.
+`GroupMember` that does the same with its own part (`parallel_follower`). MLX's collectives carry the passes' sums, a
+TCP connection to rank 0 everything else.
 """
 
 import hashlib

@@ -109,6 +109,8 @@ def test_what_can_not_be_loaded_is_refused(
 ) -> None:
     answer = client.post("/v1/models/load", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+    assert "new" not in statuses(client)
+    assert ask(client, "new").status_code == 404
     assert ask(client, "second").status_code == 200
 
 

@@ -72,12 +72,13 @@ class PoolRoutes:
     async def load(self, body: LoadModelBody) -> Response:
         """One that is listed in `/v1/models`, or with `path` another one under a name of its own. Others leave memory
         for it, the longest unused first, unless they are pinned; where that is not enough, it is a 503. A `path` that
-        can't be loaded is a 400."""
+        can't be loaded is a 400, and leaves nothing behind."""
         if body.path is not None:
             if body.model in (DEFAULT, BASE):
                 raise InvalidRequestError(f"{body.model!r} is no name for a model", param="model")
             if any(body.model in served.adapters for served in self._models):
                 raise InvalidRequestError(f"{body.model!r} is the name of an adapter", param="model")
+        known = {status.name for status in await asyncio.to_thread(self._pool.statuses)}
         loading = await asyncio.to_thread(self._pool.load, body.model, body.path, body.pin)
         if body.wait:
             try:
@@ -85,6 +86,8 @@ class PoolRoutes:
             except UnavailableError as error:
                 if body.path is None or error.code != "model_failed":
                     raise
+                if body.model not in known:  # a name that was never served is none of the server's models
+                    await asyncio.to_thread(self._pool.unload, body.model, self._patience)
                 raise InvalidRequestError(error.message, param="path", code=error.code) from error
         return JSONResponse(_describe(await self._status(body.model)))
 

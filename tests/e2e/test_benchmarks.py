@@ -79,3 +79,16 @@ def test_embeddings(tiny_folder: Path, tmp_path: Path) -> None:
     assert found["process"]["ours"] > 0
     assert found["http"]["ours"] > 0
     assert found["chat"]["embedded_tokens"] >= 100
+
+
+def test_mixed_load(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    load = ["--seconds", "12", "--interval", "4", "--rate", "25", "--memory-growth", "1000", "--json", str(out)]
+    answer = run("mixed_load.py", "--model", str(tiny_folder), *load)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = json.loads(out.read_text())
+    assert found["verdict"]["passed"]
+    assert found["faults"] == []
+    assert {"abort", "refused", "publish", "upload", "update"} <= set(found["verdict"]["by_kind"])
+    assert [row["faults"] for row in found["intervals"]][:3] == [0, 0, 0]
+    assert all(row["requests"] > 20 and row["rss_mib"] > 0 for row in found["intervals"][:3])

@@ -67,7 +67,7 @@ class LogCheck:
                     written = {value, json.dumps(value)[1:-1]}
                     own = kind == "path" and value in command
                     if not own and any(_within(text, one, kind) for one in written):
-                        yield f"{file.name} has the {kind} {value:.100!r}"
+                        yield f"{file.name} has the {kind} {value[:100]!r}"
 
     def lines(self) -> int:
         return sum(file.read_text().count("\n") for file, _ in self.logs)

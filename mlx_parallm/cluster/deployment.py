@@ -82,6 +82,7 @@ class RayCluster:
         if self.shared:
             self._start_head()
             ray.init(address=self.address, **options)
+            self.address = ray.get_runtime_context().gcs_address  # as others reach it
         else:
             ray.init(
                 address="local",

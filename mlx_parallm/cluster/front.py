@@ -31,6 +31,7 @@ from mlx_parallm.server.error_shapes import Failure, error_body, is_anthropic
 from mlx_parallm.server.errors import JSONResponse, error_response
 from mlx_parallm.server.logins import COOKIE
 from mlx_parallm.server.middleware import usable_request_id
+from mlx_parallm.server.models import BASE, DEFAULT
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Front:
         self._members = members
         self._limit = config.http.max_body_size
         self._secret = secret
+        self._everywhere = frozenset({DEFAULT, BASE, *config.named_models()})  # models that every replica has
 
     async def open(self) -> None:
         """Within the event loop that it serves in."""
@@ -134,7 +136,7 @@ class Front:
         body = await self._read(receive)
         tenant = headers.get("authorization", headers.get("x-api-key", "")).encode()
         hashed = scope["method"] == "POST" and len(body) <= LARGEST_HASHED
-        digest = prompt_digest(body, tenant) if hashed else PromptDigest(PromptPrefix(), None)
+        digest = prompt_digest(body, tenant, self._everywhere) if hashed else PromptDigest(PromptPrefix(), None)
         if scope["path"].startswith("/dashboard") or COOKIE in headers.get("cookie", ""):
             digest = SIGNED_IN
         work = asyncio.ensure_future(self._pass_on(Exchange(scope, body, digest, send)))

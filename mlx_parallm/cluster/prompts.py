@@ -7,7 +7,7 @@ A wrong guess costs a prompt that is computed anew, never a wrong answer: replic
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,11 @@ class PromptDigest:
     adapter: str | None
 
 
-def prompt_digest(body: bytes, tenant: bytes = b"") -> PromptDigest:
-    """Of a JSON body. One that can't be read has no prompt: the replica says what is wrong with it."""
+def prompt_digest(body: bytes, tenant: bytes = b"", everywhere: Collection[str] = ()) -> PromptDigest:
+    """Of a JSON body. One that can't be read has no prompt: the replica says what is wrong with it.
+
+    `everywhere`: models that no replica has to load first.
+    """
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -41,6 +44,7 @@ def prompt_digest(body: bytes, tenant: bytes = b"") -> PromptDigest:
         return PromptDigest(PromptPrefix([xxh3_64_intdigest(_bytes(session))], [STICKY]), None)
     model, adapter = fields.get("model"), fields.get("lora_adapter")
     name = adapter if isinstance(adapter, str) else model if isinstance(model, str) else None
+    name = None if name in everywhere else name
     seed = orjson.dumps([str(model), str(adapter), str(fields.get("cache_salt")), tenant.decode(errors="replace")])
     return PromptDigest(_chain(_pieces(fields), xxh3_64_intdigest(seed)), name)
 

@@ -155,6 +155,7 @@ def test_other_adapters_salts_and_keys_share_nothing() -> None:
     assert common(chat("hello"), chat("hello", cache_salt="x")) == 0
     assert common(chat("hello"), chat("hello"), b"key one", b"key two") == 0
     assert prompt_digest(chat("hello", lora_adapter="math")).adapter == "math"
+    assert prompt_digest(chat("hello"), everywhere=["default"]).adapter is None
 
 
 def test_any_body_has_a_bounded_digest() -> None:

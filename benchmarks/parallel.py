@@ -16,6 +16,7 @@ import weights
 
 from mlx_parallm.bench import LoadSpec, run_load
 from mlx_parallm.bench_cli import parse_span
+from mlx_parallm.errors import UnavailableError
 from tests.support.groups import RankGroup
 
 
@@ -57,7 +58,7 @@ def main() -> int:
         with servers.running(servers.ours(model)) as alone:
             try:
                 group.server.wait_ready(300)
-            except servers.ParallmError:
+            except UnavailableError:
                 print(group.log())
                 raise
             for clients in map(int, args.clients.split(",")):

@@ -37,6 +37,13 @@ def test_serve_vs_mlx_lm(tiny_folder: Path, tmp_path: Path) -> None:
     assert all(run["summary"]["errors"] == {} for run in found["runs"])
 
 
+def test_parallel(tiny_folder: Path) -> None:
+    load = ["--clients", "2", "--requests", "2", "--rounds", "1", "--output-tokens", "4-8"]
+    answer = run("parallel.py", "--model", str(tiny_folder), "--ranks", "2", *load)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "2 clients: 2 ranks / one process, median" in answer.stdout
+
+
 def test_dashboard(tiny_folder: Path) -> None:
     answer = run("dashboard.py", "--model", str(tiny_folder), "--clients", "2", "--seconds", "1.5", "--turns", "2")
     assert answer.returncode == 0, answer.stdout + answer.stderr

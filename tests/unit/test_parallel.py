@@ -1,0 +1,125 @@
+"""Parts of a group of ranks that need no group: messages, how models and adapters are split, what is refused."""
+
+import socket
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_parallm.cluster.parallel import Member, group_config
+from mlx_parallm.cluster.parallel_channel import BEAT, Channel, Message
+from mlx_parallm.cluster.parallel_layers import runs_of, way_to_split
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.lora.split import Split
+from mlx_parallm.lora.weights import Adapter, AdapterError, Part, Target
+from tests.tiny import tiny
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+def test_messages_come_as_they_were_sent() -> None:
+    near, far = connected()
+    sender, receiver = Channel(near), Channel(far)
+    arrays = (np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 4), np.float32))
+    sender.send(BEAT)
+    sender.send(Message("decode", ([1, 2], None, {"a": "b"}), arrays).encode())
+    found = receiver.receive()
+    assert (found.name, found.values) == ("decode", ([1, 2], None, {"a": "b"}))
+    for sent, came in zip(arrays, found.arrays, strict=True):
+        assert (came.dtype, came.shape) == (sent.dtype, sent.shape)
+        assert (came == sent).all()
+    sender.close()
+    with pytest.raises(ConnectionError):
+        receiver.receive()
+    receiver.close()
+
+
+def test_what_is_no_message_is_refused() -> None:
+    near, far = connected()
+    receiver = Channel(far)
+    near.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(ConnectionError):
+        receiver.receive()
+    near.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize(("layers", "ranks"), [(2, 2), (5, 2), (5, 3), (30, 4)])
+def test_every_layer_is_one_ranks(layers: int, ranks: int) -> None:
+    runs = runs_of(layers, ranks)
+    assert [number for run in runs for number in run] == list(range(layers))
+    sizes = [len(run) for run in runs]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "ways"),
+    [
+        ("llama", {}, ["tensor", "pipeline", "pipeline"]),
+        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 192}, ["tensor"] * 2),
+        ("llama", {"intermediate_size": 129}, ["pipeline"]),
+        ("gemma3", {}, ["pipeline", "pipeline"]),
+    ],
+)
+def test_heads_are_split_where_they_divide(kind: str, changes: dict[str, Any], ways: list[str]) -> None:
+    module = tiny(kind, **changes).module
+    assert [way_to_split(module, ranks) for ranks in range(2, 2 + len(ways))] == ways
+
+
+def test_parts_of_an_adapter_add_up_to_it() -> None:
+    random = np.random.default_rng(0)
+    a, b, m = (random.standard_normal(shape).astype(np.float32) for shape in ((2, 6), (4, 2), (4,)))
+    adapter = Adapter({path: Part(a, b, m) for path in ("by_outputs", "by_inputs", "whole", "absent")})
+    targets = {path: Target("linear", 4, 6) for path in adapter.parts}
+    own = {
+        "by_outputs": Target("linear", 2, 6),
+        "by_inputs": Target("linear", 4, 3),
+        "whole": Target("linear", 4, 6),
+    }
+    parts = [Split(rank, targets).part_of(adapter, own).parts for rank in range(2)]
+    assert all(set(part) == set(own) for part in parts)
+    product = b @ a
+    rows = np.concatenate([part["by_outputs"].b @ part["by_outputs"].a for part in parts])
+    columns = np.concatenate([part["by_inputs"].b @ part["by_inputs"].a for part in parts], axis=1)
+    np.testing.assert_allclose(rows, product, rtol=1e-6)
+    np.testing.assert_allclose(columns, product, rtol=1e-6)
+    assert [len(part["by_outputs"].m) for part in parts if part["by_outputs"].m is not None] == [2, 2]
+    assert (parts[1]["whole"].b @ parts[1]["whole"].a == product).all()
+    with pytest.raises(AdapterError, match="because"):
+        Split(0, targets, "because").part_of(adapter, own)
+
+
+class Second:
+    """What a rank's group says of it."""
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_rl_training": True}, "can't be trained"),
+        ({"model_path": ["a=/a", "b=/b"]}, "one model"),
+        ({"model_dir": "/models"}, "one model"),
+    ],
+)
+def test_what_a_group_can_not_do_is_an_error_at_start(options: dict[str, Any], words: str) -> None:
+    config = ServeConfig.of(**options)
+    member: Any = Member(Second(), config)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=words):
+        group_config(config, member)
+
+
+def test_a_group_keeps_prompts_in_memory_alone() -> None:
+    config = ServeConfig.of()
+    assert config.cache.ssd
+    assert not group_config(config, Member(Second(), config)).cache.ssd  # type: ignore[arg-type]

@@ -25,7 +25,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.cluster.parallel_channel import CONNECT_SECONDS, Channel, Message, connect, on_thread
+from mlx_parallm.cluster.parallel_channel import (
+    CONNECT_SECONDS,
+    PATIENT_SECONDS,
+    SILENCE_SECONDS,
+    Channel,
+    Message,
+    connect,
+    on_thread,
+)
 from mlx_parallm.cluster.parallel_layers import ModelSplit, split_model
 from mlx_parallm.cluster.parallel_leading import Leading, lead_parts
 from mlx_parallm.config import ServeConfig
@@ -42,6 +50,7 @@ log = logging.getLogger(__name__)
 
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # what mlx.launch and MPI set for each rank
 ADDRESS_BYTES = 512
+MAX_HELLO = 1024  # bytes: whoever sends more is no rank
 NOTICE_SECONDS = 1.0
 AGREE_SECONDS = 600.0  # for the slowest rank to load its part
 
@@ -173,7 +182,7 @@ class Leader(GroupMember):
     def watch(self, on_lost: Callable[[Exception], None]) -> None:
         self._on_lost = on_lost
         for channel in self._channels.values():
-            channel.lose_patience()
+            channel.set_patience(SILENCE_SECONDS)
         if self.lost is not None:
             on_lost(self.lost)
 
@@ -271,12 +280,14 @@ def _accept_all(listener: socket.socket, count: int, secret: str) -> dict[int, C
     channels: dict[int, Channel] = {}
     while len(channels) < count:
         channel = Channel(listener.accept()[0])
+        channel.set_patience(SILENCE_SECONDS)
         try:
-            rank, shown = channel.receive().values
-        except (OSError, ValueError):
+            rank, shown = channel.receive(limit=MAX_HELLO).values
+        except (OSError, ValueError, TypeError):
             channel.close()
             continue
-        if hmac.compare_digest(str(shown), secret):
+        if hmac.compare_digest(str(shown).encode(), secret.encode()):
+            channel.set_patience(PATIENT_SECONDS)
             channels[int(rank)] = channel
         else:
             channel.close()

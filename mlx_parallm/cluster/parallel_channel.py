@@ -21,7 +21,7 @@ SILENCE_SECONDS = 3.5  # after which a rank counts as gone while rank 0 serves â
 PATIENT_SECONDS = 60.0  # â€¦ and while it loads; rank 0 itself always: the others lose nothing by waiting
 CONNECT_SECONDS = 30.0
 PIECE = 1 << 20
-MAX_HEADER = 256 << 20
+MAX_MESSAGE = 1 << 36
 SIZES = struct.Struct("!IQ")
 
 Array = npt.NDArray[Any]
@@ -58,10 +58,13 @@ class Channel:
             for start in range(0, len(encoded), PIECE):  # each in its own time: an adapter is large
                 self._socket.sendall(encoded[start : start + PIECE])
 
-    def receive(self) -> Message:
-        """The next message that is not just a sign of life. OSError when the other side has gone, or is silent."""
+    def receive(self, limit: int = MAX_MESSAGE) -> Message:
+        """The next message that is not just a sign of life. OSError when the other side has gone, or is silent.
+
+        `limit`: bytes that it may have.
+        """
         while True:
-            message = self._read()
+            message = self._read(limit)
             if message.name != "beat":
                 return message
 
@@ -69,9 +72,9 @@ class Channel:
         """Starts to send signs of life, on a thread."""
         threading.Thread(target=self._send_beats, name="signs of life", daemon=True).start()
 
-    def lose_patience(self) -> None:
-        """From the next sign of life on, silence means that the other side is gone."""
-        self._socket.settimeout(SILENCE_SECONDS)
+    def set_patience(self, seconds: float) -> None:
+        """From what comes next on, so long a silence means that the other side is gone."""
+        self._socket.settimeout(seconds)
 
     def close(self) -> None:
         self._closed.set()
@@ -84,9 +87,9 @@ class Channel:
             except OSError:
                 return  # whoever receives learns of it
 
-    def _read(self) -> Message:
+    def _read(self, limit: int) -> Message:
         header_size, body_size = SIZES.unpack(self._read_bytes(SIZES.size))
-        if header_size > MAX_HEADER:
+        if header_size + body_size > limit:
             raise ConnectionError("what came is no message of a rank")
         name, values, shapes = json.loads(bytes(self._read_bytes(header_size)))
         body, arrays, start = self._read_bytes(body_size), [], 0

@@ -98,6 +98,7 @@ def test_models_come_and_go_by_name_and_path(client: httpx.Client, folder: Path)
     [
         ({}, 400, "model"),
         ({"model": "nowhere"}, 404, "model"),
+        ({"model": "broken"}, 409, "model"),
         ({"model": "default", "path": "somewhere"}, 400, "model"),
         ({"model": "first", "path": "/nowhere/else"}, 409, "model"),
         ({"model": "new", "path": ""}, 400, "path"),

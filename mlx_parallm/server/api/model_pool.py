@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
+from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import BASE, DEFAULT
@@ -72,7 +72,7 @@ class PoolRoutes:
     async def load(self, body: LoadModelBody) -> Response:
         """One that is listed in `/v1/models`, or with `path` another one under a name of its own. Others leave memory
         for it, the longest unused first, unless they are pinned; where that is not enough, it is a 503. A `path` that
-        can't be loaded is a 400, and leaves nothing behind."""
+        can't be loaded is a 400, and leaves nothing behind; a listed model that can't be is a 409."""
         if body.path is not None:
             if body.model in (DEFAULT, BASE):
                 raise InvalidRequestError(f"{body.model!r} is no name for a model", param="model")
@@ -84,8 +84,10 @@ class PoolRoutes:
             try:
                 await asyncio.wrap_future(loading)
             except UnavailableError as error:
-                if body.path is None or error.code != "model_failed":
+                if error.code != "model_failed":
                     raise
+                if body.path is None:
+                    raise ConflictError(error.message, param="model", code=error.code) from error
                 if body.model not in known:  # a name that was never served is none of the server's models
                     await asyncio.to_thread(self._pool.unload, body.model, self._patience)
                 raise InvalidRequestError(error.message, param="path", code=error.code) from error

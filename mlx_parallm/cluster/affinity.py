@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 CAPACITY = 16384  # hashes kept of each replica
-LOAD_COST = 256  # characters of a cached prompt that a request in flight weighs up
+LOAD_COST = 64  # characters of a cached prompt that a request in flight weighs up
 ADAPTER_BONUS = 1024  # characters that an adapter on the device is worth
 OVERLOAD_FACTOR, OVERLOAD_SLACK = 1.25, 4  # a replica has too much to do beyond FACTOR × the mean load + SLACK
 OVERLOADED = 1 << 40  # more than any prompt is worth

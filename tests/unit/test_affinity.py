@@ -55,7 +55,7 @@ def test_an_overloaded_replica_is_left_alone() -> None:
 
 
 def test_a_short_match_does_not_outweigh_a_queue() -> None:
-    router = router_of("a", "b")
+    router = router_of("a", "b", load_cost=256)
     router.note("a", text(1))
     assert router.choose(text(1, 2, 3)) == "a"
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""Replicas as a deployment of Ray Serve: which processes run where, and what is started anew. No other file knows Ray.
+"""Replicas as a deployment of Ray Serve: which processes run where, and what is started anew.
+
+This file and `application.py` alone know Ray.
 
 Ray runs without its dashboard and without Serve's own proxies: `front.py` serves the address. `RayCluster` is used by
 `run.py`. Other machines join with `join`.

@@ -27,7 +27,8 @@ def parallm(*args: str, stdin: str = "", **environment: str) -> Result:
 def assert_one_line(result: Result, code: int, *words: str) -> None:
     """A mistake is told in one line, without a traceback."""
     assert result.returncode == code, result.stderr
-    assert all(line.startswith(("MLX ParaLLM", "  loading ")) for line in result.stdout.splitlines()), result.stdout
+    steps = ("MLX ParaLLM", "  importing ", "  loading ")
+    assert all(line.startswith(steps) for line in result.stdout.splitlines()), result.stdout
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     for word in words:

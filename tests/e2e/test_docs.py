@@ -54,6 +54,7 @@ class Reader:
             "CURL_HOME": str(folder / ".venv"),
             "PARALLM_PORT": str(self.port),
             "COLUMNS": "200",
+            "MAKEFLAGS": "",  # of the make that runs the tests
             **({} if embedded else {"PARALLM_MODEL_PATH": str(tiny_folder)}),
         }
 

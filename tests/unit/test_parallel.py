@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.cluster.parallel import Member, group_config
+from mlx_parallm.cluster.parallel import GroupMember, group_config
 from mlx_parallm.cluster.parallel_channel import BEAT, Channel, Message
 from mlx_parallm.cluster.parallel_layers import runs_of, way_to_split
 from mlx_parallm.config import ServeConfig
@@ -114,7 +114,7 @@ class Second:
 )
 def test_what_a_group_can_not_do_is_an_error_at_start(options: dict[str, Any], words: str) -> None:
     config = ServeConfig.of(**options)
-    member: Any = Member(Second(), config)  # type: ignore[arg-type]
+    member: Any = GroupMember(Second(), config)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=words):
         group_config(config, member)
 
@@ -122,4 +122,4 @@ def test_what_a_group_can_not_do_is_an_error_at_start(options: dict[str, Any], w
 def test_a_group_keeps_prompts_in_memory_alone() -> None:
     config = ServeConfig.of()
     assert config.cache.ssd
-    assert not group_config(config, Member(Second(), config)).cache.ssd  # type: ignore[arg-type]
+    assert not group_config(config, GroupMember(Second(), config)).cache.ssd  # type: ignore[arg-type]

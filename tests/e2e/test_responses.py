@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -456,10 +457,10 @@ def test_responses_belong_to_their_key(tiny_folder: Path, tmp_path: Path) -> Non
     keys = tmp_path / "keys.yaml"
     keys.write_text("alice: {key: a-secret}\nbob: {key: b-secret}\nroot: {key: r-secret, role: admin}\n")
     flags = ["--keys-file", str(keys), "--responses-dir", str(tmp_path / "kept")]
-    with running(ours(str(tiny_folder), flags)) as server:
+    with running(ours(str(tiny_folder), flags)) as server, ExitStack() as clients:
 
         def of(key: str) -> OpenAI:
-            return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+            return clients.enter_context(OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0))
 
         answer = of("a-secret").responses.create(**ASK)
         assert of("a-secret").responses.retrieve(answer.id).id == answer.id

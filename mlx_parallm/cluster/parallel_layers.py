@@ -67,9 +67,6 @@ def _why_adapters_are_refused(module: nn.Module) -> str | None:
 class _SumsOverRanks:
     """A linear layer that is split by its inputs: each rank has a part of the sum, the rows' adapters included."""
 
-    def base_product(self: Any, x: mx.array) -> mx.array:  # as `lora.layers` calls it
-        raise NotImplementedError
-
     def sum_over_ranks(self: Any, x: mx.array) -> mx.array:
         return mx.distributed.all_sum(x, group=self.group)
 

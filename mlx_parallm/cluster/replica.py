@@ -47,6 +47,7 @@ from mlx_parallm.server.app import create_app
 from mlx_parallm.server.banner import ready_lines
 from mlx_parallm.server.errors import error_response
 from mlx_parallm.server.run import SWITCH_INTERVAL
+from mlx_parallm.server.sockets import uvicorn_config
 from mlx_parallm.server.state import Dispatcher, ServerState
 
 log = logging.getLogger(__name__)
@@ -213,17 +214,7 @@ class Replica:
     def _listen(self, app: ASGIApp) -> None:
         listener = socket.create_server((self._host, 0))
         self._url = f"http://{self._host}:{listener.getsockname()[1]}"
-        settings = uvicorn.Config(
-            app,
-            loop="uvloop",
-            http="httptools",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=3600,
-        )
+        settings = uvicorn_config(app, timeout_keep_alive=3600)
         self._server = server = uvicorn.Server(settings)
 
         def serve() -> None:

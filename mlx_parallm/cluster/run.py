@@ -28,7 +28,7 @@ from mlx_parallm.progress import say
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_access
 from mlx_parallm.server.run import LAST_BYTES_SECONDS
-from mlx_parallm.server.sockets import listen
+from mlx_parallm.server.sockets import listen, uvicorn_config
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,15 @@ class FrontServer(InnerServer):
         self._front = Front(self._members, config, self._secret)
         paths = (config.http.tls_cert, config.http.tls_key)
         cert, key = (None if path is None else str(Path(path).expanduser()) for path in paths)
-        super().__init__(_settings(self._front, ssl_certfile=cert, ssl_keyfile=key))
+        super().__init__(
+            uvicorn_config(
+                self._front,
+                lifespan="off",
+                timeout_graceful_shutdown=LAST_BYTES_SECONDS,
+                ssl_certfile=cert,
+                ssl_keyfile=key,
+            )
+        )
 
     def _session(self) -> aiohttp.ClientSession:
         assert self._front.session is not None
@@ -87,7 +95,7 @@ class FrontServer(InnerServer):
         failed: list[str] = []
         routes = FrontRoutes(self._members, self._secret, failed.append)
         inner_listener = socket.create_server((self._cluster.host, 0))
-        inner = InnerServer(_settings(routes))
+        inner = InnerServer(uvicorn_config(routes, lifespan="off", timeout_graceful_shutdown=LAST_BYTES_SECONDS))
         inner_task = asyncio.ensure_future(inner.serve(sockets=[inner_listener]))
         url = f"http://{self._cluster.host}:{inner_listener.getsockname()[1]}"
         watch = asyncio.ensure_future(self._watch(url))
@@ -161,18 +169,3 @@ class FrontServer(InnerServer):
         except TimeoutError:
             log.warning("requests that still ran after %gs are cut off", patience)
         self.should_exit = True
-
-
-def _settings(app: object, **more: object) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=LAST_BYTES_SECONDS,
-        **more,  # type: ignore[arg-type]
-    )

@@ -23,6 +23,7 @@ from mlx_parallm.progress import say
 from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.banner import ready_lines
+from mlx_parallm.server.sockets import uvicorn_config
 from mlx_parallm.server.state import Dispatcher, ServerState
 
 log = logging.getLogger(__name__)
@@ -59,19 +60,7 @@ class HttpServer(uvicorn.Server):
         self._app = create_app(runtime, config, dispatcher, self._state)
         cert, key = (None if path is None else str(Path(path).expanduser()) for path in self._certificate)
         super().__init__(
-            uvicorn.Config(
-                self._app,
-                loop="uvloop",
-                http="httptools",
-                ws="none",
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=LAST_BYTES_SECONDS,
-                ssl_certfile=cert,
-                ssl_keyfile=key,
-            )
+            uvicorn_config(self._app, timeout_graceful_shutdown=LAST_BYTES_SECONDS, ssl_certfile=cert, ssl_keyfile=key)
         )
 
     @property

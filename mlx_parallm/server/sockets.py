@@ -1,10 +1,12 @@
-"""The socket that the server listens on, and the certificate that it shows there."""
+"""The socket that the server listens on, the certificate that it shows there, and how uvicorn serves on it."""
 
 import errno
 import socket
 import ssl
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import uvicorn
 
 from mlx_parallm.errors import ConfigError
 
@@ -47,3 +49,18 @@ def check_certificate(cert: str, key: str) -> None:
             f"tls_cert and tls_key: {cert} and {key} are no PEM certificate and its key without a password: "
             f"{error.reason or error}"
         ) from None
+
+
+def uvicorn_config(app: Any, *, lifespan: Literal["on", "off"] = "on", **more: Any) -> uvicorn.Config:
+    """How every HTTP server of ours is run: uvicorn writes no log and installs no handlers of its own."""
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan=lifespan,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        **more,
+    )

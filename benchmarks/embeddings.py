@@ -1,10 +1,12 @@
 """Embeddings beside sentence-transformers on torch, and what they cost the streams of a chat model beside them.
 
     python benchmarks/embeddings.py --peer-python VENV/bin/python [--model FOLDER] [--parts process,http,chat]
+    python benchmarks/embeddings.py --peer-python python --peer-device cuda --model FOLDER --chat-model FOLDER
 
 process: texts per second in batches of 32, tokenising included. http: the same texts from 32 clients, one each, beside
 the peer in process. Rounds of ours and the peer's alternate; medians are compared, and each round's ratio. chat: times
 between tokens of 8 streams, without and while texts are embedded. Without --peer-python only our numbers are shown.
+With --peer-device cuda the peer is transformers' model on torch, in the precision of the folder's weights, as ours is.
 """
 
 import argparse
@@ -46,11 +48,39 @@ for line in sys.stdin:
 """
 
 
-class Peer:
-    """sentence-transformers, in a process and an environment of its own."""
+CUDA_PEER = """
+import json, sys, time
+import torch
+from transformers import AutoModel, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModel.from_pretrained(sys.argv[1], dtype="auto").to("cuda").eval()
+limit = model.config.max_position_embeddings
 
-    def __init__(self, python: str, folder: str) -> None:
-        command = [python, "-W", "ignore", "-c", PEER, folder, str(THREADS)]
+@torch.inference_mode()
+def encode(texts, batch):
+    texts, vectors = sorted(texts, key=len), []
+    for first in range(0, len(texts), batch):
+        some = texts[first : first + batch]
+        inputs = tokenizer(some, padding=True, truncation=True, max_length=limit, return_tensors="pt").to("cuda")
+        mask = inputs["attention_mask"].unsqueeze(-1)
+        states = model(**inputs).last_hidden_state
+        mean = (states * mask).sum(1) / mask.sum(1)
+        vectors.append(torch.nn.functional.normalize(mean.float(), dim=1).cpu().numpy())
+    return vectors
+
+for line in sys.stdin:
+    task = json.loads(line)
+    begun = time.perf_counter()
+    encode(task["texts"], task["batch"])
+    print(json.dumps(time.perf_counter() - begun), flush=True)
+"""
+
+
+class Peer:
+    """torch, in a process and an environment of its own."""
+
+    def __init__(self, python: str, folder: str, device: str) -> None:
+        command = [python, "-W", "ignore", "-c", CUDA_PEER if device == "cuda" else PEER, folder, str(THREADS)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -62,7 +92,7 @@ class Peer:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise UnavailableError("the peer has ended: is sentence-transformers installed for --peer-python?")
+            raise UnavailableError("the peer has ended: are torch and its library installed for --peer-python?")
         return float(answer)
 
     def stop(self) -> None:
@@ -197,7 +227,7 @@ def alternate(ours: Callable[[], float], peer: Callable[[], float] | None, texts
 def show(found: dict[str, Any]) -> bool:
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     table = Table(title="texts per second", title_justify="left")
-    for column in ("", "ours", "sentence-transformers", "ratio of rounds: median (lowest to highest)"):
+    for column in ("", "ours", "torch", "ratio of rounds: median (lowest to highest)"):
         table.add_column(column, justify="right" if column else "left")
     holds = True
     for part, label in {"process": "in process, batches of 32", "http": "over HTTP, 32 clients"}.items():
@@ -228,7 +258,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     texts = sample_texts(args.texts, longest=args.longest)
     model = InProcess(folder)
     found: dict[str, Any] = {"texts": len(texts), "tokens": model.count(texts)}
-    peer = Peer(args.peer_python, folder) if args.peer_python else None
+    peer = Peer(args.peer_python, folder, args.peer_device) if args.peer_python else None
     by_peer = None if peer is None else lambda: peer.seconds(texts, args.batch)
     try:
         if "process" in args.parts:
@@ -254,6 +284,7 @@ def main() -> int:
     add("--model", default="all-MiniLM-L6-v2", help="embedding model: a folder, or one in a wheel (%(default)s)")
     add("--chat-model", help="that streams beside it (default: the embedded model)")
     add("--peer-python", help="interpreter of an environment with torch and sentence-transformers")
+    add("--peer-device", choices=("cpu", "cuda"), default="cpu", help="of the peer (default: %(default)s)")
     add("--parts", type=lambda text: text.split(","), default=["process", "http", "chat"], help="what to measure")
     add("--texts", type=int, default=128, help="of a round (default: %(default)s)")
     add("--longest", type=int, default=200, help="words of a text (default: %(default)s)")

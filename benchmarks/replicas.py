@@ -3,6 +3,7 @@
     python benchmarks/replicas.py overhead [--model FOLDER]   # one replica beside one process
     python benchmarks/replicas.py hits                        # conversations over two replicas, and at random over two
     python benchmarks/replicas.py kills --count 10            # a replica is killed under load, again and again
+    python benchmarks/replicas.py kills --count 60 --every 60 # for an hour, once a minute at random moments
     python benchmarks/replicas.py updates --count 50          # new weights under load; log-probabilities recomputed
 
 Without --model the last three use a tiny random model; `overhead` uses the embedded one. Needs the extra `cluster`.
@@ -30,9 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mlx_parallm.bench import BenchSummary, LoadSpec, run_load
 from mlx_parallm.common_words import WORDS
-from tests.support.replicas import replica_pids, wait_ready
+from tests.support.replicas import processes_below, replica_pids, resident, wait_ready
 from tests.support.servers import ServerProcess, ours, running
 
+MIB = 1 << 20
 TWO = ["--replicas", "2"]
 ONE = ["--share-model", "--replicas", "1"]
 
@@ -167,22 +169,37 @@ def kills(args: argparse.Namespace) -> None:
         model = args.model or tiny_model(folder)
         with running(ours(model, [*TWO, "--no-ssd", "--max-queue-size", "1000"], fork=False)) as server:
             post(server.url, 1, folder)
-            back, outcomes = asyncio.run(kill_under_load(server, args, folder))
+            back, outcomes, held = asyncio.run(kill_under_load(server, args, folder))
     print(f"{args.count} kills; a replica was back after {statistics.median(back):.1f} s (most {max(back):.1f} s)")
     for outcome, count in sorted(outcomes.items()):
         print(f"  {outcome}: {count}")
+    if len(held) >= 8:
+        later = held[len(held) // 2 :]
+        for number, part in enumerate(("front", "replicas", "Ray's processes")):
+            sizes = [sizes[number] / MIB for sizes in later]
+            slope = statistics.linear_regression(range(len(sizes)), sizes).slope
+            print(f"  memory of {part}, second half: {min(sizes):.0f} to {max(sizes):.0f} MiB, {slope:+.2f} a kill")
+
+
+def memory(server: int) -> tuple[int, int, int]:
+    """Bytes of the front, of the replicas, and of Ray's other processes."""
+    replicas = set(replica_pids(server))
+    return resident([server]), resident(replicas), resident(processes_below(server).keys() - replicas - {server})
 
 
 async def kill_under_load(
     server: ServerProcess, args: argparse.Namespace, folder: Path
-) -> tuple[list[float], Counter[str]]:
+) -> tuple[list[float], Counter[str], list[tuple[int, int, int]]]:
     outcomes: Counter[str] = Counter()
     stop = asyncio.Event()
     async with httpx.AsyncClient(timeout=300) as client:
         load = [asyncio.ensure_future(send_until(client, server.url, n, stop, outcomes)) for n in range(args.at_once)]
-        back = []
+        back, held = [], []
+        begun = time.monotonic()
         for number in range(args.count):
-            await asyncio.sleep(1.0)
+            moment = (number + random.Random(number).random()) * args.every  # within the kill's own stretch of time
+            await asyncio.sleep(max(1.0, begun + moment - time.monotonic()))
+            held.append(memory(server.process.pid))
             victims = replica_pids(server.process.pid)
             assert len(victims) == 2, victims
             os.kill(random.Random(number).choice(victims), signal.SIGKILL)
@@ -191,12 +208,14 @@ async def kill_under_load(
             await asyncio.to_thread(post, server.url, version, folder)
             back.append(await asyncio.to_thread(wait_ready, server.url, 2))
             assert versions(server.url) == {version}, versions(server.url)
+            sizes = "/".join(str(size // MIB) for size in held[-1])
             print(
-                f"kill {number + 1}: back after {back[-1]:.1f} s with version {version}; {dict(outcomes)}", flush=True
+                f"kill {number + 1}: back after {back[-1]:.1f} s with version {version}; {sizes} MiB; {dict(outcomes)}",
+                flush=True,
             )
         stop.set()
         await asyncio.gather(*load)
-    return back, outcomes
+    return back, outcomes, held
 
 
 async def send_until(
@@ -351,6 +370,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--count", type=int, default=10, help="kills or updates")
+    parser.add_argument("--every", type=float, default=0, help="seconds from kill to kill, about; default: at once")
     parser.add_argument("--talks", type=int, default=100)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--at-once", type=int, default=8, help="requests in flight")

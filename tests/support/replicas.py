@@ -1,13 +1,15 @@
 """The replicas of a running server, as processes of this machine."""
 
+import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
 
 
-def replica_pids(server: int) -> list[int]:
-    """Processes of Ray's with an engine in them, below a server's own. Linux."""
+def processes_below(server: int) -> dict[int, str]:
+    """A server's process and those started by it, with their command lines. Linux."""
     parents, names = {}, {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -16,7 +18,23 @@ def replica_pids(server: int) -> list[int]:
                 names[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except (OSError, IndexError, ValueError):
                 continue
-    return [pid for pid, name in names.items() if "ServeReplica" in name and _is_below(pid, server, parents)]
+    return {pid: name for pid, name in names.items() if _is_below(pid, server, parents)}
+
+
+def replica_pids(server: int) -> list[int]:
+    """Processes of Ray's with an engine in them, below a server's own."""
+    return [pid for pid, name in processes_below(server).items() if "ServeReplica" in name]
+
+
+def resident(pids: Iterable[int]) -> int:
+    """Bytes of memory that processes hold; what they share is counted once for each."""
+    total = 0
+    for pid in pids:
+        try:
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:  # it has ended
+            continue
+    return total
 
 
 def _is_below(pid: int, ancestor: int, parents: dict[int, int]) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ParallmError
+from mlx_parallm.errors import ModelNotFoundError, ParallmError, UnavailableError
 from mlx_parallm.models.kinds import kind_of
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.types import ModelState, ModelStatus
@@ -51,6 +51,13 @@ class PoolEntry:
         for path in sorted(paths, key=len, reverse=True):
             message = message.replace(path, repr(self.name))
         return message
+
+    def failure(self) -> ParallmError:
+        """What a request for it gets once it has failed: no flag or folder promises a model that is not `lasting`."""
+        assert self.error is not None
+        kind = UnavailableError if self.lasting else ModelNotFoundError
+        message = f"{self.name!r} can't be loaded: {self.error.message}; POST /v1/models/load tries again"
+        return kind(message, code="model_failed")
 
     def wake(self, error: BaseException | None) -> None:
         """Tells all that wait: each of them uses it from now on, or gets the reason why it can't."""

@@ -110,7 +110,7 @@ class ModelPool:
                 entry.users += 1
                 future.set_result(None)
             elif entry.error is not None:
-                raise _failure(entry)
+                raise entry.failure()
             else:
                 if len(entry.waiting) >= self._config.batch.max_queue_size:
                     raise QueueFullError(f"{len(entry.waiting)} requests wait for {name!r} to load; try again later")
@@ -289,7 +289,7 @@ class ModelPool:
                 entry.wake(error)
             else:
                 entry.status, entry.error = "failed", error
-                entry.wake(_failure(entry))
+                entry.wake(entry.failure())
             self._changed.notify_all()
 
     def _unload(self, entry: PoolEntry, timeout: float, cut_off: bool) -> bool:
@@ -385,10 +385,3 @@ class ModelPool:
                 entry.status = "unloading"
                 self._jobs.submit(self._unload, entry, 0.0, False)
         return min(waits)
-
-
-def _failure(entry: PoolEntry) -> UnavailableError:
-    assert entry.error is not None
-    return UnavailableError(
-        f"{entry.name!r} can't be loaded: {entry.error.message}; POST /v1/models/load tries again", code="model_failed"
-    )

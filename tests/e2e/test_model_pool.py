@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,6 +114,23 @@ def test_what_can_not_be_loaded_is_refused(
     assert "new" not in statuses(client)
     assert ask(client, "new").status_code == 404
     assert ask(client, "second").status_code == 200
+
+
+def test_a_name_that_only_a_failed_load_gave_is_not_found(client: httpx.Client) -> None:
+    """No 5xx: nothing is wrong with the server."""
+    body = {"model": "new", "path": "/nowhere/else", "wait": False}
+    assert client.post("/v1/models/load", json=body).status_code == 200
+    for _ in range(100):
+        if statuses(client)["new"] == "failed":
+            break
+        time.sleep(0.1)
+    answer = ask(client, "new")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_failed"), answer.text
+    assert "POST /v1/models/load tries again" in answer.json()["error"]["message"]
+    assert client.post("/v1/models/load", json=body | {"wait": True}).status_code == 400
+    assert client.post("/v1/models/unload", json={"model": "new"}).status_code == 200
+    assert "new" not in statuses(client)
+    assert ask(client, "new").json()["error"]["code"] == "model_not_found"
 
 
 def test_memory_comes_back(server: ServerProcess, client: httpx.Client, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class PoolRoutes:
         if body.wait:
             try:
                 await asyncio.wrap_future(loading)
-            except UnavailableError as error:
+            except (UnavailableError, ModelNotFoundError) as error:
                 if error.code != "model_failed":
                     raise
                 if body.path is None:

@@ -32,6 +32,15 @@ def test_vectors_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
     assert together.dtype == np.float32
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_that_only_pad_a_batch_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_parallm.models.padding.device_kind", lambda: "cuda")
+    model = embedding.load(write_model(tmp_path, name))
+    for count in (1, 3, len(TEXTS)):
+        found = vectors_of(model, TEXTS[:count])
+        np.testing.assert_allclose(found, VECTORS[name][:count], atol=1e-4, rtol=1e-4)
+
+
 def test_prompts_stand_before_a_text(tmp_path: Path) -> None:
     model = embedding.load(write_model(tmp_path, "qwen"))
     assert dict(model.info.prompts) == {"query": "hot word ", "document": ""}

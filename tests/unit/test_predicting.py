@@ -131,9 +131,33 @@ def test_a_host_that_stops_leaves_nobody_waiting(model: LocalPredictor, lengths:
 
 
 def test_a_batch_is_as_long_as_the_step_may_take(model: LocalPredictor, lengths: Lengths) -> None:
-    model._speed = 40.0  # ten of cost one in a quarter of a second
+    model._speed, model._quickest = 40.0, 0.01  # ten of cost one in a quarter of a second
     lengths.gate.clear()
     calls = [model.predict(["x"]) for _ in range(4)]
     lengths.gate.set()
     wait(calls, 10)
     assert all(len(batch) <= 10 for batch in lengths.batches)
+
+
+class Impatient(PredictThread):
+    slice_seconds = 0.001
+
+
+class SlowToLaunch(Lengths):
+    """As on a GPU, where launching the kernels takes longer than a step may, whatever the batch."""
+
+    def predict(self, batch: Sequence[Any]) -> list[Any]:
+        time.sleep(0.004)
+        return super().predict(batch)
+
+
+def test_batches_grow_where_their_time_does_not() -> None:
+    host, lengths = Impatient(), SlowToLaunch()
+    try:
+        model = LocalPredictor(lengths, host, max_queue_size=4)
+        model._speed, model._quickest = 1 / 0.004, 0.004  # a batch of one took four milliseconds
+        assert model.predict(["x"] * 500).result(10) == [1] * 500
+    finally:
+        host.stop()
+    assert max(map(len, lengths.batches)) >= 32
+    assert len(lengths.batches) < 100

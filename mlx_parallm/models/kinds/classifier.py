@@ -15,16 +15,15 @@ from numpy.typing import NDArray
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.decoders import DecoderStates, load_decoder
-from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.encoders import Encoder, is_encoder, load_encoder
 from mlx_parallm.models.encoders.weights import Settings, Weights
 from mlx_parallm.models.heads import Backbone, ClassificationHead, load_head
 from mlx_parallm.models.kinds import Predictor
+from mlx_parallm.models.padding import padded_shape
 from mlx_parallm.models.sentence import module_kind
 from mlx_parallm.models.text_tokenizer import TokenizerConfig, text_tokenizer
 from mlx_parallm.types import ClassifierInfo, TextTokens
 
-LENGTH_STEP = 16  # on a GPU, batches are padded to a multiple of this: new shapes cost time there
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 Problem = Literal["single_label", "multi_label", "regression"]
 Activation = Literal["softmax", "sigmoid", "identity"]
@@ -73,7 +72,6 @@ class Classifier(Predictor):
     def __init__(self, settings: Settings, backbone: Backbone, head: ClassificationHead, per_token: bool) -> None:
         mx.eval(head.arrays())
         self._backbone, self._head = backbone, head
-        self._step = 1 if device_kind() == "cpu" else LENGTH_STEP
         self.tokenizer = text_tokenizer(settings.folder)
         text = TokenizerConfig.of(settings.folder)
         problem, activation = _problem(settings, head.labels)
@@ -100,14 +98,16 @@ class Classifier(Predictor):
     def predict(self, batch: Sequence[TextTokens]) -> list[NDArray[np.float32]]:
         lengths = [len(item.tokens) for item in batch]
         self._check(batch, lengths)
-        longest = min(-(-max(lengths) // self._step) * self._step, self._backbone.max_length)
-        tokens, segments = np.zeros((2, len(batch), longest), dtype=np.int32)
+        rows, longest = padded_shape(len(batch), max(lengths), self._backbone.max_length)
+        lengths += [1] * (rows - len(batch))
+        tokens, segments = np.zeros((2, rows, longest), dtype=np.int32)
         for row, item in enumerate(batch):
             tokens[row, : lengths[row]] = item.tokens
             if item.segments is not None:
                 segments[row, : lengths[row]] = item.segments
         logits = to_numpy(self._forward(mx.array(tokens), mx.array(segments), mx.array(lengths)))
-        return [row[:length] if self.info.per_token else row for row, length in zip(logits, lengths, strict=True)]
+        answers = zip(logits[: len(batch)], lengths, strict=False)
+        return [row[:length] if self.info.per_token else row for row, length in answers]
 
     def _check(self, batch: Sequence[TextTokens], lengths: Sequence[int]) -> None:
         """Before anything is computed: an id outside the table would read other memory."""

@@ -16,14 +16,13 @@ import numpy as np
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.decoders import DecoderStates, load_decoder
-from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.encoders import Encoder, Settings, is_encoder, load_encoder
 from mlx_parallm.models.kinds import Predictor
+from mlx_parallm.models.padding import padded_shape
 from mlx_parallm.models.sentence import SentenceFolder, module_kind, modules_of, normalized, pool, read_sentence_folder
 from mlx_parallm.models.text_tokenizer import text_tokenizer
 from mlx_parallm.types import EmbeddingInfo
 
-LENGTH_STEP = 16  # on a GPU, batches are padded to a multiple of this: new shapes cost time there
 CHAT_MODELS = ("LMHead", "ChatGLM")  # which are called models, and have a head
 TASK_HEADS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice")
 
@@ -60,7 +59,6 @@ class Embedder(Predictor):
     ) -> None:
         self._states = states
         self._sentence = sentence
-        self._step = 1 if device_kind() == "cpu" else LENGTH_STEP
         self.tokenizer = text_tokenizer(sentence.transformer, sentence.lower_case)
         size = states.hidden_size * len(sentence.modes)
         for dense in sentence.dense:
@@ -89,15 +87,16 @@ class Embedder(Predictor):
     def predict(self, batch: Sequence[Sequence[int]]) -> list[Any]:
         lengths = [len(tokens) for tokens in batch]
         self._check(batch, lengths)
-        longest = min(-(-max(lengths) // self._step) * self._step, self._states.max_length)
-        tokens = np.zeros((len(batch), longest), np.int32)
+        rows, longest = padded_shape(len(batch), max(lengths), self._states.max_length)
+        lengths += [1] * (rows - len(batch))
+        tokens = np.zeros((rows, longest), np.int32)
         for row, ids in enumerate(batch):
             tokens[row, : len(ids)] = ids
         mask = np.arange(longest) < np.array(lengths, np.int32)[:, None]
         x = pool(self._states(mx.array(tokens), mx.array(mask)), lengths, self._sentence.modes)
         for dense in self._sentence.dense:
             x = dense(x)
-        return list(to_numpy(normalized(x) if self._sentence.normalize else x))
+        return list(to_numpy(normalized(x) if self._sentence.normalize else x))[: len(batch)]
 
     def _check(self, batch: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         """Before anything is computed: an id outside the table would read other memory."""

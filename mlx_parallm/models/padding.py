@@ -1,0 +1,15 @@
+"""Shapes of batches of texts. New shapes cost time on a GPU, so that batches are padded to a few of them there."""
+
+from mlx_parallm.models.device import device_kind
+
+LENGTH_STEP = 16
+
+
+def padded_shape(rows: int, longest: int, max_length: int) -> tuple[int, int]:
+    """Rows and length of a batch. CUDA keeps a graph per shape, and takes tens of milliseconds to make one: there the
+    number of rows is a power of two."""
+    kind = device_kind()
+    if kind == "cpu":
+        return rows, longest
+    length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, max_length)
+    return 1 << (rows - 1).bit_length() if kind == "cuda" else rows, length

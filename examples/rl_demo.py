@@ -2,6 +2,7 @@
 
     make rl-demo            # a few words, as many as were asked for: ten minutes on two cores
     make rl-demo-long       # sums of two numbers
+    make rl-demo ARGS="--connect-to 127.0.0.1:8000"   # the answers come from a server, or from the replicas behind it
 
 Every run is an adapter of its own over one model in one engine. Before and after it the policy answers held-out
 problems greedily. The placebos are a learning rate of 0, and rewards that go to other answers of their group. Writes
@@ -12,6 +13,7 @@ import argparse
 import statistics
 import sys
 import time
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from mlx_parallm.training.environments import make_task_sampler
 from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.loop import Loop
+from mlx_parallm.training.remote import RemotePolicy
 from mlx_parallm.training.report import LOG, PLOT, Progress, plot
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
@@ -52,6 +55,7 @@ def parse_args() -> argparse.Namespace:
     add("--seeds", type=int, default=3)
     add("--held-out", type=int, default=24)
     add("--eval-every", type=int, default=0)
+    add("--connect-to", metavar="HOST:PORT", help="a server of the same model that draws the answers (default: none)")
     add("--out", type=Path, default=Path("rl-demo"))
     return parser.parse_args()
 
@@ -62,8 +66,7 @@ class Demo:
         self._engine = start_engine(partial(load, None, name="model"), ServeConfig.of(ssd=False), deliver)
         ledger = Ledger()
         self._engine.recorder = ledger
-        rollouts = Rollouts(self._engine, ledger, 32)
-        self._sampler = make_task_sampler(self._engine, rollouts, Rewards(), find_task(args.task))
+        self._rollouts = Rollouts(self._engine, ledger, 32)
 
     def run(self, name: str, seed: int, learning_rate: float, shuffled: bool = False) -> tuple[float, float]:
         """Held-out scores before and after."""
@@ -83,8 +86,15 @@ class Demo:
             seed=seed,
         )
         (args.out / name / LOG).unlink(missing_ok=True)
-        with Progress(args.out / name, steps, name) as progress:
-            reports = Loop(session, self._sampler, settings, progress.on_step).run()
+        with ExitStack() as stack:
+            remote = None
+            if args.connect_to:
+                remote = stack.enter_context(closing(RemotePolicy(args.connect_to, max_staleness=0)))
+                session.publish_to(remote, remote.newest(name))
+            source = remote or self._rollouts
+            sampler = make_task_sampler(self._engine, source, Rewards(), find_task(args.task))
+            progress = stack.enter_context(Progress(args.out / name, steps, name))
+            reports = Loop(session, sampler, settings, progress.on_step).run()
         self._engine.adapters.unload(name)
         held_out = [one.held_out for one in reports if one.held_out is not None]
         return held_out[0], held_out[-1]

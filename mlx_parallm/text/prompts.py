@@ -6,6 +6,7 @@ The server calls this from its request path and its worker threads; every method
 import hashlib
 import json
 import threading
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ class Prompts:
             self._check_length(text, limit, "prompt")
             prompt = Prompt(self._tokenise(text, add_special_tokens))
             self._cache.put(key + text.encode("utf-8", "surrogatepass"), prompt)
-        return list(prompt.tokens)
+        return prompt.tokens
 
     def chat(self, conversation: Conversation, *, add_special_tokens: bool = False, limit: int | None = None) -> Prompt:
         """`limit` as for `encode`."""
@@ -104,7 +105,7 @@ class Prompts:
             self._check_length(text, limit, "messages")
             prompt = Prompt(self._tokenise(text, add_special_tokens), self._ends_inside_thinking(text))
             self._cache.put(key, prompt)
-        return Prompt(list(prompt.tokens), prompt.inside_thinking)
+        return prompt
 
     def beginning(self) -> list[int]:
         """What the template puts before every conversation: the tokens that two different ones have in common."""
@@ -188,32 +189,34 @@ def _fast_backend(tokenizer: TokenizerWrapper) -> Any:
 
 
 class _Cache:
-    """Least recently used prompts, by the digest of what they were made from, up to a number of tokens."""
+    """Least recently used prompts, by the digest of what they were made from, up to a number of tokens of 4 bytes."""
 
     def __init__(self, capacity: int = 500_000) -> None:
         self._capacity = capacity
         self._size = 0
-        self._entries: OrderedDict[bytes, Prompt] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[array[int], bool]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> Prompt | None:
         digest = hashlib.blake2b(key, digest_size=16).digest()
         with self._lock:
-            prompt = self._entries.get(digest)
-            if prompt is not None:
-                self._entries.move_to_end(digest)
-            return prompt
+            entry = self._entries.get(digest)
+            if entry is None:
+                return None
+            self._entries.move_to_end(digest)
+        tokens, inside_thinking = entry
+        return Prompt(tokens.tolist(), inside_thinking)
 
     def put(self, key: bytes, prompt: Prompt) -> None:
         digest = hashlib.blake2b(key, digest_size=16).digest()
         with self._lock:
             if digest in self._entries:
                 return
-            self._entries[digest] = prompt
+            self._entries[digest] = array("I", prompt.tokens), prompt.inside_thinking
             self._size += len(prompt.tokens)
             while self._size > self._capacity:
-                _, oldest = self._entries.popitem(last=False)
-                self._size -= len(oldest.tokens)
+                _, (oldest, _) = self._entries.popitem(last=False)
+                self._size -= len(oldest)
 
 
 def _reads_parts_alone(tokenizer: TokenizerWrapper, template: str) -> bool:

@@ -8,7 +8,8 @@ which frees its row.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +17,22 @@ import aiohttp
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
+from xxhash import xxh3_64_intdigest
 from yarl import URL
 
 from mlx_parallm.cluster.affinity import PromptPrefix
-from mlx_parallm.cluster.links import PREFIX_HEADER, SECRET_HEADER, pack_hashes
+from mlx_parallm.cluster.dashboard import send_merged
+from mlx_parallm.cluster.links import PREFIX_HEADER, SECRET_HEADER, login_secret, pack_hashes
 from mlx_parallm.cluster.members import Member, Members
 from mlx_parallm.cluster.prompts import STICKY, PromptDigest, prompt_digest
 from mlx_parallm.cluster.views import VIEWS, View
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ParallmError, PayloadTooLargeError, UnavailableError
-from mlx_parallm.server.access import UPLOAD_PATHS, is_audited
+from mlx_parallm.server.access import UPLOAD_PATHS, AccessControl, is_audited
 from mlx_parallm.server.disconnect import client_left
 from mlx_parallm.server.error_shapes import Failure, error_body, is_anthropic
 from mlx_parallm.server.errors import JSONResponse, error_response
-from mlx_parallm.server.logins import COOKIE
+from mlx_parallm.server.keys import KeyRing
 from mlx_parallm.server.middleware import usable_request_id
 from mlx_parallm.server.models import BASE, DEFAULT
 
@@ -40,8 +43,6 @@ HOP_HEADERS = frozenset(
     {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"expect", b"upgrade", b"date", b"server"}
 )
 LARGEST_HASHED = 8 << 20  # bytes of a body; a larger one goes where there is least to do
-# A sign-in is known to one replica: whoever has one, and who is about to, is sent there.
-SIGNED_IN = PromptDigest(PromptPrefix([0], [STICKY]), None)
 LOST = (aiohttp.ClientError, ConnectionError, OSError)
 
 
@@ -78,6 +79,7 @@ class Front:
         self._members = members
         self._limit = config.http.max_body_size
         self._secret = secret
+        self._access = AccessControl(KeyRing.of(config), login_secret=login_secret(secret))
         self._everywhere = frozenset({DEFAULT, BASE, *config.named_models()})  # models that every replica has
 
     async def open(self) -> None:
@@ -124,22 +126,35 @@ class Front:
             return
         if self.draining:
             raise UnavailableError("the server is shutting down")
-        view = VIEWS.get(scope["path"]) if scope["method"] == "GET" else None
+        view = VIEWS.get((scope["method"], scope["path"]))
         if view is not None:
             await self._view(view, scope, receive, send)
             return
+        if scope["path"] == "/dashboard/events" and scope["method"] == "GET":
+            await self._while_connected(self._events(scope, send), receive)
+            return
         headers = Headers(scope=scope)
         if scope["path"] in UPLOAD_PATHS:  # may be large: its key is asked for before it is read
-            exchange = Exchange(scope, _incoming(receive), PromptDigest(PromptPrefix(), None), send)
-            await self._pass_on(exchange)
+            digest = self._counted(scope, headers) or PromptDigest(PromptPrefix(), None)
+            await self._pass_on(Exchange(scope, _incoming(receive), digest, send))
             return
         body = await self._read(receive)
         tenant = headers.get("authorization", headers.get("x-api-key", "")).encode()
         hashed = scope["method"] == "POST" and len(body) <= LARGEST_HASHED
         digest = prompt_digest(body, tenant, self._everywhere) if hashed else PromptDigest(PromptPrefix(), None)
-        if scope["path"].startswith("/dashboard") or COOKIE in headers.get("cookie", ""):
-            digest = SIGNED_IN
-        work = asyncio.ensure_future(self._pass_on(Exchange(scope, body, digest, send)))
+        digest = self._counted(scope, headers) or digest
+        await self._while_connected(self._pass_on(Exchange(scope, body, digest, send)), receive)
+
+    def _counted(self, scope: Scope, headers: Headers) -> PromptDigest | None:
+        """Where a key with limits goes: always to one replica, which counts all that it uses. None: it has none."""
+        self._access.ring.refresh()
+        key = self._access.find(scope["method"], headers)
+        if key is None or not key.limits:
+            return None
+        return PromptDigest(PromptPrefix([xxh3_64_intdigest(key.identity.encode())], [STICKY]), None)
+
+    async def _while_connected(self, answering: Coroutine[Any, Any, None], receive: Receive) -> None:
+        work = asyncio.ensure_future(answering)
         watcher = asyncio.ensure_future(client_left(receive))
         try:
             await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -191,19 +206,22 @@ class Front:
         reason = self._members.failure
         return "no replica is ready" + ("" if reason is None else f": {reason}")
 
-    async def _exchange(self, exchange: Exchange, member: Member) -> None:
+    def _request(self, exchange: Exchange, member: Member) -> Any:
+        """The request to a replica, not sent yet: aiohttp's context manager."""
         assert self.session is not None
         scope = exchange.scope
         path = scope.get("raw_path") or scope["path"].encode()
         query = scope["query_string"]
         url = URL(member.url + (path + (b"?" + query if query else b"")).decode("latin-1"), encoded=True)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self._headers(exchange)]
-        connected = False
+        return self.session.request(
+            scope["method"], url, headers=headers, data=exchange.body or None, allow_redirects=False
+        )
+
+    async def _exchange(self, exchange: Exchange, member: Member) -> None:
+        scope, connected = exchange.scope, False
         try:
-            sent = self.session.request(
-                scope["method"], url, headers=headers, data=exchange.body or None, allow_redirects=False
-            )
-            async with sent as answer:
+            async with self._request(exchange, member) as answer:
                 connected = True
                 await self._copy(exchange, answer)
         except LOST as error:
@@ -287,6 +305,26 @@ class Front:
         headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    async def _events(self, scope: Scope, send: Send) -> None:
+        """The dashboard's event stream of all replicas as one; where one refuses, so does the front."""
+        exchange = Exchange(scope, b"", PromptDigest(PromptPrefix(), None), send)
+        async with AsyncExitStack() as stack:
+            answers: dict[str, aiohttp.ClientResponse] = {}
+            for member in self._members.ready:
+                try:
+                    answer = await stack.enter_async_context(self._request(exchange, member))
+                except LOST:
+                    continue
+                if answer.status != 200:
+                    await self._copy(exchange, answer)
+                    return
+                answers[member.name] = answer
+            if not answers:
+                raise UnavailableError(self._why_none(set()))
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send_merged(answers, send, lambda: {one.name for one in self._members.ready} == answers.keys(), LOST)
 
     async def _ask(self, exchange: Exchange, member: Member) -> "Asked | None":
         kept: list[Message] = []

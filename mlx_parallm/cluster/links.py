@@ -3,6 +3,7 @@
 The secret is made anew at each start and reaches replicas through Ray. Nothing else is answered on their ports.
 """
 
+import hashlib
 import hmac
 import secrets
 from typing import Any
@@ -57,3 +58,8 @@ def read_error(body: bytes) -> ParallmError:
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return ParallmError(body.decode(errors="replace")[:500] or "no answer")
     return error
+
+
+def login_secret(secret: str) -> bytes:
+    """What replicas sign sessions of browsers with, so that one holds on all of them."""
+    return hashlib.sha256(b"logins of " + secret.encode()).digest()

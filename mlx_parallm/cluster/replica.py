@@ -29,6 +29,7 @@ from mlx_parallm.cluster.links import (
     PREFIX_HEADER,
     REPORT_SECONDS,
     knows_secret,
+    login_secret,
     pack_hashes,
     read_error,
     secret_headers,
@@ -204,7 +205,8 @@ class Replica:
         self._runtime = runtime = start(config, dispatcher)
         runtime.pool.on_failure = self._on_failure
         seen = cast(RuntimeClient, ReplicatedRuntime(runtime, self._front.propose))
-        self._gate = Gate(create_app(seen, config, dispatcher, self._draining), self._secret, self)
+        app = create_app(seen, config, dispatcher, self._draining, login_secret(self._secret))
+        self._gate = Gate(app, self._secret, self)
         self._listen(self._gate)
         gc.collect()
         gc.freeze()

@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 
+from mlx_parallm.cluster.dashboard import whole_snapshot
+
 Answers = Mapping[str, bytes]  # by replica
 View = Callable[[Answers, Sequence[tuple[bytes, bytes]]], bytes]
 
@@ -90,9 +92,43 @@ def models(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     return orjson.dumps({**whole, "data": list(entries.values())})
 
 
-VIEWS: dict[str, View] = {
-    "/metrics": metrics,
-    "/debug/metrics": whole_and_parts,
-    "/v1/models": models,
-    "/models": models,
+def first(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Of what all replicas are told, and answer alike."""
+    return next(iter(answers.values()))
+
+
+def snapshot(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    return orjson.dumps(whole_snapshot({replica: orjson.loads(body) for replica, body in answers.items()}))
+
+
+def _newest(name: str) -> View:
+    """The lists under that name, the newest first, each entry with its replica."""
+
+    def view(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+        whole: dict[str, Any] = {}
+        entries: list[dict[str, Any]] = []
+        for replica, body in answers.items():
+            found = orjson.loads(body)
+            whole = {**found, **whole, "adapters": _union(whole.get("adapters"), found.get("adapters"))}
+            entries += [{**entry, "replica": replica} for entry in found[name]]
+        entries.sort(key=lambda entry: entry["time"], reverse=True)
+        return orjson.dumps({key: value for key, value in whole.items() if value is not None} | {name: entries})
+
+    return view
+
+
+def _union(*names: list[str] | None) -> list[str] | None:
+    known = [one for one in names if one is not None]
+    return list(dict.fromkeys(name for one in known for name in one)) if known else None
+
+
+VIEWS: dict[tuple[str, str], View] = {
+    ("GET", "/metrics"): metrics,
+    ("GET", "/debug/metrics"): whole_and_parts,
+    ("GET", "/v1/models"): models,
+    ("GET", "/models"): models,
+    ("GET", "/dashboard/snapshot"): snapshot,
+    ("GET", "/dashboard/requests"): _newest("requests"),
+    ("GET", "/dashboard/rollouts"): _newest("groups"),
+    ("POST", "/dashboard/logout"): first,
 }

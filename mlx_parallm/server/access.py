@@ -104,21 +104,37 @@ class AccessControl:
     ring: KeyRing
     rates: RateLimits = field(default_factory=RateLimits)
     audit: AuditLog | None = None
+    login_secret: bytes | None = None  # that replicas have in common, so that a session holds on all of them
     logins: Logins = field(init=False)
 
     def __post_init__(self) -> None:
-        self.logins = Logins(self.ring)
+        self.logins = Logins(self.ring) if self.login_secret is None else Logins(self.ring, self.login_secret)
 
     @classmethod
-    def of(cls, config: ServeConfig) -> "AccessControl":
+    def of(cls, config: ServeConfig, login_secret: bytes | None = None) -> "AccessControl":
         path = config.http.audit_log
-        return cls(KeyRing.of(config), audit=None if path is None else AuditLog(Path(path).expanduser()))
+        audit = None if path is None else AuditLog(Path(path).expanduser())
+        return cls(KeyRing.of(config), audit=audit, login_secret=login_secret)
 
     def reload(self) -> None:
         """On SIGHUP."""
         self.ring.reload()
         if self.audit is not None:
             self.audit.reopen()
+
+    def find(self, method: str, headers: Headers) -> Key | None:
+        """The key that a request brings: in a header, or by the cookie of a login where it has none in a header."""
+        secrets = _secrets(headers)
+        found = [key for secret in secrets if (key := self.ring.find(secret)) is not None]
+        return found[0] if found else None if secrets else self._signed_in(method, headers)
+
+    def _signed_in(self, method: str, headers: Headers) -> Key | None:
+        """By the cookie of a login, which counts for pages of this very server, whatever other pages may call it."""
+        origin = headers.get("origin")
+        if method in CHANGING_METHODS and origin is not None and not is_own_origin(origin, headers.get("host", "")):
+            return None
+        token = session_token(headers)
+        return None if token is None else self.logins.find(token)
 
     def caller(self, key: Key) -> Caller:
         return Caller(key, self.rates.usage(key) if key.limits else None)
@@ -173,14 +189,12 @@ class Authentication:
     def _identify(self, scope: Scope) -> tuple[Caller, ParallmError | None]:
         """Who calls, and why not."""
         needed, headers = role_needed(scope["path"]), Headers(scope=scope)
-        secrets = _secrets(headers)
-        found = [key for secret in secrets if (key := self._access.ring.find(secret)) is not None]
-        key = found[0] if found else None if secrets else self._signed_in(scope["method"], headers)
+        key = self._access.find(scope["method"], headers)
         scope["is_admin"] = not self._access.ring.guards("admin") or (key is not None and key.may("admin"))
         caller = ANYBODY if key is None else self._access.caller(key)
         if needed is None or not self._access.ring.guards(needed):
             return caller, None
-        if key is None and not secrets:
+        if key is None and not _secrets(headers):
             return caller, AuthenticationError("this server needs a key: send it as 'Authorization: Bearer KEY'")
         if key is None:
             return caller, AuthenticationError("the key is wrong")
@@ -189,14 +203,6 @@ class Authentication:
             article = "an" if needed == "admin" else "a"
             return caller, PermissionDeniedError(f"this route needs {article} {needed} key: {flag}")
         return caller, None
-
-    def _signed_in(self, method: str, headers: Headers) -> Key | None:
-        """By the cookie of a login, which counts for pages of this very server, whatever other pages may call it."""
-        origin = headers.get("origin")
-        if method in CHANGING_METHODS and origin is not None and not is_own_origin(origin, headers.get("host", "")):
-            return None
-        token = session_token(headers)
-        return None if token is None else self._access.logins.find(token)
 
 
 def _secrets(headers: Headers) -> list[str]:

@@ -37,10 +37,15 @@ RATE_HEADERS = [
 
 
 def create_app(
-    runtime: RuntimeClient, config: ServeConfig, dispatcher: Dispatcher, state: ServerState | None = None
+    runtime: RuntimeClient,
+    config: ServeConfig,
+    dispatcher: Dispatcher,
+    state: ServerState | None = None,
+    login_secret: bytes | None = None,
 ) -> FastAPI:
-    """Over models that have started; their deltas come through `dispatcher`."""
-    access, state = AccessControl.of(config), state or ServerState()
+    """Over models that have started; their deltas come through `dispatcher`. `login_secret`: of several such
+    applications that are one to their clients."""
+    access, state = AccessControl.of(config, login_secret), state or ServerState()
     middleware, tokenizers = _middleware(config, access, state), TokenizerPool(media=_media(config))
     models = ModelTable(runtime, config.batch.request_timeout_seconds or None)
     service = GenerationService(models, config, tokenizers, runtime.training)

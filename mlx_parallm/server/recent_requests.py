@@ -28,7 +28,7 @@ class AnswerSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentRequest:
-    number: int  # one more than that of the request which ended before it
+    number: int  # grows: microseconds since the epoch, so that those of several servers can be told apart
     time: float  # when it ended, in seconds since the epoch
     request_id: str
     method: str
@@ -50,19 +50,19 @@ class RecentRequests:
 
     def __init__(self, most: int = MAX_REQUESTS) -> None:
         self._requests: deque[RecentRequest] = deque(maxlen=most)  # the oldest first
-        self._count = 0
+        self._last = 0  # number
 
     def note(self, scope: Scope, status: int, started: float) -> None:
         """One that began at `started`, by time.perf_counter, and has ended now."""
         if scope["method"] in READING:
             return
-        self._count += 1
+        self._last = max(self._last + 1, time.time_ns() // 1000)
         summarise: Callable[[], AnswerSummary] | None = scope.get("summary")
         answer = None if summarise is None else summarise()
         first = None if answer is None else answer.first_token_at
         self._requests.append(
             RecentRequest(
-                number=self._count,
+                number=self._last,
                 time=time.time(),
                 request_id=scope["request_id"],
                 method=scope["method"],

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -26,8 +27,17 @@ PROMPT = {"model": "default", "prompt": "the king and the", "max_tokens": 8, "te
 
 
 @pytest.fixture(scope="module")
-def two(tiny_folder: Path) -> Iterator[ServerProcess]:
+def limited_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.json"
+    path.write_text(json.dumps({"keys": [{"name": "few", "key": "few-requests", "requests_per_minute": 6}]}))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def two(tiny_folder: Path, limited_key: Path) -> Iterator[ServerProcess]:
     flags = ["--replicas", "2", "--no-ssd", "--api-key", "user", "--admin-key", "admin"]
+    flags += ["--keys-file", str(limited_key)]
     with running(ours(str(tiny_folder), flags, fork=False)) as server:
         yield server
 
@@ -50,6 +60,49 @@ def each(client: httpx.Client, name: str) -> list[float]:
     """A metric of each replica."""
     lines = client.get("/metrics").text.splitlines()
     return [float(line.split()[-1]) for line in lines if line.startswith(f"mlx_parallm_replica_{name}{{")]
+
+
+def test_limits_of_a_key_are_those_of_all_replicas_together(two: ServerProcess, client: httpx.Client) -> None:
+    def ask(number: int) -> int:
+        headers = {"Authorization": "Bearer few-requests"}
+        body = {**PROMPT, "prompt": f"{number} different words"}
+        return httpx.post(f"{two.url}/v1/completions", json=body, headers=headers, timeout=60).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(16)))
+    assert sorted(found) == [200] * 6 + [429] * 10
+
+
+def test_the_dashboard_shows_all_replicas(two: ServerProcess, client: httpx.Client) -> None:
+    """To somebody who has signed in, on whichever replica that was; signing out holds on all."""
+    for number in range(6):
+        text_of(client, prompt=f"story number {number}, which is")
+    with httpx.Client(base_url=two.url, timeout=60) as browser:
+        assert browser.get("/dashboard/snapshot").status_code == 401
+        assert browser.get("/dashboard/events").status_code == 401
+        assert browser.get("/dashboard").status_code == 200
+        assert browser.post("/dashboard/login", json={"key": "admin"}).status_code == 200
+        snapshot = browser.get("/dashboard/snapshot").json()
+        parts = snapshot["replicas"].values()
+        assert len(parts) == 2
+        assert snapshot["totals"]["requests"] == sum(part["requests"] for part in parts) >= 6
+        assert snapshot["slots"] == sum(part["slots"] for part in parts)
+        notes = browser.get("/dashboard/requests").json()["requests"]
+        assert len({note["replica"] for note in notes}) == 2
+        assert [note["time"] for note in notes] == sorted((note["time"] for note in notes), reverse=True)
+        newer = browser.get("/dashboard/requests", params={"after": notes[2]["number"]}).json()["requests"]
+        assert [note["number"] for note in newer][-2:] == [note["number"] for note in notes[:2]]
+        with browser.stream("GET", "/dashboard/events") as stream:
+            events = [line for line, _ in zip(stream.iter_lines(), range(12), strict=False)]
+        kinds = [line for line in events if line.startswith("event: ")]
+        assert kinds[:3] == ["event: history", "event: snapshot", "event: snapshot"]
+        shown = [json.loads(line[6:]) for line in events if line.startswith('data: {"')]
+        assert all(len(one["replicas"]) == 2 for one in shown)
+        cookie = dict(browser.cookies)
+        assert browser.post("/dashboard/logout").status_code == 200
+    for _ in range(4):
+        answer = httpx.get(f"{two.url}/dashboard/session", cookies=cookie, timeout=60)
+        assert answer.json()["role"] is None
 
 
 def test_it_is_one_server(client: httpx.Client, tiny_server: ServerProcess) -> None:

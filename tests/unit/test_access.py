@@ -22,7 +22,7 @@ from mlx_parallm.server.access import (
     role_needed,
 )
 from mlx_parallm.server.keys import Key, KeyLimits, KeyRing, Role
-from mlx_parallm.server.logins import COOKIE, MAX_LOGINS
+from mlx_parallm.server.logins import COOKIE, Logins
 from tests.rights import ADMIN, ALL, OPEN, TRAINER, USER, rights_of
 
 SECRETS: dict[str, str] = {"user": "open", "trainer": "teach", "admin": "sesame"}
@@ -295,7 +295,7 @@ async def test_cookies_that_mean_nothing(cookie: str) -> None:
     assert (await raw(guarded(BEHIND, "user"), "/v1/models", Cookie=cookie)).status_code == 401
 
 
-def test_logins_end_in_time_with_their_key_and_when_there_are_many() -> None:
+def test_logins_end_in_time_and_with_their_key() -> None:
     now = [0.0]
     ring = KeyRing(keys("user"))
     logins = AccessControl(ring).logins
@@ -310,9 +310,29 @@ def test_logins_end_in_time_with_their_key_and_when_there_are_many() -> None:
     assert logins.find(token) is None
     ring.fixed = [Key.of("user", "user", "open", limits=KeyLimits(concurrency=1))]
     assert logins.find(token) == ring.fixed[0], "what was changed of the key holds at once"
-    for _ in range(MAX_LOGINS):
-        logins.begin(ring.fixed[0])
+    logins.end(token)
     assert logins.find(token) is None
+    assert logins.find(logins.begin(ring.fixed[0])) == ring.fixed[0], "another session goes on"
+
+
+def test_logins_hold_wherever_the_secret_is_known() -> None:
+    one, other, stranger = (Logins(KeyRing(keys("user", "admin")), secret) for secret in (b"s", b"s", b"t"))
+    user, admin = one.ring.keys
+    token = one.begin(user)
+    assert other.find(token) == user
+    assert stranger.find(token) is None
+    claims, _, signature = token.rpartition(".")
+    expires, nonce, name = claims.split(".")
+    raised = one.begin(admin).split(".")[2]
+    for forged in (
+        f"{expires}.{nonce}.{raised}.{signature}",
+        f"{int(expires) + 1}.{nonce}.{name}.{signature}",
+        f"nan.{nonce}.{name}.{signature}",
+        claims,
+        f"{claims}.{signature}x",
+        f"{claims}.é",
+    ):
+        assert one.find(forged) is None
 
 
 def local() -> OriginGuard:

@@ -25,7 +25,7 @@ COUNT = "At most so many, the newest first"
 
 
 class RequestNote(AnswerBody):
-    number: int = Field(description="One more than that of the request which ended before it")
+    number: int = Field(description="Larger than that of any request which ended before it")
     time: float = Field(description="When it ended, in seconds since the epoch")
     request_id: str
     method: str

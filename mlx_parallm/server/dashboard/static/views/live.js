@@ -80,6 +80,31 @@ function Memory({ memory }) {
   </section>`;
 }
 
+function Replicas({ replicas }) {
+  const rows = Object.entries(replicas).map(([name, one]) => ({
+    key: name,
+    cells: [
+      name,
+      `${number(one.running)} of ${number(one.slots)}`,
+      number(one.queue),
+      rate(one.generated),
+      seconds(one.first_token),
+      percent(one.saved_share, 1),
+      bytes(one.memory),
+      short(one.requests),
+    ],
+  }));
+  return html`<section>
+    <h2>Replicas</h2>
+    <p class="note">All numbers on this page are those of all replicas together; percentiles are the slowest one’s.</p>
+    <${Table}
+      caption="What each replica does"
+      columns=${[["Replica"], ["Rows running", true], ["Waiting", true], ["Tokens/s", true], ["First token, half within", true], ["From cache", true], ["Memory", true], ["Answered", true]]}
+      rows=${rows}
+    />
+  </section>`;
+}
+
 export function Live({ snapshot, points }) {
   if (!snapshot) return html`<p class="empty">Waiting for the first numbers …</p>`;
   const { rates } = snapshot;
@@ -101,6 +126,7 @@ export function Live({ snapshot, points }) {
       <h2 class="unseen">Charts</h2>
       ${CHARTS.map((chart) => html`<${LiveChart} key=${chart.title} chart=${chart} points=${points} />`)}
     </section>
+    ${snapshot.replicas && html`<${Replicas} replicas=${snapshot.replicas} />`}
     <${Cache} cache=${snapshot.cache} />
     <${Memory} memory=${snapshot.memory} />
     <p class="note">Version ${snapshot.version}. Models: ${snapshot.models.join(", ") || "none loaded"}. Dashboards open: ${snapshot.viewers}.</p>

@@ -29,7 +29,7 @@ PROMPT = {"model": "default", "prompt": "the king and the", "max_tokens": 8, "te
 @pytest.fixture(scope="module")
 def limited_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "keys.json"
-    path.write_text(json.dumps({"keys": [{"name": "few", "key": "few-requests", "requests_per_minute": 6}]}))
+    path.write_text(json.dumps({"few": {"key": "few-requests", "requests_per_minute": 6}}))
     path.chmod(0o600)
     return path
 

@@ -1,6 +1,6 @@
 """Replicas beside one process: what the way through the front costs, how many prompts are found, what kills do.
 
-    python benchmarks/replicas.py overhead [--model FOLDER]   # one replica beside one process
+    python benchmarks/replicas.py overhead --repeats 5        # one replica beside one process, in turn
     python benchmarks/replicas.py hits                        # conversations over two replicas, and at random over two
     python benchmarks/replicas.py kills --count 10            # a replica is killed under load, again and again
     python benchmarks/replicas.py kills --count 60 --every 60 # for an hour, once a minute at random moments
@@ -37,6 +37,7 @@ from tests.support.servers import ServerProcess, ours, running
 MIB = 1 << 20
 TWO = ["--replicas", "2"]
 ONE = ["--share-model", "--replicas", "1"]
+SHARED = ["--no-ssd", "--memory-limit", "4GiB"]  # of two servers at once
 
 
 def tiny_model(folder: Path) -> str:
@@ -57,15 +58,23 @@ def words(draw: random.Random, count: int) -> str:
 def overhead(args: argparse.Namespace) -> None:
     found: dict[tuple[int, str], list[BenchSummary]] = {}
     costs: dict[tuple[int, str], list[float]] = {}  # CPU seconds of the process at the address, for each token
-    for _ in range(args.repeats):
-        for name, flags in (("one process", []), ("one replica", ONE)):
-            with running(ours(args.model, flags, fork=False)) as server:
-                for clients in args.clients:
+    with (
+        running(ours(args.model, [*SHARED], fork=False)) as alone,
+        running(ours(args.model, [*SHARED, *ONE], fork=False)) as replica,
+    ):
+        servers = {"one process": alone, "one replica": replica}
+        for clients in args.clients:
+            for server in servers.values():
+                measured(server, clients, clients)  # warms up
+            for number in range(args.repeats):
+                for name, server in list(servers.items())[:: -1 if number % 2 else 1]:
                     before = cpu_seconds(server.process.pid)
                     summary = measured(server, clients, args.requests)
                     spent = cpu_seconds(server.process.pid) - before
                     found.setdefault((clients, name), []).append(summary)
                     costs.setdefault((clients, name), []).append(spent / summary.output_tokens)
+                    speed = f"{summary.output_tokens / summary.seconds:.1f} tokens/s"
+                    print(f"{clients} clients, {name}: {speed}, TTFT p50 {ms(summary.ttft.p50)}", flush=True)
     print("| clients | server | tokens/s | TTFT p50 | TTFT p99 | ITL p50 | CPU of the front, µs a token |")
     print("|---|---|---|---|---|---|---|")
     for (clients, name), runs in sorted(found.items()):

@@ -110,11 +110,12 @@ class BegunStream(Protocol):
 class EventMerger:
     """The event streams of several replicas, for one viewer, as one."""
 
-    def __init__(self, lost: tuple[type[Exception], ...]) -> None:
+    def __init__(self, count: int, lost: tuple[type[Exception], ...]) -> None:
+        self._count = count  # of replicas
         self._lost = lost  # what is raised where a replica is gone
         self._latest: dict[str, dict[str, Any]] = {}
         self._histories: dict[str, list[dict[str, Any]]] = {}
-        self.begun = asyncio.Event()  # there is a snapshot, or there will be none
+        self.begun = asyncio.Event()  # there is a snapshot of each, or one has gone
 
     async def read(self, name: str, answer: BegunStream) -> None:
         """Until the replica ends it, or is gone; it no longer counts then."""
@@ -134,7 +135,8 @@ class EventMerger:
         fields = dict(line.partition(b": ")[::2] for line in event.split(b"\n"))
         if fields.get(b"event") == b"snapshot":
             self._latest[name] = orjson.loads(fields[b"data"])
-            self.begun.set()
+            if len(self._latest) == self._count:
+                self.begun.set()
         elif fields.get(b"event") == b"history":
             self._histories[name] = orjson.loads(fields[b"data"])
 
@@ -158,7 +160,7 @@ async def send_merged(
 ) -> None:
     """The streams that replicas have begun, as one, until one of them ends or they are not all replicas any more: the
     page then connects anew."""
-    merger = EventMerger(lost)
+    merger = EventMerger(len(answers), lost)
     readers = [asyncio.ensure_future(merger.read(name, answer)) for name, answer in answers.items()]
     try:
         await merger.begun.wait()

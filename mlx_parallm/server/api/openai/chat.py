@@ -151,7 +151,7 @@ class ChatWriter(ResponseWriter):
         if update.piece.reasoning:
             delta["reasoning_content"] = delta["reasoning"] = update.piece.reasoning
         if update.piece.calls:
-            delta["tool_calls"] = [_call_delta(call) for call in update.piece.calls]
+            delta["tool_calls"] = _call_deltas(update.piece.calls)
         part = {
             "index": choice.index,
             "delta": delta,
@@ -230,11 +230,18 @@ def _last_words(messages: Sequence[ChatMessage]) -> str:
     return last.content if isinstance(last.content, str) else "".join(part.content for part in last.content)
 
 
-def _call_delta(call: CallDelta) -> dict[str, Any]:
-    if call.name is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+def _call_deltas(calls: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    """One entry for each call: clients take two of the same index in one chunk for two calls."""
+    entries: dict[int, dict[str, Any]] = {}
+    for call in calls:
+        if (entry := entries.get(call.index)) is not None:
+            entry["function"]["arguments"] += call.arguments
+        elif call.name is None:
+            entries[call.index] = {"index": call.index, "function": {"arguments": call.arguments}}
+        else:
+            function = {"name": call.name, "arguments": call.arguments}
+            entries[call.index] = {"index": call.index, "id": call.id, "type": "function", "function": function}
+    return list(entries.values())
 
 
 def _call(call: CallDelta) -> dict[str, Any]:

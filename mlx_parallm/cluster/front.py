@@ -135,18 +135,18 @@ class Front:
             return
         headers = Headers(scope=scope)
         if scope["path"] in UPLOAD_PATHS:  # may be large: its key is asked for before it is read
-            digest = self._counted(scope, headers) or PromptDigest(PromptPrefix(), None)
+            digest = self._limited_key_digest(scope, headers) or PromptDigest(PromptPrefix(), None)
             await self._pass_on(Exchange(scope, _incoming(receive), digest, send))
             return
         body = await self._read(receive)
         tenant = headers.get("authorization", headers.get("x-api-key", "")).encode()
         hashed = scope["method"] == "POST" and len(body) <= LARGEST_HASHED
         digest = prompt_digest(body, tenant, self._everywhere) if hashed else PromptDigest(PromptPrefix(), None)
-        digest = self._counted(scope, headers) or digest
+        digest = self._limited_key_digest(scope, headers) or digest
         await self._while_connected(self._pass_on(Exchange(scope, body, digest, send)), receive)
 
-    def _counted(self, scope: Scope, headers: Headers) -> PromptDigest | None:
-        """Where a key with limits goes: always to one replica, which counts all that it uses. None: it has none."""
+    def _limited_key_digest(self, scope: Scope, headers: Headers) -> PromptDigest | None:
+        """Routes all requests of a key with limits to one replica, which counts what it uses. None: no such key."""
         self._access.ring.refresh()
         key = self._access.find(scope["method"], headers)
         if key is None or not key.limits:

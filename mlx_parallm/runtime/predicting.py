@@ -28,8 +28,10 @@ MAX_COST = 1 << 14
 MAX_PADDING = 1.25  # cost of a batch with its padding, to that without
 FREE_COST = 64  # of a batch so small that its padding does not matter
 WEIGHT_OF_NEWEST = 0.3  # in the moving average of the speed
-OVER_QUICKEST = 1.25  # of the time of the quickest batch, at least: smaller ones take as long where launching them does
-FORGETTING = 1.01  # of the quickest, a batch
+# A batch may take at least this times the quickest recent one: where launching kernels dominates, smaller batches are
+# not faster.
+MIN_OVER_QUICKEST = 1.25
+QUICKEST_GROWTH = 1.01  # per batch, so that an old minimum is forgotten
 
 
 class PredictionHost(Protocol):
@@ -91,7 +93,7 @@ class LocalPredictor:
         self._calls: set[Call] = set()
         self._running = False  # steps of ours are on the host
         self._speed = 0.0  # cost per second
-        self._quickest = math.inf  # seconds of a batch, lately
+        self._quickest = math.inf  # seconds of the fastest recent batch
 
     @property
     def info(self) -> PredictorInfo:
@@ -172,7 +174,7 @@ class LocalPredictor:
     def _take(self, seconds: float) -> list[Input]:
         """The input that has waited longest, and others of similar cost, as many as fit into the time."""
         if self._speed:
-            seconds = max(seconds, self._quickest * OVER_QUICKEST)
+            seconds = max(seconds, self._quickest * MIN_OVER_QUICKEST)
         budget = min(MAX_COST, math.ceil(self._speed * seconds) if self._speed else FIRST_COST)
         with self._lock:
             window = self._pop_window()
@@ -217,7 +219,7 @@ class LocalPredictor:
         self.metrics.seconds += seconds
         speed = sum(one.cost for one in batch) / max(1e-6, seconds)
         self._speed += (speed - self._speed) * WEIGHT_OF_NEWEST if self._speed else speed
-        self._quickest = min(seconds, self._quickest * FORGETTING)
+        self._quickest = min(seconds, self._quickest * QUICKEST_GROWTH)
         for one, result in zip(batch, results, strict=True):
             one.call.put(one.index, result)
 

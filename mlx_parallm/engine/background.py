@@ -25,11 +25,15 @@ WEIGHT_OF_NEWEST = 0.2  # in the moving average of a turn
 class Background:
     """All but the metrics belongs to the engine thread."""
 
-    def __init__(self, serving_share: float, metrics: BackgroundMetrics) -> None:
+    def __init__(self, serving_share: float, metrics: BackgroundMetrics, carries_over: bool = True) -> None:
+        """`carries_over`: what a turn has earned and not used counts in the next. Otherwise no turn has more steps than
+        it earned, and tokens come at an even pace."""
         self._share = serving_share
+        self._carries_over = carries_over
         self._credit = 0.0
         self._tasks: deque[tuple[Steps[Any], Future[Any]]] = deque()
         self._closed = False
+        self._last = 0.0  # seconds of the newest step
         self._turn = 0.0  # seconds that serving takes between two of our steps
         self.slice_seconds = IDLE_SLICE  # that the step which runs now should take, for work that can choose
         self.metrics = metrics
@@ -49,16 +53,21 @@ class Background:
         self._turn += (seconds - self._turn) * (WEIGHT_OF_NEWEST if self._turn else 1.0)
         if self._tasks:
             self.metrics.serving_seconds += seconds
-            self._credit = min(MAX_CREDIT, self._credit + seconds * (1 - self._share) / self._share)
+            earned = seconds * (1 - self._share) / self._share
+            self._credit = min(MAX_CREDIT if self._carries_over else earned, self._credit + earned)
 
     def due(self, serving: bool) -> bool:
         """Whether to run a step now; `serving`: there is also somebody to serve."""
         return bool(self._tasks) and (not serving or self._credit > 0)
 
+    def due_again(self, serving: bool) -> bool:
+        """Whether to run one more in the same turn: most of it must have been earned."""
+        return serving and self.due(serving) and self._credit > self._last / 2
+
     def step(self, serving: bool) -> None:
         """Runs one step of the work that has waited longest."""
         steps, future = self._tasks.popleft()
-        self.slice_seconds = min(IDLE_SLICE, self._turn * SERVING_SLICE) if serving else IDLE_SLICE
+        self.slice_seconds = min(IDLE_SLICE, self._turn * SERVING_SLICE, self._credit) if serving else IDLE_SLICE
         begun = time.perf_counter()
         try:
             next(steps)
@@ -68,7 +77,7 @@ class Background:
             future.set_exception(error)
         else:
             self._tasks.append((steps, future))
-        seconds = time.perf_counter() - begun
+        seconds = self._last = time.perf_counter() - begun
         self.metrics.steps += 1
         self.metrics.seconds += seconds
         if serving:

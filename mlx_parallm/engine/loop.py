@@ -28,6 +28,7 @@ class EngineLoop:
         self._pipeline = parts.pipeline
         self._delivery = parts.delivery
         self._outbox = parts.base.outbox
+        self._predictions = parts.base.predictions
         self._backgrounds = (parts.base.predictions, parts.base.background)
         self._accounts = parts.accounts
         self._idle = parts.idle
@@ -108,9 +109,12 @@ class EngineLoop:
 
     def _run_background(self) -> None:
         serving = not self._scheduler.idle
-        if not any(background.due(serving) for background in self._backgrounds):
+        due = any(background.due(serving) for background in self._backgrounds)
+        if due or self._predictions.waiting:
+            # Rows get what is theirs before they wait; between predictions, so that tokens come at an even pace.
+            self._pipeline.finish_all()
+        if not due:
             return
-        self._pipeline.finish_all()  # rows get what is theirs before they wait
         if not serving and not self._idle.reached:
             self._idle.enter()
         self._run_due(serving)
@@ -123,7 +127,7 @@ class EngineLoop:
             while again:
                 with self._accounts.background_work():
                     background.step(serving)
-                again = serving and background.due(serving)
+                again = background.due_again(serving)
 
     def _read_inbox(self) -> None:
         """Does what was handed in; sleeps while there is nothing else to do."""

@@ -162,7 +162,7 @@ class StartingEngine:
             allocator_cache=self._allocator_cache,
             live=LiveRequests(share=config.batch.dedupe),
             background=Background(config.serving_share, metrics.background),
-            predictions=Background(GENERATING_SHARE, metrics.predictions),
+            predictions=Background(GENERATING_SHARE, metrics.predictions, carries_over=False),
             metrics=metrics,
             ranks=self._ranks,
         )

@@ -157,6 +157,8 @@ class Loader:
             with progress(f"loading {name} from {folder}", _loaded_share(size)):
                 predictor = host.run(partial(kind.load, folder))
             self._divide(beside=predictor.info.weight_bytes)
+            with progress(f"warming up {name}", unknown):
+                host.run(predictor.warm_up)
         except ParallmError:
             raise
         except Exception as error:

@@ -17,21 +17,15 @@ from mlx_parallm.engine.background import Steps
 from mlx_parallm.errors import QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.metrics import PredictorMetrics
 from mlx_parallm.models.kinds import Predictor
+from mlx_parallm.runtime.batch_times import BatchTimes
 from mlx_parallm.runtime.policy_weights import roll_back, update_weights
 from mlx_parallm.signature import WeightsVersion
 from mlx_parallm.types import PredictorInfo
 
 T = TypeVar("T")
 WINDOW = 512  # inputs among which those of similar cost are looked for
-FIRST_COST = 256  # of a batch, before it is known how long one takes
-MAX_COST = 1 << 14
 MAX_PADDING = 1.25  # cost of a batch with its padding, to that without
-FREE_COST = 64  # of a batch so small that its padding does not matter
-WEIGHT_OF_NEWEST = 0.3  # in the moving average of the speed
-# A batch may take at least this times the quickest recent one: where launching kernels dominates, smaller batches are
-# not faster.
-MIN_OVER_QUICKEST = 1.25
-QUICKEST_GROWTH = 1.01  # per batch, so that an old minimum is forgotten
+FREE_COST = 64  # of a batch so small that its padding does not matter; more where launching kernels dominates
 
 
 class PredictionHost(Protocol):
@@ -92,8 +86,7 @@ class LocalPredictor:
         self._waiting: deque[Input] = deque()
         self._calls: set[Call] = set()
         self._running = False  # steps of ours are on the host
-        self._speed = 0.0  # cost per second
-        self._quickest = math.inf  # seconds of the fastest recent batch
+        self._times = BatchTimes()
 
     @property
     def info(self) -> PredictorInfo:
@@ -173,16 +166,16 @@ class LocalPredictor:
 
     def _take(self, seconds: float) -> list[Input]:
         """The input that has waited longest, and others of similar cost, as many as fit into the time."""
-        if self._speed:
-            seconds = max(seconds, self._quickest * MIN_OVER_QUICKEST)
-        budget = min(MAX_COST, math.ceil(self._speed * seconds) if self._speed else FIRST_COST)
+        budget = self._times.cost_within(seconds)
         with self._lock:
             window = self._pop_window()
             if not window:
                 self._running = False
                 return []
             first, others = window[0], [one for one in window if not one.alone]
-            batch = [first] if first.alone else _similar(first, others, budget)
+            batch = (
+                [first] if first.alone else _similar(first, others, budget, max(FREE_COST, self._times.cost_within(0)))
+            )
             chosen = set(map(id, batch))
             self._waiting.extendleft(one for one in reversed(window) if id(one) not in chosen)
         return batch
@@ -217,21 +210,20 @@ class LocalPredictor:
         seconds = time.perf_counter() - begun
         self.metrics.batches, self.metrics.inputs = self.metrics.batches + 1, self.metrics.inputs + len(batch)
         self.metrics.seconds += seconds
-        speed = sum(one.cost for one in batch) / max(1e-6, seconds)
-        self._speed += (speed - self._speed) * WEIGHT_OF_NEWEST if self._speed else speed
-        self._quickest = min(seconds, self._quickest * QUICKEST_GROWTH)
+        self._times.add(max(one.cost for one in batch) * len(batch), seconds)
         for one, result in zip(batch, results, strict=True):
             one.call.put(one.index, result)
 
 
-def _similar(first: Input, window: Sequence[Input], budget: int) -> list[Input]:
-    """`first` and the nearest to it in cost. Padded to the longest, they cost at most `budget`, little padding."""
+def _similar(first: Input, window: Sequence[Input], budget: int, free: int) -> list[Input]:
+    """`first` and the nearest to it in cost. Padded to the longest, they cost at most `budget`, with little padding
+    unless they cost at most `free`."""
     batch: list[Input] = []
     longest = total = 0
     for one in sorted(window, key=lambda one: abs(one.cost - first.cost)):  # stable: those that wait longest come first
         longest, total = max(longest, one.cost), total + one.cost
         padded = longest * (len(batch) + 1)
-        if batch and (padded > budget or padded > max(FREE_COST, total * MAX_PADDING)):
+        if batch and (padded > budget or padded > max(free, total * MAX_PADDING)):
             break
         batch.append(one)
     return batch

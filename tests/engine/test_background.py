@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Generator
+from concurrent.futures import Future
 
 import pytest
 
@@ -75,13 +76,32 @@ def test_several_take_turns() -> None:
             yield
 
     background = Background(0.5, BackgroundMetrics())
-    from concurrent.futures import Future
-
     background.add(steps("a"), Future())
     background.add(steps("b"), Future())
     while background.due(False):
         background.step(False)
     assert order == ["a", "b", "a", "b", "a", "b"]
+
+
+def test_what_is_not_carried_over_leaves_one_step_a_turn() -> None:
+    def steps() -> Generator[None, None, None]:
+        while True:
+            time.sleep(0.02)
+            yield
+
+    for carries_over, most in ((False, 1), (True, 2)):
+        background = Background(0.5, BackgroundMetrics(), carries_over)
+        background.add(steps(), Future())
+        counts = []
+        for _ in range(12):
+            background.served(0.026)
+            again, count = background.due(True), 0
+            while again:
+                background.step(True)
+                again, count = background.due_again(True), count + 1
+            counts.append(count)
+        assert max(counts) == most
+        background.close()
 
 
 def test_drawn_logprobs_are_recorded_for_all() -> None:

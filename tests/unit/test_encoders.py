@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models.encoders import Encoder, load_encoder, packed
+from mlx_parallm.models.encoders import Encoder, layers, load_encoder, packed
 from tests.support.random_weights import random_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -152,3 +152,13 @@ def test_the_pass_without_padding_is_that_of_mlx(name: str, tmp_path: Path, monk
     encoder.packed = None
     expected = np.array(encoder(mx.array(np.where(mask, tokens, 1)), mx.array(mask)))
     np.testing.assert_allclose(without[mask], expected[mask], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_composed_attention_is_that_of_mlx(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA computes, on this device."""
+    encoder = load_encoder(write(tmp_path, name))
+    encoder.packed = None
+    expected = hidden_of(encoder, name)
+    monkeypatch.setattr(layers, "device_kind", lambda: "cuda")
+    np.testing.assert_allclose(hidden_of(encoder, name), expected, atol=1e-5, rtol=0)

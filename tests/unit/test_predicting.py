@@ -10,6 +10,7 @@ import pytest
 
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.models.kinds import Predictor
+from mlx_parallm.runtime.batch_times import FIRST_COST, MAX_COST, RECENT, BatchTimes
 from mlx_parallm.runtime.predict_thread import PredictThread
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.types import PredictorInfo
@@ -131,7 +132,7 @@ def test_a_host_that_stops_leaves_nobody_waiting(model: LocalPredictor, lengths:
 
 
 def test_a_batch_is_as_long_as_the_step_may_take(model: LocalPredictor, lengths: Lengths) -> None:
-    model._speed, model._quickest = 40.0, 0.01  # ten of cost one in a quarter of a second
+    model._times.add(4, 0.1)  # ten of cost one in a quarter of a second
     lengths.gate.clear()
     calls = [model.predict(["x"]) for _ in range(4)]
     lengths.gate.set()
@@ -155,9 +156,48 @@ def test_batches_grow_where_their_time_does_not() -> None:
     host, lengths = Impatient(), SlowToLaunch()
     try:
         model = LocalPredictor(lengths, host, max_queue_size=4)
-        model._speed, model._quickest = 1 / 0.004, 0.004  # a batch of one took four milliseconds
+        model._times.add(1, 0.004)
         assert model.predict(["x"] * 500).result(10) == [1] * 500
     finally:
         host.stop()
     assert max(map(len, lengths.batches)) >= 32
     assert len(lengths.batches) < 100
+
+
+def test_a_batch_that_compiled_kernels_does_not_shrink_the_next() -> None:
+    times = BatchTimes()
+    assert times.cost_within(0.01) == FIRST_COST
+    for _ in range(10):
+        times.add(1000, 0.01)
+    assert times.cost_within(0.02) == 2000
+    times.add(2000, 8.0)
+    times.add(10, 0.009)  # a small one, as few others waited
+    assert times.cost_within(0.02) == 2000
+    assert times.cost_within(1e9) == MAX_COST
+
+
+def test_the_largest_batch_that_is_fast_enough_counts() -> None:
+    """On a GPU: two milliseconds for launching kernels, and one for two thousand tokens."""
+    times, cost = BatchTimes(), 50
+    for _ in range(100):
+        times.add(cost, 0.002 + cost / 2e6)
+        times.add(60, 0.00203)  # others come one by one
+        cost = times.cost_within(0.001)
+    assert 800 < cost < 1200, "a quarter longer than the shortest"
+    assert times.cost_within(0.004) > 1500
+
+
+def test_batches_shrink_where_they_have_become_slower() -> None:
+    times = BatchTimes()
+    for seconds in [0.01] * 20 + [0.02] * 20:
+        times.add(1000, seconds)
+    assert times.cost_within(0.04) == pytest.approx(2000, rel=0.01)
+
+
+def test_a_size_that_was_slow_once_is_tried_again() -> None:
+    times = BatchTimes()
+    times.add(2000, 8.0)
+    for _ in range(RECENT):
+        times.add(1000, 0.01)
+    assert times.cost_within(10.0) == MAX_COST
+    assert 2000 not in [round(one.cost) for one in times._groups.values()]

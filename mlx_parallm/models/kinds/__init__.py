@@ -31,6 +31,9 @@ class Predictor(ABC):
         """What an input weighs in a batch: its tokens, where it has any. Batches are of inputs of similar cost."""
         return 1
 
+    def warm_up(self) -> None:  # noqa: B027  (nothing, where nothing is compiled)
+        """Runs once after loading: compiles what the first batches would otherwise wait for."""
+
     @abstractmethod
     def predict(self, batch: Sequence[Any]) -> list[Any]:
         """An output for each input. Both are plain values or NumPy arrays, never MLX's. The batch may be of several

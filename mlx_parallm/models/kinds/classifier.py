@@ -19,7 +19,7 @@ from mlx_parallm.models.encoders import Encoder, is_encoder, load_encoder
 from mlx_parallm.models.encoders.weights import Settings, Weights
 from mlx_parallm.models.heads import Backbone, ClassificationHead, load_head
 from mlx_parallm.models.kinds import Predictor
-from mlx_parallm.models.padding import padded_shape
+from mlx_parallm.models.padding import padded_shape, warm_up_shapes
 from mlx_parallm.models.sentence import module_kind
 from mlx_parallm.models.text_tokenizer import TokenizerConfig, text_tokenizer
 from mlx_parallm.types import ClassifierInfo, TextTokens
@@ -94,6 +94,10 @@ class Classifier(Predictor):
 
     def cost(self, item: TextTokens) -> int:
         return len(item.tokens)
+
+    def warm_up(self) -> None:
+        for rows, length in warm_up_shapes(self._backbone.max_length):
+            self.predict([TextTokens([0] * length)] * rows)
 
     def predict(self, batch: Sequence[TextTokens]) -> list[NDArray[np.float32]]:
         lengths = [len(item.tokens) for item in batch]

@@ -18,7 +18,7 @@ from mlx_parallm.host import to_numpy
 from mlx_parallm.models.decoders import DecoderStates, load_decoder
 from mlx_parallm.models.encoders import Encoder, Settings, is_encoder, load_encoder
 from mlx_parallm.models.kinds import Predictor
-from mlx_parallm.models.padding import padded_shape
+from mlx_parallm.models.padding import padded_shape, warm_up_shapes
 from mlx_parallm.models.sentence import SentenceFolder, module_kind, modules_of, normalized, pool, read_sentence_folder
 from mlx_parallm.models.text_tokenizer import text_tokenizer
 from mlx_parallm.types import EmbeddingInfo
@@ -83,6 +83,10 @@ class Embedder(Predictor):
 
     def cost(self, item: Sequence[int]) -> int:
         return len(item)
+
+    def warm_up(self) -> None:
+        for rows, length in warm_up_shapes(self._states.max_length):
+            self.predict([[0] * length] * rows)
 
     def predict(self, batch: Sequence[Sequence[int]]) -> list[Any]:
         lengths = [len(tokens) for tokens in batch]

@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,18 +23,28 @@ def pytest_configure(config: pytest.Config) -> None:
         log_check.start(folder / os.environ.get("PYTEST_XDIST_WORKER", "main"))
 
 
+WORKERS_FINDINGS: list[list[str]] = []  # of xdist's processes: a summary, then what was found
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    check = log_check.active
-    if check is None or not check.logs:
+    check, reports = log_check.active, [*WORKERS_FINDINGS]
+    if check is not None and check.logs:
+        reports.append(check.report())
+    if hasattr(session.config, "workeroutput"):  # a process of xdist's: the one that started it fails the run
+        session.config.workeroutput["log_check"] = reports[0] if reports else []
         return
-    found = list(check.findings())
-    counts = ", ".join(f"{len(values)} {kind}s" for kind, values in check.sent.items())
-    summary = f"{len(check.logs)} logs of {check.lines()} lines were searched for {counts}: {len(found)} found"
-    (check.folder / "findings.txt").write_text("\n".join([summary, *found]) + "\n")
-    if reporter := session.config.pluginmanager.get_plugin("terminalreporter"):
-        reporter.write_line("\n".join(["", summary, *found[:20]]))
-    if found:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    for summary, *found in reports:
+        if reporter:
+            reporter.write_line("\n".join(["", summary, *found[:20]]))
+        if found:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    if findings := getattr(node, "workeroutput", {}).get("log_check"):
+        WORKERS_FINDINGS.append(findings)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,5 @@
-"""What all replicas must agree on, as changes in plain values: adapters, what the model's name serves, models, pauses.
+"""What all replicas must agree on, as changes in plain values: adapters, what the model's name serves, the weights of
+policies, models, pauses.
 
 A replica that is asked for a change proposes it to the front (`replicated.py`), which has every replica check it, then
 apply it (`members.py`). `SharedState` keeps of the changes so far what a replica that starts now needs: of adapters the
@@ -18,6 +19,7 @@ Kind = Literal[
 ]
 
 KEPT_VERSIONS = 4  # of a name, as lora.registry keeps them, beside those that are pinned or served
+KEPT_WEIGHTS = 5  # of a policy, as models.kinds.policy keeps them
 RECENT = 16  # changes that a replica may lack and still go on
 _LENGTHS = struct.Struct(">IQ")
 
@@ -26,10 +28,10 @@ _LENGTHS = struct.Struct(">IQ")
 class Change:
     kind: Kind
     model: str
-    name: str = ""  # an adapter's
+    name: str = ""  # an adapter's; of a policy's own weights it is empty
     number: int | None = None  # its version
     fields: Mapping[str, Any] = field(default_factory=dict)  # what else it takes, as JSON has it
-    data: bytes = b""  # an adapter's weights
+    data: bytes = b""  # weights
 
     def encode(self) -> bytes:
         head = orjson.dumps([self.kind, self.model, self.name, self.number, dict(self.fields)])
@@ -58,8 +60,8 @@ class AdapterHistory:
     pinned: set[int] = field(default_factory=set)
     unloaded: bool = False  # since the start, with whatever flags have loaded
 
-    def forget_old(self, served: set[int]) -> None:
-        newest = sorted(self.published)[-KEPT_VERSIONS:]
+    def forget_old(self, count: int, served: set[int]) -> None:
+        newest = sorted(self.published)[-count:]
         kept = {*newest, *self.pinned, *served, self.current}
         self.published = {number: change for number, change in self.published.items() if number in kept}
 
@@ -107,7 +109,7 @@ class SharedState:
         history = self._adapters.pop(key, None) or AdapterHistory()
         history.published[change.number] = change
         history.current = history.last = change.number
-        history.forget_old(self._served_numbers(*key))
+        history.forget_old(KEPT_VERSIONS if change.name else KEPT_WEIGHTS, self._served_numbers(*key))
         self._adapters[key] = history
 
     def _add_unload(self, change: Change) -> None:

@@ -41,7 +41,7 @@ class EngineReplica:
     def __init__(self, config: ServeConfig, front_url: str, secret: str, shared: bool) -> None:
         name = serve.get_replica_context().replica_id.unique_id
         host = ray.util.get_node_ip_address() if shared else LOOPBACK
-        sharing = 1 if shared else config.cluster.replicas
+        sharing = 1 if shared else config.cluster.most
         self._replica = Replica(config, FrontLink(front_url, secret, name), secret, host, sharing)
         self._replica.start()
 
@@ -90,7 +90,7 @@ class RayCluster:
                 address="local",
                 include_dashboard=False,
                 num_cpus=1,  # nothing of ours asks for one, and Ray starts an idle process for each
-                resources={RESOURCE: self._config.cluster.replicas},
+                resources={RESOURCE: self._config.cluster.most},
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address=LOOPBACK,
                 _temp_dir=self._folder,

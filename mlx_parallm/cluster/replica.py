@@ -266,11 +266,12 @@ class Replica:
         return 200, b""
 
     def _with_data(self, change: Change) -> Change:
-        """The weights of an adapter came when it was checked."""
+        """Weights came when they were checked."""
         checked, self._checked = self._checked, None
         if change.kind != "publish" or change.data:
             return change
-        if checked is None or (checked.name, checked.number) != (change.name, change.number):
+        keys = [None if one is None else (one.model, one.name, one.number) for one in (checked, change)]
+        if checked is None or keys[0] != keys[1]:
             raise UnavailableError("the weights were not checked here")
         return checked
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from mlx_parallm.cluster.changes import Change
 from mlx_parallm.errors import ConflictError, InvalidRequestError
+from mlx_parallm.runtime.policy_weights import policy_of, read_weights, version_of
 from mlx_parallm.runtime.startup import Runtime
+from mlx_parallm.signature import WeightsVersion
 from mlx_parallm.types import AdapterRoute, AdapterVersion, PauseMode
 
 UNLOAD_SECONDS = 30.0
@@ -29,7 +31,10 @@ class LocalState:
     def check(self, change: Change) -> None:
         if change.kind == "publish":
             with Held(self._pool, change.model):
-                self._runtime.adapters.check(change.model, change.name, change.data, change.fields["config"])
+                if change.name:
+                    self._runtime.adapters.check(change.model, change.name, change.data, change.fields["config"])
+                else:
+                    read_weights(change.model, self._runtime.predictors[change.model].predictor, change.data)
 
     def apply(self, change: Change, *, starting: bool = False) -> None:
         """`starting`: a replica that has just started may have less than the others had."""
@@ -39,7 +44,17 @@ class LocalState:
             self._pool.unload(change.model, change.fields["timeout"])
         else:
             with Held(self._pool, change.model):
-                self._apply(change, starting)
+                if change.model in self._runtime.predictors:
+                    self._apply_to_policy(change)
+                else:
+                    self._apply(change, starting)
+
+    def _apply_to_policy(self, change: Change) -> None:
+        predictor = self._runtime.predictors[change.model]
+        if change.kind == "publish":
+            predictor.update(change.model, change.data, change.number)
+        elif change.kind == "rollback":
+            predictor.rollback(change.model, change.number)
 
     def _apply(self, change: Change, starting: bool) -> None:
         engine = self._pool.generators[change.model]
@@ -109,7 +124,7 @@ class ReplicatedRuntime(Through):
     def predictors(self) -> Mapping[str, "ReplicatedPredictor"]:
         found = self._own.predictors
         if {name: model.own for name, model in self._predictors.items()} != found:
-            self._predictors = {name: ReplicatedPredictor(predictor) for name, predictor in found.items()}
+            self._predictors = {name: ReplicatedPredictor(name, own, self._propose) for name, own in found.items()}
         return self._predictors
 
 
@@ -235,20 +250,22 @@ class ReplicatedPool(Through):
 
 
 class ReplicatedPredictor(Through):
-    def __init__(self, predictor: Any) -> None:
+    def __init__(self, name: str, predictor: Any, propose: Propose) -> None:
         super().__init__(predictor)
         self.own = predictor
+        self._name = name
+        self._propose = propose
 
-    def update(self, name: str, data: bytes, number: int | None = None) -> Any:
-        raise _one_process_only(name)
+    def update(self, name: str, data: bytes, number: int | None = None) -> WeightsVersion:
+        read_weights(name, self.own.predictor, data)
+        policy = policy_of(name, self.own.predictor)
+        fields = {"asked": number is not None}
+        made = self._propose(Change("publish", self._name, "", policy.next_version(number), fields, data))
+        assert made.number is not None
+        return version_of(name, policy, made.number)
 
-    def rollback(self, name: str, number: int | None = None) -> Any:
-        raise _one_process_only(name)
-
-
-def _one_process_only(name: str) -> ConflictError:
-    return ConflictError(
-        f"{name!r} is served by several replicas, and the weights of policies can be replaced in one process only: "
-        "start the server without --replicas",
-        param="name",
-    )
+    def rollback(self, name: str, number: int | None = None) -> WeightsVersion:
+        policy = policy_of(name, self.own.predictor)
+        number = policy.kept_version(number)
+        self._propose(Change("rollback", self._name, "", number))
+        return version_of(name, policy, number)

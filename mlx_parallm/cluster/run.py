@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from mlx_parallm.cluster.front import Front
 from mlx_parallm.cluster.front_routes import FrontRoutes
 from mlx_parallm.cluster.links import new_secret
 from mlx_parallm.cluster.members import Members
+from mlx_parallm.cluster.scaling import Scaling
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.platforms import raise_open_files
@@ -142,16 +144,25 @@ class FrontServer(InnerServer):
 
     async def _watch(self, url: str) -> None:
         """Starts replicas, and others as machines come and go; parts with those that say nothing."""
+        settings = self._settings.cluster
+        scaling = Scaling(
+            settings.replicas, settings.most, self._settings.batch.max_batch_size, settings.scale_down_seconds
+        )
         await asyncio.to_thread(self._cluster.deploy, self._members.expected, url, self._secret)
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await self._members.remove_silent()
+            before = self._members.expected
+            if not self._members.ready:
+                continue
             if self._cluster.shared:
-                places = await asyncio.to_thread(self._cluster.places)
-                if places and places != self._members.expected and self._members.ready:
-                    log.info("the cluster has room for %d replicas", places)
-                    self._members.expected = places
-                    await asyncio.to_thread(self._cluster.deploy, places, url, self._secret)
+                wanted = await asyncio.to_thread(self._cluster.places) or before
+            else:
+                wanted = scaling.wanted(self._front.in_flight, before, time.monotonic())
+            if wanted != before:
+                log.info("%d replicas serve from now on, after %d", wanted, before)
+                self._members.expected = wanted
+                await asyncio.to_thread(self._cluster.deploy, wanted, url, self._secret)
 
     def _on_signal(self, number: int) -> None:
         if self._shutdown is not None:

@@ -11,6 +11,15 @@ class ClusterConfig:
     replicas: int = option(
         1, "copies of the model that serve behind the one address; more than 1 needs the extra 'cluster'", parse=int
     )
+    max_replicas: int | None = option(
+        None,
+        "copies of the model at most: one is added while more requests are in flight than --max-batch-size for each, "
+        "and --replicas are the fewest (default: as many as --replicas)",
+        parse=int,
+    )
+    scale_down_seconds: float = option(
+        300.0, "seconds for which fewer replicas must have been enough before one that was added ends", parse=float
+    )
     share_model: bool = option(
         False,
         "start a cluster that other machines can join with --connect-to; each brings one more replica",
@@ -26,6 +35,14 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "replicas")
+        check_at_least(self, 0, "scale_down_seconds")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError(f"max_replicas must be at least replicas, which is {self.replicas}")
+        if self.max_replicas is not None and (self.share_model or self.connect_to is not None):
+            raise ConfigError(
+                "max_replicas is for one machine: in a cluster each machine that joins brings its --replicas; "
+                "packaging/ray-serve.yaml scales over machines"
+            )
         if self.connect_to is not None:
             if self.share_model:
                 raise ConfigError("give either --share-model, to start a cluster, or --connect-to, to join one")
@@ -36,4 +53,9 @@ class ClusterConfig:
     @property
     def several(self) -> bool:
         """Whether engines run in processes of their own."""
-        return self.replicas > 1 or self.share_model or self.connect_to is not None
+        return self.most > 1 or self.share_model or self.connect_to is not None
+
+    @property
+    def most(self) -> int:
+        """Replicas that there may be on this machine."""
+        return self.replicas if self.max_replicas is None else self.max_replicas

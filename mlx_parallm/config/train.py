@@ -179,8 +179,8 @@ class TrainConfig(ServeConfig):
         return self.cluster.connect_to is not None
 
     def _check_cluster(self) -> None:
-        if self.cluster.replicas > 1 or self.cluster.share_model:
-            raise ConfigError("training runs in one process: leave --replicas and --share-model out")
+        if self.cluster.most > 1 or self.cluster.share_model:
+            raise ConfigError("training runs in one process: leave --replicas, --max-replicas and --share-model out")
 
 
 def add_train_flags(parser: argparse.ArgumentParser) -> None:

@@ -52,6 +52,7 @@ UPLOAD_TYPES = frozenset(
 )
 FORM_TYPE = "application/x-www-form-urlencoded"
 TENSOR_PATHS = frozenset({"/v1/predict", "/v1/rl/act"})
+STORED_RESPONSES = "/v1/responses/"  # routes that read, count and cancel
 CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 ADMIN_PATHS = frozenset(
@@ -172,8 +173,12 @@ class Authentication:
     async def _serve(
         self, caller: Caller, error: ParallmError | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """What asks a model for work counts; reading, and probes, do not."""
-        counts = scope["method"] in CHANGING_METHODS and scope["path"] not in OPEN_PATHS
+        """What asks a model for work counts; reading, probes, and cancelling stored responses do not. What runs on in
+        the background leaves when it has ended."""
+        path = scope["path"]
+        counts = (
+            scope["method"] in CHANGING_METHODS and path not in OPEN_PATHS and not path.startswith(STORED_RESPONSES)
+        )
         if counts:
             try:
                 caller.admit()
@@ -183,7 +188,7 @@ class Authentication:
         try:
             await (self.app if error is None else error_response(error))(scope, receive, send)
         finally:
-            if counts:
+            if counts and not scope.get("runs_on"):
                 caller.leave()
 
     def _identify(self, scope: Scope) -> tuple[Caller, ParallmError | None]:

@@ -173,6 +173,26 @@ def test_so_many_at_once(tenants: Tenants) -> None:
         time.sleep(0.05)
 
 
+def test_what_runs_in_the_background_counts_until_it_has_ended(tenants: Tenants) -> None:
+    client, trainer = tenants.add("one", limits=KeyLimits(concurrency=1)), tenants.add("stopper", "trainer")
+    body = {"input": "hello", "max_output_tokens": 4, "background": True}
+    assert trainer.post("/pause", json={"mode": "keep"}).status_code == 200
+    first = client.post("/v1/responses", json=body).json()
+    assert first["status"] in ("queued", "in_progress")
+    assert client.post("/v1/responses", json=body).status_code == 429
+    assert complete(client).status_code == 429
+    cancelled = client.post(f"/v1/responses/{first['id']}/cancel")
+    assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
+    second = client.post("/v1/responses", json=body).json()
+    assert complete(client).status_code == 429
+    assert trainer.post("/resume").status_code == 200
+    deadline = time.monotonic() + 20
+    while client.get(f"/v1/responses/{second['id']}").json()["status"] == "in_progress":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert complete(client).status_code == 200
+
+
 def test_a_key_sees_its_models_alone(tenants: Tenants) -> None:
     bound = tenants.add("bound", models=frozenset({"other"}), adapters=frozenset({"few"}))
     assert [entry["id"] for entry in bound.get("/v1/models").json()["data"]] == ["other"]

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.networks import mlp_policy
 from tests.support.replicas import replica_pids, wait_ready
 from tests.support.servers import ServerProcess, ours, running
 from tests.unit.test_adapters import written
@@ -35,9 +36,10 @@ def limited_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_folder: Path, limited_key: Path) -> Iterator[ServerProcess]:
+def two(tiny_folder: Path, limited_key: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     flags = ["--replicas", "2", "--no-ssd", "--api-key", "user", "--admin-key", "admin"]
     flags += ["--keys-file", str(limited_key)]
+    flags += ["--model-path", f"actor={mlp_policy(tmp_path_factory.mktemp('actor'))}"]
     with running(ours(str(tiny_folder), flags, fork=False)) as server:
         yield server
 
@@ -209,6 +211,88 @@ def test_changes_reach_every_replica(client: httpx.Client, two: ServerProcess, t
     assert {text_of(client) for _ in range(6)} == {expected}  # the same weights
     assert client.post("/model/switch-lora", json={"version": "base"}).status_code == 200
     assert client.post("/v1/adapters/unload", json={"name": "few"}).status_code == 200
+
+
+def act(client: httpx.Client, seed: int) -> tuple[int, list[float]]:
+    """The version of the policy that acted, and log-probabilities of its actions."""
+    body = {"model_id": "actor", "observations": [[0.1, 0.2, 0.3, 0.4]] * 3, "seed": seed}
+    answer = client.post("/v1/rl/act", json=body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    return found["policy_version"], found["action_log_probs"]
+
+
+def test_the_weights_of_a_policy_reach_every_replica(client: httpx.Client, two: ServerProcess, tmp_path: Path) -> None:
+    headers = {"Content-Type": "application/octet-stream"}
+
+    def update(seed: int) -> httpx.Response:
+        folder = mlp_policy(tmp_path / f"{seed}", seed=seed)
+        weights = next(folder.glob("*.safetensors")).read_bytes()
+        return client.post("/update_adapter_weights", params={"name": "actor"}, content=weights, headers=headers)
+
+    def everywhere() -> tuple[int, list[float]]:
+        with ThreadPoolExecutor(8) as threads:  # so many at once that both are asked
+            found = list(threads.map(lambda _: act(client, 3), range(24)))
+        assert all(one == found[0] for one in found)
+        return found[0]
+
+    before = everywhere()
+    assert before[0] == 1
+    assert update(1).json()["policy_version"] == 2
+    second = everywhere()
+    assert second[0] == 2
+    assert second[1] != before[1]
+    wrong = client.post("/update_adapter_weights", params={"name": "actor"}, content=b"no weights", headers=headers)
+    assert wrong.status_code == 400, wrong.text
+    assert everywhere() == second
+    assert client.post("/v1/adapters/rollback", json={"name": "actor"}).json()["policy_version"] == 1
+    assert everywhere() == before
+
+    os.kill(replica_pids(two.process.pid)[0], signal.SIGKILL)
+    time.sleep(1)
+    assert update(2).json()["policy_version"] == 3
+    wait_ready(two.url, 2)
+    third = everywhere()
+    assert third[0] == 3
+    assert third[1] not in (before[1], second[1])
+    assert client.post("/v1/adapters/rollback", json={"name": "actor", "version": 2}).status_code == 200
+    assert everywhere() == second, "the replica that came back has it too"
+
+
+def test_a_queue_adds_a_replica_which_ends_when_it_is_not_needed(tiny_folder: Path) -> None:
+    flags = ["--max-replicas", "2", "--scale-down-seconds", "15", "--max-batch-size", "2", "--no-ssd"]
+    with running(ours(str(tiny_folder), flags, fork=False)) as server:
+
+        def ready() -> int:
+            found: int = httpx.get(f"{server.url}/health", timeout=30).json()["replicas"]["ready"]
+            return found
+
+        assert ready() == 1
+        stop = time.monotonic() + 180
+        statuses: list[int] = []
+
+        def ask(number: int) -> None:
+            body = {**PROMPT, "prompt": f"{number} and", "max_tokens": 400, "ignore_eos": True}
+            while time.monotonic() < stop:
+                statuses.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_ready(server.url, 2)
+            assert len(replica_pids(server.process.pid)) == 2
+            time.sleep(3)
+        finally:
+            stop = 0
+            for thread in threads:
+                thread.join()
+        deadline = time.monotonic() + 90
+        while ready() > 1:
+            assert time.monotonic() < deadline, "the replica has not ended"
+            time.sleep(0.5)
+        assert httpx.post(f"{server.url}/v1/completions", json=PROMPT, timeout=60).status_code == 200
+    assert set(statuses) == {200}
 
 
 def test_a_kill_loses_nothing_that_had_not_begun_to_stream(client: httpx.Client, two: ServerProcess) -> None:

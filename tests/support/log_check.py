@@ -69,6 +69,14 @@ class LogCheck:
                     if not own and any(_within(text, one, kind) for one in written):
                         yield f"{file.name} has the {kind} {value[:100]!r}"
 
+    def report(self) -> list[str]:
+        """What was searched for, and what was found; both stand in findings.txt, too."""
+        found = list(self.findings())
+        counts = ", ".join(f"{len(values)} {kind}s" for kind, values in self.sent.items())
+        summary = f"{len(self.logs)} logs of {self.lines()} lines were searched for {counts}: {len(found)} found"
+        (self.folder / "findings.txt").write_text("\n".join([summary, *found]) + "\n")
+        return [summary, *found]
+
     def lines(self) -> int:
         return sum(file.read_text().count("\n") for file, _ in self.logs)
 

@@ -3,10 +3,11 @@
 import orjson
 
 from mlx_parallm.cluster import views
-from mlx_parallm.cluster.changes import Change, SharedState, decode
+from mlx_parallm.cluster.changes import KEPT_WEIGHTS, Change, SharedState, decode
 from mlx_parallm.cluster.links import pack_hashes, read_error, unpack_hashes, write_error
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.weights import AdapterError
+from mlx_parallm.models.kinds import policy
 
 
 def publish(number: int, name: str = "math", data: bytes = b"") -> Change:
@@ -65,6 +66,18 @@ def test_who_lacks_little_is_given_that_and_who_lacks_much_starts_anew() -> None
     assert state.since(3) is None
     assert state.since(31) is None
     assert len(state.since(0) or []) == 4
+
+
+def test_the_weights_of_a_policy_are_kept_as_the_policy_keeps_them() -> None:
+    state = SharedState()
+    for number in range(2, 10):
+        state.add(Change("publish", "cartpole", "", number, {"asked": False}, bytes([number])))
+    state.add(Change("rollback", "cartpole", "", 6))
+    assert replayed(state) == [*(("publish", "", number) for number in range(5, 10)), ("rollback", "", 6)]
+    assert KEPT_WEIGHTS == policy.KEPT_VERSIONS + 1, "and the current one"
+    assert state.numbered(Change("publish", "cartpole", "", 7)).number == 10
+    state.add(Change("unload_model", "cartpole", fields={"timeout": 1.0}))
+    assert [change.kind for change in state.replay()] == ["unload_model"]
 
 
 def test_models_and_pauses() -> None:

@@ -141,9 +141,7 @@ class PolicyPredictor(NetworkPredictor):
 
     def replace(self, tensors: Mapping[str, Array], number: int | None = None) -> int:
         """Serves these from the next batch on; the version that they are."""
-        number = self._newest + 1 if number is None else number
-        if number <= self._newest:
-            raise InvalidRequestError(f"version {number} is not newer than {self._newest}", param="version")
+        number = self.next_version(number)
         weights = self._graph.prepare(tensors)
         self._kept[number] = weights, {name: tensors[name] for name in self._head.tensors}
         self._newest = number
@@ -152,8 +150,21 @@ class PolicyPredictor(NetworkPredictor):
             del self._kept[old]
         return number
 
+    def next_version(self, number: int | None) -> int:
+        """The number of new weights, checked where one is asked for."""
+        number = self._newest + 1 if number is None else number
+        if number <= self._newest:
+            raise InvalidRequestError(f"version {number} is not newer than {self._newest}", param="version")
+        return number
+
     def rollback(self, number: int | None = None) -> int:
         """Serves an earlier version that is kept; without a number, the one before."""
+        number = self.kept_version(number)
+        self._serve(number)
+        return number
+
+    def kept_version(self, number: int | None) -> int:
+        """The number of a version that can be served; None: the one before the current."""
         if number is None:
             earlier = [one for one in self._kept if one < self.version]
             if not earlier:
@@ -163,7 +174,6 @@ class PolicyPredictor(NetworkPredictor):
             raise ModelNotFoundError(
                 f"there is no version {number}; there is {', '.join(map(str, self.versions))}", param="version"
             )
-        self._serve(number)
         return number
 
     @property

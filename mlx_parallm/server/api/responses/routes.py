@@ -17,6 +17,7 @@ from mlx_parallm.server.api.responses.items import InputItem, InputMessage, Item
 from mlx_parallm.server.api.responses.store import Item, ResponseStore, StoredResponse
 from mlx_parallm.server.api.responses.writer import Response, ResponsesWriter
 from mlx_parallm.server.call import ChatTurn, GenerationCall, Structure
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.responses import respond
@@ -63,9 +64,11 @@ class ResponseRoutes:
             return await respond(generation, writer, request, written)
         if not stores:
             raise InvalidRequestError("background: this server keeps no responses", param="background")
-        running = BackgroundResponse(owner, generation, writer, request.scope.get("held_models", ()))
+        release = [*request.scope.get("held_models", ()), current_caller.get().leave]
+        running = BackgroundResponse(owner, generation, writer, release)
         generation.start(running)
         request.scope["held_models"] = []  # held until the response has ended
+        request.scope["runs_on"] = True  # and counted as a request of its key
         self._running[writer.id] = running
         started = writer.in_progress()
         writes.append(self._store.put(owner, StoredResponse(started, kept)))

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from mlx_parallm.cluster.changes import Change
-from mlx_parallm.errors import ConflictError, InvalidRequestError
+from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError
 from mlx_parallm.runtime.policy_weights import policy_of, read_weights, version_of
 from mlx_parallm.runtime.startup import Runtime
 from mlx_parallm.signature import WeightsVersion
@@ -41,7 +41,11 @@ class LocalState:
         if change.kind == "load_model":
             self._pool.load(change.model, change.fields["source"], change.fields["pin"]).result()
         elif change.kind == "unload_model":
-            self._pool.unload(change.model, change.fields["timeout"])
+            try:
+                self._pool.unload(change.model, change.fields["timeout"])
+            except ModelNotFoundError:  # the others had loaded it by a path
+                if not starting:
+                    raise
         else:
             with Held(self._pool, change.model):
                 if change.model in self._runtime.predictors:

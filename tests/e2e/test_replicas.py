@@ -36,10 +36,9 @@ def limited_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_folder: Path, limited_key: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def two(tiny_folder: Path, limited_key: Path) -> Iterator[ServerProcess]:
     flags = ["--replicas", "2", "--no-ssd", "--api-key", "user", "--admin-key", "admin"]
     flags += ["--keys-file", str(limited_key)]
-    flags += ["--model-path", f"actor={mlp_policy(tmp_path_factory.mktemp('actor'))}"]
     with running(ours(str(tiny_folder), flags, fork=False)) as server:
         yield server
 
@@ -236,6 +235,8 @@ def test_the_weights_of_a_policy_reach_every_replica(client: httpx.Client, two: 
         assert all(one == found[0] for one in found)
         return found[0]
 
+    loaded = client.post("/v1/models/load", json={"model": "actor", "path": str(mlp_policy(tmp_path / "actor"))})
+    assert loaded.status_code == 200, loaded.text
     before = everywhere()
     assert before[0] == 1
     assert update(1).json()["policy_version"] == 2
@@ -257,6 +258,7 @@ def test_the_weights_of_a_policy_reach_every_replica(client: httpx.Client, two: 
     assert third[1] not in (before[1], second[1])
     assert client.post("/v1/adapters/rollback", json={"name": "actor", "version": 2}).status_code == 200
     assert everywhere() == second, "the replica that came back has it too"
+    assert client.post("/v1/models/unload", json={"model": "actor"}).status_code == 200
 
 
 def test_a_queue_adds_a_replica_which_ends_when_it_is_not_needed(tiny_folder: Path) -> None:

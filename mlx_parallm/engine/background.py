@@ -7,15 +7,14 @@ seconds: serving earns the other side its part, and a step is paid for after it 
 
 import time
 from collections import deque
-from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mlx_parallm.errors import UnavailableError
 from mlx_parallm.metrics import BackgroundMetrics
+from mlx_parallm.steps import Steps
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
 MAX_CREDIT = 1.0  # seconds: who has not asked for long does not get it all at once
 IDLE_SLICE = 0.25  # seconds of a step that nobody waits for; somebody may come
 SERVING_SLICE = 0.6  # of a turn of serving: the next token then comes well within twice its time
@@ -61,8 +60,8 @@ class Background:
         return bool(self._tasks) and (not serving or self._credit > 0)
 
     def due_again(self, serving: bool) -> bool:
-        """Whether to run one more in the same turn: most of it must have been earned."""
-        return serving and self.due(serving) and self._credit > self._last / 2
+        """Whether to run one more in the same turn: it must have been earned, if it takes as long as the last."""
+        return serving and self.due(serving) and self._credit > self._last
 
     def step(self, serving: bool) -> None:
         """Runs one step of the work that has waited longest."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.engine.background import Background, Steps
+from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.batching import check_room
 from mlx_parallm.engine.build import EngineParts
 from mlx_parallm.engine.delivery import Recorder
@@ -23,6 +23,7 @@ from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.vision.processor import ImageProcessor
+from mlx_parallm.steps import Steps
 from mlx_parallm.types import MemoryPlan, OnDelta, PauseMode, Request
 
 T = TypeVar("T")

@@ -6,9 +6,10 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlx_parallm.engine.background import Background, Steps
+from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.metrics import BackgroundMetrics
+from mlx_parallm.steps import Steps
 
 T = TypeVar("T")
 

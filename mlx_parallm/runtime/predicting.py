@@ -13,13 +13,13 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from mlx_parallm.engine.background import Steps
 from mlx_parallm.errors import QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.metrics import PredictorMetrics
 from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.runtime.batch_times import BatchTimes
 from mlx_parallm.runtime.policy_weights import roll_back, update_weights
 from mlx_parallm.signature import WeightsVersion
+from mlx_parallm.steps import Steps
 from mlx_parallm.types import PredictorInfo
 
 T = TypeVar("T")
@@ -72,6 +72,30 @@ class Input:
     value: Any
     cost: int
     alone: bool = False  # a batch that it was in has failed
+
+
+class Pace:
+    """Runs a batch in as many steps of the host as it needs, where it can be paused."""
+
+    def __init__(self, host: PredictionHost) -> None:
+        self._host = host
+        self.seconds = 0.0  # that the batch has taken, without its pauses
+
+    def run(self, steps: "Steps[T]") -> "Steps[T]":
+        used = longest = 0.0  # of the host's step; of a part of the batch
+        while True:
+            begun = time.perf_counter()
+            try:
+                next(steps)
+            except StopIteration as end:
+                self.seconds += time.perf_counter() - begun
+                found: T = end.value
+                return found
+            seconds = time.perf_counter() - begun
+            self.seconds, used, longest = self.seconds + seconds, used + seconds, max(longest, seconds)
+            if used + longest > self._host.slice_seconds:
+                yield
+                used = 0.0
 
 
 class LocalPredictor:
@@ -161,7 +185,12 @@ class LocalPredictor:
 
     def _steps(self, host: PredictionHost) -> "Steps[None]":
         while self._host is host and (batch := self._take(host.slice_seconds)):
-            self._run(batch)
+            try:
+                yield from self._run(batch, host)
+            except GeneratorExit:  # the host ends in the middle of a batch; the next one begins it anew
+                with self._lock:
+                    self._waiting.extendleft(reversed(batch))
+                raise
             yield
 
     def _take(self, seconds: float) -> list[Input]:
@@ -192,10 +221,10 @@ class LocalPredictor:
                 window.append(one)
         return window
 
-    def _run(self, batch: list[Input]) -> None:
-        begun = time.perf_counter()
+    def _run(self, batch: list[Input], host: PredictionHost) -> "Steps[None]":
+        pace = Pace(host)
         try:
-            results = self.predictor.predict([one.value for one in batch])
+            results = yield from pace.run(self.predictor.steps([one.value for one in batch]))
             assert len(results) == len(batch), f"{len(results)} outputs for {len(batch)} inputs"
         except Exception as error:  # of one input perhaps, which the others must not pay for
             if len(batch) == 1:
@@ -207,7 +236,7 @@ class LocalPredictor:
             with self._lock:
                 self._waiting.extendleft(reversed(batch))
             return
-        seconds = time.perf_counter() - begun
+        seconds = pace.seconds
         self.metrics.batches, self.metrics.inputs = self.metrics.batches + 1, self.metrics.inputs + len(batch)
         self.metrics.seconds += seconds
         self._times.add(max(one.cost for one in batch) * len(batch), seconds)

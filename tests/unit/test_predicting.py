@@ -13,6 +13,7 @@ from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.runtime.batch_times import FIRST_COST, MAX_COST, RECENT, BatchTimes
 from mlx_parallm.runtime.predict_thread import PredictThread
 from mlx_parallm.runtime.predicting import LocalPredictor
+from mlx_parallm.steps import Steps
 from mlx_parallm.types import PredictorInfo
 
 
@@ -162,6 +163,43 @@ def test_batches_grow_where_their_time_does_not() -> None:
         host.stop()
     assert max(map(len, lengths.batches)) >= 32
     assert len(lengths.batches) < 100
+
+
+class Layers(Lengths):
+    """Takes long over a single input, and can be paused."""
+
+    def steps(self, batch: Sequence[Any]) -> Steps[list[Any]]:
+        for _ in range(6):
+            time.sleep(0.004)
+            yield
+        return self.predict(batch)
+
+
+def test_a_long_input_takes_several_steps() -> None:
+    host = Impatient()
+    try:
+        model = LocalPredictor(Layers(), host, max_queue_size=4)
+        assert model.predict(["long"]).result(10) == [4]
+        assert model.predict(["x", "yy"]).result(10) == [1, 2]
+        assert host.metrics.steps >= 10
+        assert host._background.metrics.seconds < 1
+        [group] = [one for one in model._times._groups.values() if round(one.cost) == 4]
+        assert 0.024 <= group.seconds < 0.2
+    finally:
+        host.stop()
+
+
+def test_a_batch_that_its_host_did_not_finish_is_begun_anew() -> None:
+    first, second = Impatient(), Impatient()
+    try:
+        model = LocalPredictor(Layers(), first, max_queue_size=4)
+        calls = [model.predict(["long", "one"]), model.predict(["other"])]
+        time.sleep(0.01)
+        model.move(second)
+        first.stop()
+        assert [call.result(10) for call in calls] == [[4, 3], [5]]
+    finally:
+        second.stop()
 
 
 def test_a_batch_that_compiled_kernels_does_not_shrink_the_next() -> None:

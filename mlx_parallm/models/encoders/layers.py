@@ -13,6 +13,7 @@ import numpy as np
 
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.device import device_kind
+from mlx_parallm.steps import Steps, run_through
 
 COMPOSED_LENGTH = 512  # tokens up to which all scores of a batch are kept in memory
 Array = np.ndarray[Any, Any]
@@ -179,12 +180,13 @@ class Embeddings:
 class PackedPass(Protocol):
     """Tokens and types (B, T), which of them are no padding (B, T) -> hidden states of those alone, (N, D)."""
 
-    def __call__(self, tokens: Array, mask: Array, token_types: Array | None) -> Array: ...
+    def steps(self, tokens: Array, mask: Array, token_types: Array | None) -> Steps[Array]: ...
 
 
-def _padded(packed: PackedPass, tokens: mx.array, mask: mx.array, token_types: mx.array | None) -> Array:
+def _padded(packed: PackedPass, tokens: mx.array, mask: mx.array, token_types: mx.array | None) -> Steps[Array]:
     seen = to_numpy(mask).astype(bool)
-    states = packed(to_numpy(tokens), seen, None if token_types is None else to_numpy(token_types))
+    types = None if token_types is None else to_numpy(token_types)
+    states = yield from packed.steps(to_numpy(tokens), seen, types)
     hidden = np.zeros((*seen.shape, states.shape[1]), np.float32)
     hidden[seen] = states
     return hidden
@@ -213,13 +215,21 @@ class Encoder:
 
     def __call__(self, tokens: mx.array, mask: mx.array, token_types: mx.array | None = None) -> mx.array:
         """Tokens (B, T), which of them are no padding (B, T), and their types -> hidden states (B, T, D)."""
+        return run_through(self.steps(tokens, mask, token_types))
+
+    def steps(self, tokens: mx.array, mask: mx.array, token_types: mx.array | None = None) -> Steps[mx.array]:
+        """The same, on the CPU with a pause behind each layer."""
         assert tokens.shape[1] <= self.max_length, f"{tokens.shape[1]} tokens, and the limit is {self.max_length}"
         if self.packed is not None:
-            return mx.array(_padded(self.packed, tokens, mask, token_types))
-        masks = Masks(mask.astype(mx.bool_))
+            hidden = yield from _padded(self.packed, tokens, mask, token_types)
+            return mx.array(hidden)
+        masks, pauses = Masks(mask.astype(mx.bool_)), device_kind() == "cpu"
         x = self.embeddings(tokens, token_types)
         for layer in self.layers:
             x = layer(x, masks)
+            if pauses:
+                mx.eval(x)
+                yield
         return x if self.final_norm is None else self.final_norm(x)
 
     def pooled(self, hidden: mx.array) -> mx.array:

@@ -15,6 +15,7 @@ from mlx_parallm.models.encoders.layers import Array, DenseWeights, Embeddings, 
 from mlx_parallm.models.native import kernels
 from mlx_parallm.models.native.gemm import matrix_product
 from mlx_parallm.models.native.pointers import Sizes, pointer
+from mlx_parallm.steps import Steps
 
 GROUP = 2048  # tokens that go through all layers together: what they need stays in the processor's cache
 SLAB = 512  # tokens that go through an MLP together
@@ -40,7 +41,7 @@ class PackedEncoder:
         self._norms = (encoder.embeddings.norm, encoder.final_norm)
         self._size = encoder.hidden_size
 
-    def __call__(self, tokens: Array, mask: Array, token_types: Array | None) -> Array:
+    def steps(self, tokens: Array, mask: Array, token_types: Array | None) -> Steps[Array]:
         lengths = mask.sum(axis=1)
         positions = _positions(self._embeddings, tokens)[mask]
         ids, types = tokens[mask], None if token_types is None else token_types[mask]
@@ -49,7 +50,7 @@ class PackedEncoder:
         for first, starts in _groups(lengths):
             part = slice(first, first + int(starts[-1]))
             embedded = self._embed(ids[part], positions[part], None if types is None else types[part])
-            hidden[part] = self._states(embedded, np.ascontiguousarray(places[part]), starts)
+            hidden[part] = yield from self._states(embedded, np.ascontiguousarray(places[part]), starts)
         return hidden
 
     def _embed(self, ids: Array, positions: Array, types: Array | None) -> Array:
@@ -62,9 +63,10 @@ class PackedEncoder:
             x += kinds[0] if types is None else kinds[np.minimum(types, len(kinds) - 1)]
         return add_norm(self._library, x, None, None, embeddings.norm)
 
-    def _states(self, x: Array, places: Array, starts: Array) -> Array:
+    def _states(self, x: Array, places: Array, starts: Array) -> Steps[Array]:
         for layer in self._layers:
-            x = layer(x, places, starts)
+            x = yield from layer.steps(x, places, starts)
+            yield
         final = self._norms[1]
         return x if final is None else add_norm(self._library, x, None, None, final)
 
@@ -77,16 +79,19 @@ class PackedLayer:
         self._layer = layer
         self._product = matrix_product()
 
-    def __call__(self, x: Array, places: Array, starts: Array) -> Array:
+    def steps(self, x: Array, places: Array, starts: Array) -> Steps[Array]:
+        """With a pause between attention and MLP."""
         layer = self._layer
         if not layer.pre_norm:
             attended = self._attend(x, places, starts)
             x = add_norm(self._library, attended, _view(layer.out.bias), x, layer.attention_norm)
+            yield
             return add_norm(self._library, self._mlp(x), _view(layer.down.bias), x, layer.mlp_norm)
         first = x if layer.attention_norm is None else add_norm(self._library, x, None, None, layer.attention_norm)
         summed = np.empty_like(x)
         attended = self._attend(first, places, starts)
         second = add_norm(self._library, attended, _view(layer.out.bias), x, layer.mlp_norm, summed)
+        yield
         return add_norm(self._library, self._mlp(second), _view(layer.down.bias), summed, None)
 
     def _attend(self, x: Array, places: Array, starts: Array) -> Array:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from mlx_parallm.steps import Steps
 from mlx_parallm.types import PredictorInfo
 
 
@@ -33,6 +34,12 @@ class Predictor(ABC):
 
     def warm_up(self) -> None:  # noqa: B027  (nothing, where nothing is compiled)
         """Runs once after loading: compiles what the first batches would otherwise wait for."""
+
+    def steps(self, batch: Sequence[Any]) -> Steps[list[Any]]:
+        """What `predict` returns, with pauses in which other models have the thread. For models that may take long over
+        a single input."""
+        yield from ()
+        return self.predict(batch)
 
     @abstractmethod
     def predict(self, batch: Sequence[Any]) -> list[Any]:

@@ -22,6 +22,7 @@ from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.models.padding import padded_shape, warm_up_shapes
 from mlx_parallm.models.sentence import module_kind
 from mlx_parallm.models.text_tokenizer import TokenizerConfig, text_tokenizer
+from mlx_parallm.steps import Steps, run_through
 from mlx_parallm.types import ClassifierInfo, TextTokens
 
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
@@ -100,6 +101,9 @@ class Classifier(Predictor):
             self.predict([TextTokens([0] * length)] * rows)
 
     def predict(self, batch: Sequence[TextTokens]) -> list[NDArray[np.float32]]:
+        return run_through(self.steps(batch))
+
+    def steps(self, batch: Sequence[TextTokens]) -> Steps[list[NDArray[np.float32]]]:
         lengths = [len(item.tokens) for item in batch]
         self._check(batch, lengths)
         rows, longest = padded_shape(len(batch), max(lengths), self._backbone.max_length)
@@ -109,7 +113,7 @@ class Classifier(Predictor):
             tokens[row, : lengths[row]] = item.tokens
             if item.segments is not None:
                 segments[row, : lengths[row]] = item.segments
-        logits = to_numpy(self._forward(mx.array(tokens), mx.array(segments), mx.array(lengths)))
+        logits = to_numpy((yield from self._forward(mx.array(tokens), mx.array(segments), mx.array(lengths))))
         answers = zip(logits[: len(batch)], lengths, strict=False)
         return [row[:length] if self.info.per_token else row for row, length in answers]
 
@@ -121,12 +125,12 @@ class Classifier(Predictor):
         if any(min(item.tokens) < 0 or max(item.tokens) >= size for item in batch):
             raise InvalidRequestError(f"token ids must be below {size}, and not negative", param="input")
 
-    def _forward(self, tokens: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+    def _forward(self, tokens: mx.array, segments: mx.array, lengths: mx.array) -> Steps[mx.array]:
         mask = mx.arange(tokens.shape[1]) < lengths[:, None]
         if isinstance(self._backbone, DecoderStates):
             hidden = self._backbone(tokens, mask)
         else:
-            hidden = self._backbone(tokens, mask, segments)
+            hidden = yield from self._backbone.steps(tokens, mask, segments)
         return self._head(hidden, tokens, lengths).astype(mx.float32)
 
 

@@ -21,6 +21,7 @@ from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.models.padding import padded_shape, warm_up_shapes
 from mlx_parallm.models.sentence import SentenceFolder, module_kind, modules_of, normalized, pool, read_sentence_folder
 from mlx_parallm.models.text_tokenizer import text_tokenizer
+from mlx_parallm.steps import Steps, run_through
 from mlx_parallm.types import EmbeddingInfo
 
 CHAT_MODELS = ("LMHead", "ChatGLM")  # which are called models, and have a head
@@ -89,6 +90,9 @@ class Embedder(Predictor):
             self.predict([[0] * length] * rows)
 
     def predict(self, batch: Sequence[Sequence[int]]) -> list[Any]:
+        return run_through(self.steps(batch))
+
+    def steps(self, batch: Sequence[Sequence[int]]) -> Steps[list[Any]]:
         lengths = [len(tokens) for tokens in batch]
         self._check(batch, lengths)
         rows, longest = padded_shape(len(batch), max(lengths), self._states.max_length)
@@ -97,7 +101,11 @@ class Embedder(Predictor):
         for row, ids in enumerate(batch):
             tokens[row, : len(ids)] = ids
         mask = np.arange(longest) < np.array(lengths, np.int32)[:, None]
-        x = pool(self._states(mx.array(tokens), mx.array(mask)), lengths, self._sentence.modes)
+        if isinstance(self._states, Encoder):
+            hidden = yield from self._states.steps(mx.array(tokens), mx.array(mask))
+        else:
+            hidden = self._states(mx.array(tokens), mx.array(mask))
+        x = pool(hidden, lengths, self._sentence.modes)
         for dense in self._sentence.dense:
             x = dense(x)
         return list(to_numpy(normalized(x) if self._sentence.normalize else x))[: len(batch)]

@@ -34,6 +34,8 @@ from mlx_parallm.models.kinds import embedding
 from tests.support.texts import sample_texts
 
 THREADS = 2
+EMBED_BATCH = 16  # texts of a request beside streams
+BUSY_LENGTH = 4  # streams beside embeddings are so many times longer than those without
 PEER = """
 import json, sys, time
 import torch
@@ -171,17 +173,17 @@ async def read_streams(endpoint: Endpoint, rows: int, tokens: int, seed: int) ->
 
 async def while_embedding(endpoint: Endpoint, args: argparse.Namespace, seed: int) -> tuple[list[float], int]:
     """Times between tokens while clients embed without a pause, and how many tokens these have got embedded."""
-    texts, embedded, running = sample_texts(64 * 16, seed=seed), 0, True
+    texts, embedded, running = sample_texts(1024, seed=seed), 0, True
 
     async def client(number: int) -> None:
         nonlocal embedded
         while running:
-            first = number * 64 % len(texts)
-            embedded += await embed(endpoint, texts[first : first + 64])
+            first = number * EMBED_BATCH % len(texts)
+            embedded += await embed(endpoint, texts[first : first + EMBED_BATCH])
             number += args.embedding_clients
 
     clients = [asyncio.create_task(client(number)) for number in range(args.embedding_clients)]
-    gaps = await read_streams(endpoint, args.rows, args.stream_tokens, seed)
+    gaps = await read_streams(endpoint, args.rows, args.stream_tokens * BUSY_LENGTH, seed)
     counted, running = embedded, False
     await asyncio.gather(*clients)
     return gaps, counted
@@ -292,7 +294,12 @@ def main() -> int:
     add("--clients", type=int, default=32)
     add("--rounds", type=int, default=7, help="of ours and the peer each (default: %(default)s)")
     add("--rows", type=int, default=8, help="streams (default: %(default)s)")
-    add("--stream-tokens", type=int, default=128, help="length of each (default: %(default)s)")
+    add(
+        "--stream-tokens",
+        type=int,
+        default=128,
+        help="of each; four times as many with embeddings (default: %(default)s)",
+    )
     add("--embedding-clients", type=int, default=4, help="beside the streams (default: %(default)s)")
     add("--embed-tokens", type=int, default=20_000, help="at least, beside the streams (default: %(default)s)")
     add("--json", type=Path, metavar="FILE")

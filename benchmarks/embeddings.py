@@ -34,7 +34,7 @@ from mlx_parallm.models.kinds import embedding
 from tests.support.texts import sample_texts
 
 THREADS = 2
-EMBED_BATCH = 16  # texts of a request beside streams
+EMBED_BATCH = 2  # texts of a request beside streams: what is in flight at their end is not counted
 BUSY_LENGTH = 4  # streams beside embeddings are so many times longer than those without
 PEER = """
 import json, sys, time
@@ -300,7 +300,7 @@ def main() -> int:
         default=128,
         help="of each; four times as many with embeddings (default: %(default)s)",
     )
-    add("--embedding-clients", type=int, default=4, help="beside the streams (default: %(default)s)")
+    add("--embedding-clients", type=int, default=16, help="beside the streams (default: %(default)s)")
     add("--embed-tokens", type=int, default=20_000, help="at least, beside the streams (default: %(default)s)")
     add("--json", type=Path, metavar="FILE")
     args = parser.parse_args()

@@ -34,8 +34,7 @@ from mlx_parallm.models.kinds import embedding
 from tests.support.texts import sample_texts
 
 THREADS = 2
-EMBED_BATCH = 2  # texts of a request beside streams: what is in flight at their end is not counted
-BUSY_LENGTH = 4  # streams beside embeddings are so many times longer than those without
+EMBED_BATCH = 4  # texts of a request beside streams: what is in flight at their end is not counted
 PEER = """
 import json, sys, time
 import torch
@@ -179,11 +178,12 @@ async def while_embedding(endpoint: Endpoint, args: argparse.Namespace, seed: in
         nonlocal embedded
         while running:
             first = number * EMBED_BATCH % len(texts)
-            embedded += await embed(endpoint, texts[first : first + EMBED_BATCH])
+            tokens = await embed(endpoint, texts[first : first + EMBED_BATCH])
+            embedded += tokens  # after the await: others have added theirs meanwhile
             number += args.embedding_clients
 
     clients = [asyncio.create_task(client(number)) for number in range(args.embedding_clients)]
-    gaps = await read_streams(endpoint, args.rows, args.stream_tokens * BUSY_LENGTH, seed)
+    gaps = await read_streams(endpoint, args.rows, args.stream_tokens, seed)
     counted, running = embedded, False
     await asyncio.gather(*clients)
     return gaps, counted
@@ -298,9 +298,9 @@ def main() -> int:
         "--stream-tokens",
         type=int,
         default=128,
-        help="of each; four times as many with embeddings (default: %(default)s)",
+        help="of each (default: %(default)s)",
     )
-    add("--embedding-clients", type=int, default=16, help="beside the streams (default: %(default)s)")
+    add("--embedding-clients", type=int, default=8, help="beside the streams (default: %(default)s)")
     add("--embed-tokens", type=int, default=20_000, help="at least, beside the streams (default: %(default)s)")
     add("--json", type=Path, metavar="FILE")
     args = parser.parse_args()

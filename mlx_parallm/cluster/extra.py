@@ -13,7 +13,7 @@ def prepare(config: ClusterConfig) -> None:
     missing = [name for name in ("ray", "aiohttp") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"--replicas, --share-model and --connect-to need {' and '.join(missing)}: "
+            f"--replicas, --max-replicas, --share-model and --connect-to need {' and '.join(missing)}: "
             "pip install 'mlx-parallm[cluster]'"
         )
     has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ

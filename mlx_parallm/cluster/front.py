@@ -25,6 +25,7 @@ from mlx_parallm.cluster.dashboard import send_merged
 from mlx_parallm.cluster.links import PREFIX_HEADER, SECRET_HEADER, login_secret, pack_hashes
 from mlx_parallm.cluster.members import Member, Members
 from mlx_parallm.cluster.prompts import STICKY, PromptDigest, prompt_digest
+from mlx_parallm.cluster.response_owners import ResponseOwners
 from mlx_parallm.cluster.views import VIEWS, View
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ParallmError, PayloadTooLargeError, UnavailableError
@@ -77,6 +78,7 @@ class Front:
         self.idle = asyncio.Event()
         self.session: aiohttp.ClientSession | None = None
         self._members = members
+        self._owners = ResponseOwners()
         self._limit = config.http.max_body_size
         self._secret = secret
         self._access = AccessControl(KeyRing.of(config), login_secret=login_secret(secret))
@@ -181,7 +183,9 @@ class Front:
         tried: set[str] = set()
         router = self._members.router
         while True:
-            name = router.choose(exchange.digest.prefix, exchange.digest.adapter, avoid=tried)
+            name = self._owners.of(exchange.scope["path"])
+            if name is None or name not in router.names or name in tried:
+                name = router.choose(exchange.digest.prefix, exchange.digest.adapter, avoid=tried)
             if name is None:
                 raise UnavailableError(self._why_none(tried))
             member = self._members[name]
@@ -223,7 +227,7 @@ class Front:
         try:
             async with self._request(exchange, member) as answer:
                 connected = True
-                await self._copy(exchange, answer)
+                await self._copy(exchange, answer, member.name)
         except LOST as error:
             if not exchange.started:
                 raise ReplicaLost(connected or not isinstance(error, aiohttp.ClientConnectorError)) from error
@@ -238,12 +242,13 @@ class Front:
             headers.append((PREFIX_HEADER, pack_hashes(hashes).encode()))
         return headers
 
-    async def _copy(self, exchange: Exchange, answer: aiohttp.ClientResponse) -> None:
+    async def _copy(self, exchange: Exchange, answer: aiohttp.ClientResponse, replica: str) -> None:
         headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in HOP_HEADERS]
         start: Message = {"type": "http.response.start", "status": answer.status, "headers": headers}
         ending = _ending(answer.content_type)
         if ending is None:  # whole: until it is here, another replica could be asked
             body = await answer.read()
+            self._owners.note(exchange.scope["path"], answer.status, body, replica)
             exchange.started = True
             await exchange.send(start)
             await exchange.send({"type": "http.response.body", "body": body})

@@ -212,6 +212,20 @@ def test_changes_reach_every_replica(client: httpx.Client, two: ServerProcess, t
     assert client.post("/v1/adapters/unload", json={"name": "few"}).status_code == 200
 
 
+def test_background_responses_are_found_and_cancelled(client: httpx.Client) -> None:
+    body = {"model": "default", "input": "hello", "max_output_tokens": 1900, "background": True, "ignore_eos": True}
+    with ThreadPoolExecutor(6) as threads:
+        made = list(
+            threads.map(lambda n: client.post("/v1/responses", json={**body, "input": f"{n}"}).json(), range(6))
+        )
+    assert {one["status"] for one in made} <= {"queued", "in_progress"}
+    for one in made:
+        assert client.get(f"/v1/responses/{one['id']}").json()["id"] == one["id"]
+    cancelled = [client.post(f"/v1/responses/{one['id']}/cancel").json()["status"] for one in made]
+    assert cancelled == ["cancelled"] * 6
+    assert client.get(f"/v1/responses/{made[0]['id']}").json()["status"] == "cancelled"
+
+
 def act(client: httpx.Client, seed: int) -> tuple[int, list[float]]:
     """The version of the policy that acted, and log-probabilities of its actions."""
     body = {"model_id": "actor", "observations": [[0.1, 0.2, 0.3, 0.4]] * 3, "seed": seed}

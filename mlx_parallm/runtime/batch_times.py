@@ -16,7 +16,7 @@ RECENT = 64  # batches within which a group was not seen: it is forgotten, and m
 
 
 @dataclass(slots=True)
-class Group:
+class CostGroup:
     """Batches of similar cost."""
 
     cost: float
@@ -31,7 +31,7 @@ class Group:
 
 class BatchTimes:
     def __init__(self) -> None:
-        self._groups: dict[int, Group] = {}  # by the number of bits of the cost
+        self._groups: dict[int, CostGroup] = {}  # by the number of bits of the cost
         self._count = 0
 
     def add(self, cost: int, seconds: float) -> None:
@@ -39,7 +39,7 @@ class BatchTimes:
         seconds = max(1e-6, seconds)
         group = self._groups.get(cost.bit_length())
         if group is None:
-            self._groups[cost.bit_length()] = Group(cost, seconds, self._count)
+            self._groups[cost.bit_length()] = CostGroup(cost, seconds, self._count)
         else:
             group.add(cost, seconds, self._count)
         self._groups = {key: one for key, one in self._groups.items() if one.newest > self._count - RECENT}

@@ -74,7 +74,7 @@ class Input:
     alone: bool = False  # a batch that it was in has failed
 
 
-class Pace:
+class PacedBatch:
     """Runs a batch in as many steps of the host as it needs, where it can be paused."""
 
     def __init__(self, host: PredictionHost) -> None:
@@ -222,9 +222,9 @@ class LocalPredictor:
         return window
 
     def _run(self, batch: list[Input], host: PredictionHost) -> "Steps[None]":
-        pace = Pace(host)
+        paced = PacedBatch(host)
         try:
-            results = yield from pace.run(self.predictor.steps([one.value for one in batch]))
+            results = yield from paced.run(self.predictor.steps([one.value for one in batch]))
             assert len(results) == len(batch), f"{len(results)} outputs for {len(batch)} inputs"
         except Exception as error:  # of one input perhaps, which the others must not pay for
             if len(batch) == 1:
@@ -236,7 +236,7 @@ class LocalPredictor:
             with self._lock:
                 self._waiting.extendleft(reversed(batch))
             return
-        seconds = pace.seconds
+        seconds = paced.seconds
         self.metrics.batches, self.metrics.inputs = self.metrics.batches + 1, self.metrics.inputs + len(batch)
         self.metrics.seconds += seconds
         self._times.add(max(one.cost for one in batch) * len(batch), seconds)

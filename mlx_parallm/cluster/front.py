@@ -322,7 +322,7 @@ class Front:
                 except LOST:
                     continue
                 if answer.status != 200:
-                    await self._copy(exchange, answer)
+                    await self._copy(exchange, answer, member.name)
                     return
                 answers[member.name] = answer
             if not answers:

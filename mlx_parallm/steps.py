@@ -8,7 +8,7 @@ Steps = Generator[None, None, T]
 
 
 def run_through(steps: Steps[T]) -> T:
-    """The result, without a pause."""
+    """Runs all steps without a pause; returns the result."""
     while True:
         try:
             next(steps)

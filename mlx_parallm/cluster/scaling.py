@@ -3,7 +3,7 @@
 import math
 from collections import deque
 
-UP_SECONDS = 10.0  # for which more must have been needed
+UP_SECONDS = 10.0  # for which more replicas must have been needed before they are added
 
 
 class Scaling:
@@ -13,11 +13,11 @@ class Scaling:
         self._most = most
         self._requests_each = requests_each
         self._down_seconds = down_seconds
-        self._needed: deque[tuple[float, int]] = deque()  # seconds, replicas
+        self._needed: deque[tuple[float, int]] = deque()  # when, and how many replicas were needed
 
     def wanted(self, in_flight: int, current: int, now: float) -> int:
-        """To be asked every few seconds. More than `current` once that many were needed all the time for a while; fewer
-        once that many were enough for a longer while."""
+        """How many there should be; called every few seconds. More than `current` when more were needed throughout
+        `UP_SECONDS`; fewer when fewer were enough throughout `down_seconds`."""
         needed = min(self._most, max(self._least, math.ceil(in_flight / self._requests_each)))
         self._needed.append((now, needed))
         oldest = now - max(UP_SECONDS, self._down_seconds)
@@ -28,7 +28,7 @@ class Scaling:
         return up if up > current else min(current, down)
 
     def _within(self, seconds: float, now: float) -> list[int]:
-        """What was needed within so many seconds; nothing while it has not looked for so long."""
+        """What was needed at each call of the last `seconds`; empty before calls go back that far."""
         if self._needed[0][0] > now - seconds:
             return []
         return [needed for second, needed in self._needed if second >= now - seconds]

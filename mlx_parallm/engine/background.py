@@ -25,8 +25,8 @@ class Background:
     """All but the metrics belongs to the engine thread."""
 
     def __init__(self, serving_share: float, metrics: BackgroundMetrics, carries_over: bool = True) -> None:
-        """`carries_over`: what a turn has earned and not used counts in the next. Otherwise no turn has more steps than
-        it earned, and tokens come at an even pace."""
+        """`carries_over`: time that a turn has earned and not used is added to the next turn's. Without it, no turn
+        gives more time to this work than it has earned itself, so that tokens come at an even pace."""
         self._share = serving_share
         self._carries_over = carries_over
         self._credit = 0.0
@@ -60,7 +60,7 @@ class Background:
         return bool(self._tasks) and (not serving or self._credit > 0)
 
     def due_again(self, serving: bool) -> bool:
-        """Whether to run one more in the same turn: it must have been earned, if it takes as long as the last."""
+        """Whether to run another step in the same turn: the time left must be enough for one as long as the last."""
         return serving and self.due(serving) and self._credit > self._last
 
     def step(self, serving: bool) -> None:

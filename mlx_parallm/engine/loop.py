@@ -111,7 +111,8 @@ class EngineLoop:
         serving = not self._scheduler.idle
         due = any(background.due(serving) for background in self._backgrounds)
         if due or self._predictions.waiting:
-            # Rows get what is theirs before they wait; between predictions, so that tokens come at an even pace.
+            # Tokens are delivered before rows wait for other work. While predictions are queued this happens in every
+            # turn, also in those without one: a step left in flight would deliver its tokens a turn late.
             self._pipeline.finish_all()
         if not due:
             return

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,12 +20,12 @@ from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestEr
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.forward import BACKBONES, WRAPPERS
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.steps import run_through
 from mlx_parallm.training.checkpoints import Checkpoint, Checkpoints, adapter_files
 from mlx_parallm.training.learner import Parameters
 from mlx_parallm.training.model import PromptCache, TrainableModel
 from mlx_parallm.validation import check_ids
 
-T = TypeVar("T")
 Tokens = Sequence[int]
 Where = Checkpoints | Path | str
 
@@ -69,7 +69,7 @@ class RewardModel:
         self._put(self.parameters)
 
     def scores(self, texts: Sequence[Tokens]) -> list[float]:
-        return _run(self.score_steps(texts))
+        return run_through(self.score_steps(texts))
 
     def score_steps(self, texts: Sequence[Tokens]) -> Generator[None, None, list[float]]:
         """All by the parameters of the first step, whatever is learnt between the others."""
@@ -245,12 +245,3 @@ def _load(where: Where, name: str) -> Checkpoint:
     if kept.state.get("kind") != KIND:
         raise ConfigError(f"{kept.path} is no reward model")
     return kept
-
-
-def _run(steps: Generator[None, None, T]) -> T:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError, ParallmError
+from mlx_parallm.steps import run_through
 from mlx_parallm.text.prompts import Prompts
 from mlx_parallm.training import reward_model
 from mlx_parallm.training.checkpoints import ADAPTER, Checkpoints
@@ -24,11 +24,6 @@ from tests.tiny import tiny, tiny_tokenizer
 
 LORA = LoRAConfig(rank=4, alpha=8)
 WANTED = 77  # the better text holds this token
-T = TypeVar("T")
-
-
-def run(steps: Generator[None, None, T]) -> T:
-    return reward_model._run(steps)
 
 
 def texts(count: int, seed: int = 0) -> list[list[int]]:
@@ -65,7 +60,7 @@ def test_the_base_is_shared_and_stays_as_it_is() -> None:
     model = as_served("llama")
     before = {name: np.array(array) for name, array in tree_flatten(model.module.parameters())}
     rewards = RewardModel(model, LORA)
-    run(RewardTrainer(rewards, learning_rate=1e-2).train(made(20)))
+    run_through(RewardTrainer(rewards, learning_rate=1e-2).train(made(20)))
     served = dict(tree_flatten(model.module.parameters()))
     own = {id(array) for _, array in tree_flatten(rewards.tree.module.parameters())}
     assert all(id(array) in own for array in served.values())
@@ -96,7 +91,7 @@ def test_learns_which_text_is_better() -> None:
     rewards = RewardModel(tiny(), LoRAConfig(8, 16, ("q_proj", "k_proj", "v_proj", "o_proj")))
     held_out = made(200, seed=1)
     assert set(rewards.scores([held_out[0].chosen, held_out[0].rejected])) == {0.0}
-    metrics = run(RewardTrainer(rewards, learning_rate=2e-3, epochs=8).train(made(200)))
+    metrics = run_through(RewardTrainer(rewards, learning_rate=2e-3, epochs=8).train(made(200)))
     assert ranked_right(rewards, held_out) >= 0.9
     assert metrics["accuracy"] >= 0.9
     assert metrics["loss"] < 0.4
@@ -109,12 +104,12 @@ def test_learns_which_text_is_better() -> None:
 def test_the_same_seed_and_any_cut_come_to_the_same() -> None:
     one, same, cut = (RewardModel(tiny(), LORA) for _ in range(3))
     for model, tokens in ((one, 10_000), (same, 10_000), (cut, 60)):
-        run(RewardTrainer(model, learning_rate=1e-3, seed=3, microbatch_tokens=tokens).train(made(24)))
+        run_through(RewardTrainer(model, learning_rate=1e-3, seed=3, microbatch_tokens=tokens).train(made(24)))
     assert all(np.array_equal(array, same.state()[name]) for name, array in one.state().items())
     apart = max(float(np.mean(np.abs(array - cut.state()[name]))) for name, array in one.state().items())
     assert apart < 1e-5
     other = RewardModel(tiny(), LORA)
-    run(RewardTrainer(other, learning_rate=1e-3, seed=4).train(made(24)))
+    run_through(RewardTrainer(other, learning_rate=1e-3, seed=4).train(made(24)))
     assert not all(np.array_equal(array, other.state()[name]) for name, array in one.state().items())
 
 
@@ -163,8 +158,8 @@ def test_scores_are_of_one_version_while_it_learns() -> None:
     before = rewards.scores(some)
     scoring, training = rewards.score_steps(some), RewardTrainer(rewards, learning_rate=1e-2).train(made(32))
     next(scoring)
-    run(training)
-    assert run(scoring) == before
+    run_through(training)
+    assert run_through(scoring) == before
     assert rewards.scores(some) != pytest.approx(before, abs=1e-2)
 
 
@@ -179,7 +174,7 @@ def test_training_that_fails_is_undone() -> None:
     learner = trainer.learner
     learner.parameters = {**learner.parameters, "head.weight": learner.parameters["head.weight"] * float("nan")}
     with pytest.raises(ParallmError, match=r"the gradient's norm is|the loss is"):
-        run(steps)
+        run_through(steps)
     assert all(np.array_equal(array, rewards.state()[name]) for name, array in kept.items())
     assert rewards.updates == 0
     assert rewards.scores(texts(3)) == scores
@@ -188,7 +183,7 @@ def test_training_that_fails_is_undone() -> None:
 def test_saved_and_loaded_it_scores_the_same(tmp_path: Path) -> None:
     lora = LoRAConfig(rank=3, alpha=7, layers=1)  # a scale that rounds
     rewards = RewardModel(tiny(), lora)
-    run(RewardTrainer(rewards, learning_rate=1e-2).train(made(32)))
+    run_through(RewardTrainer(rewards, learning_rate=1e-2).train(made(32)))
     expected = rewards.scores(texts(6))
     checkpoints = Checkpoints(tmp_path, keep=2)
     paths = [rewards.save(checkpoints), rewards.save(checkpoints, "other"), rewards.save(tmp_path / "folder")]
@@ -230,11 +225,11 @@ def test_texts_that_are_none() -> None:
         with pytest.raises(InvalidRequestError):
             rewards.scores([[1, 2], wrong])
         with pytest.raises(InvalidRequestError):
-            run(RewardTrainer(rewards).train([Pair([1], wrong)]))
+            run_through(RewardTrainer(rewards).train([Pair([1], wrong)]))
     with pytest.raises(ContextLengthError):
         rewards.scores([[1] * 2049])
     with pytest.raises(InvalidRequestError, match="no pairs"):
-        run(RewardTrainer(rewards).train([]))
+        run_through(RewardTrainer(rewards).train([]))
     assert rewards.scores([]) == []
 
 

@@ -1,9 +1,9 @@
 """SFT and DPO on tiny models: TRL's losses, the same step however it is cut or packed, what is undone."""
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +15,7 @@ from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.steps import run_through
 from mlx_parallm.training.datasets import Example, Preference
 from mlx_parallm.training.model import can_pack
 from mlx_parallm.training.supervised import DPO, SFT, Supervised, SupervisedConfig
@@ -25,16 +26,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 TRL = json.loads((GOLDEN / "trl_supervised.json").read_text())
 ARRAYS = load_file(GOLDEN / "trl_supervised.safetensors")
 LORA = LoRAConfig(rank=4, alpha=8)
-T = TypeVar("T")
-
-
-def run(steps: Generator[None, None, T]) -> T:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: T = end.value
-            return found
 
 
 def config(rate: float = 1e-2, *, packing: bool = False, tokens: int = 0, **optimizer: Any) -> SupervisedConfig:
@@ -98,7 +89,7 @@ def test_five_steps_are_those_of_trl(method: str, kind: type[Supervised[Any]], c
     trainer = kind(trl_model(), LORA, settings)
     trainer.start_from(peft_adapter(f"{method}.before."))
     for step in TRL[method]["steps"]:
-        found = run(trainer.step(items_of(method, step["rows"])))
+        found = run_through(trainer.step(items_of(method, step["rows"])))
         assert found["loss"] == pytest.approx(step["loss"], abs=1e-4)
         assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-3)
     expected = peft_adapter(f"{method}.after.").parts
@@ -142,12 +133,14 @@ def test_a_step_is_the_same_however_it_is_cut_and_packed(kind: Any, made: Any, o
     whole, other = kind(tiny(), LORA, config(tokens=10_000)), kind(tiny(), LORA, config(**options))
     assert other.packs == options.get("packing", False)
     for seed in range(3):
-        one, same = run(whole.step(made(seed=seed))), run(other.step(made(seed=seed)))
+        one, same = run_through(whole.step(made(seed=seed))), run_through(other.step(made(seed=seed)))
         assert same == pytest.approx(one, rel=2e-3, abs=1e-5)
     assert apart(whole, other) < 2e-5
     assert apart(whole, kind(tiny(), LORA, config())) > 1e-3
     held_out = made(seed=9)
-    assert run(whole.evaluate(held_out)) == pytest.approx(run(other.evaluate(held_out)), rel=2e-3, abs=1e-4)
+    assert run_through(whole.evaluate(held_out)) == pytest.approx(
+        run_through(other.evaluate(held_out)), rel=2e-3, abs=1e-4
+    )
 
 
 def test_packed_rows_hold_several_examples_with_less_padding() -> None:
@@ -167,13 +160,13 @@ def test_models_with_other_state_are_not_packed() -> None:
 
 def test_a_step_that_fails_is_undone() -> None:
     trainer = SFT(tiny(), LORA, config())
-    run(trainer.step(examples()))
+    run_through(trainer.step(examples()))
     before = trainer.learner.state()
     name = next(iter(trainer.learner.parameters))
     kept = trainer.learner.snapshot()
     trainer.learner.parameters = {**kept.parameters, name: kept.parameters[name] * float("nan")}
     with pytest.raises(ParallmError, match="the loss is nan"):
-        run(trainer.step(examples()))
+        run_through(trainer.step(examples()))
     trainer.learner.go_back(kept)
     assert all(np.array_equal(array, trainer.learner.state()[name]) for name, array in before.items())
     assert trainer.learner.updates == 1
@@ -181,12 +174,12 @@ def test_a_step_that_fails_is_undone() -> None:
 
 def test_dpo_goes_by_the_policy_that_it_began_with() -> None:
     first = SFT(tiny(), LORA, config())
-    run(first.step(examples()))
+    run_through(first.step(examples()))
     trainer = DPO(tiny(), LORA, config())
     trainer.start_from(first.adapter())
-    assert run(trainer.evaluate(pairs()))["margin"] == pytest.approx(0, abs=1e-4)
+    assert run_through(trainer.evaluate(pairs()))["margin"] == pytest.approx(0, abs=1e-4)
     for _ in range(8):
-        metrics = run(trainer.step(pairs()))
+        metrics = run_through(trainer.step(pairs()))
     assert metrics["accuracy"] == 1
     assert metrics["margin"] > 0.1
     assert metrics["loss"] < 0.69

@@ -1,9 +1,8 @@
 """The trainer on a tiny model: the same update however it is cut, what it refuses, what it learns, what it keeps."""
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.steps import run_through
 from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
 from mlx_parallm.training.budget import Pace
 from mlx_parallm.training.learner import Refused
@@ -25,7 +25,6 @@ from tests.tiny import tiny
 
 PROMPTS = (list(range(20, 41)), list(range(60, 75)))
 LORA = LoRAConfig(rank=4, alpha=8)
-T = TypeVar("T")
 
 
 def made(reward_of: "object" = None, seed: int = 0, groups: int = 2, size: int = 4) -> list[Trajectory]:
@@ -40,17 +39,8 @@ def made(reward_of: "object" = None, seed: int = 0, groups: int = 2, size: int =
     return found
 
 
-def drain(steps: Generator[None, None, T]) -> T:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
 def run(trainer: Trainer, trajectories: Sequence[Trajectory]) -> Outcome:
-    return drain(trainer.update(trajectories))
+    return run_through(trainer.update(trajectories))
 
 
 def with_logprobs(trainer: Trainer, trajectories: Sequence[Trajectory], shift: float = 0.0) -> None:
@@ -405,16 +395,16 @@ def test_gradient_and_step_may_be_run_apart() -> None:
     halves = [one.batch(trajectories[:8]), one.batch(trajectories[8:])]
     for half in halves:
         half.weight /= 2  # of one token in both
-    drain(one.forward_backward(whole))
+    run_through(one.forward_backward(whole))
     for half in halves:
         before = other.state()
-        drain(other.forward_backward(half))
+        run_through(other.forward_backward(half))
         assert all(np.array_equal(array, before[name]) for name, array in other.state().items())
-    assert drain(one.optim_step()) == pytest.approx(drain(other.optim_step()), rel=1e-4)
+    assert run_through(one.optim_step()) == pytest.approx(run_through(other.optim_step()), rel=1e-4)
     assert apart(one, other) < 1e-5
     assert apart(one, Trainer(tiny(), LORA, RLConfig())) > 2e-4
     with pytest.raises(Refused, match="no gradient"):  # it is used up
-        drain(one.optim_step())
+        run_through(one.optim_step())
 
 
 def test_whatever_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ class Encoder:
         return run_through(self.steps(tokens, mask, token_types))
 
     def steps(self, tokens: mx.array, mask: mx.array, token_types: mx.array | None = None) -> Steps[mx.array]:
-        """The same, on the CPU with a pause behind each layer."""
+        """The same as a generator, which yields after each layer on the CPU."""
         assert tokens.shape[1] <= self.max_length, f"{tokens.shape[1]} tokens, and the limit is {self.max_length}"
         if self.packed is not None:
             hidden = yield from _padded(self.packed, tokens, mask, token_types)

@@ -80,7 +80,7 @@ class PackedLayer:
         self._product = matrix_product()
 
     def steps(self, x: Array, places: Array, starts: Array) -> Steps[Array]:
-        """With a pause between attention and MLP."""
+        """Yields between attention and MLP."""
         layer = self._layer
         if not layer.pre_norm:
             attended = self._attend(x, places, starts)

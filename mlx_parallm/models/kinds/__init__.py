@@ -36,8 +36,8 @@ class Predictor(ABC):
         """Runs once after loading: compiles what the first batches would otherwise wait for."""
 
     def steps(self, batch: Sequence[Any]) -> Steps[list[Any]]:
-        """What `predict` returns, with pauses in which other models have the thread. For models that may take long over
-        a single input."""
+        """`predict` as a generator: at each `yield` the engine's thread may do other work first. Override it for models
+        that may take longer than a decode step for a single input."""
         yield from ()
         return self.predict(batch)
 

@@ -151,7 +151,7 @@ class PolicyPredictor(NetworkPredictor):
         return number
 
     def next_version(self, number: int | None) -> int:
-        """The number of new weights, checked where one is asked for."""
+        """The version number that new weights get: the one asked for, which must be newer than all, or the next."""
         number = self._newest + 1 if number is None else number
         if number <= self._newest:
             raise InvalidRequestError(f"version {number} is not newer than {self._newest}", param="version")

@@ -2,7 +2,8 @@
 
 A fenced block in bash or python is an example. A block that begins with `# NAME.yaml` or `# NAME.py` is a file of that
 name, which other examples use. A json or text block is what the example before it prints: `…` stands for any text,
-numbers stand for any number, and an object may have more keys than are shown. Blocks without a language are prose.
+numbers stand for any number, a list of numbers for any such list (sampled answers may end early), and an object may
+have more keys than are shown. Blocks without a language are prose.
 
 A comment directly before a block says that it is different: `<!-- not run: REASON -->`, `<!-- slow: REASON -->`.
 """
@@ -137,6 +138,9 @@ def _unlike(expected: Any, found: Any, path: str) -> str:
             if not isinstance(found, dict) or not expected.keys() <= found.keys():
                 return f"{path or 'the answer'}: expected the keys {list(expected)}, found {found!r}"
             several = (_unlike(value, found[key], f"{path}.{key}") for key, value in expected.items())
+        case list() if expected and all(map(_is_number, expected)):
+            same = isinstance(found, list) and found and all(map(_is_number, found))
+            return "" if same else f"{path}: expected a list of numbers, found {found!r}"
         case list():
             if not isinstance(found, list) or len(found) < len(expected):
                 return f"{path}: expected {expected!r}, found {found!r}"
@@ -147,9 +151,12 @@ def _unlike(expected: Any, found: Any, path: str) -> str:
         case bool() | None:
             return "" if found is expected else f"{path}: expected {expected!r}, found {found!r}"
         case _:
-            same = isinstance(found, int | float) and not isinstance(found, bool)
-            return "" if same else f"{path}: expected a number, found {found!r}"
+            return "" if _is_number(found) else f"{path}: expected a number, found {found!r}"
     return next(filter(None, several), "")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _pattern(text: str) -> str:

@@ -248,15 +248,16 @@ class DiskTier:
         if self._clock() < self._rest_until:
             self.metrics.dropped += 1
             return
-        data = encode(payload, hash_.hex())
-        if len(data) > self._max_bytes:
+        parts = encode(payload, hash_.hex())
+        size = sum(map(len, parts))
+        if size > self._max_bytes:
             self.metrics.dropped += 1
             return
         path = self._root / name
         aside = path.with_name(f".{path.stem}.{os.getpid()}.{next(self._numbers)}.tmp")
         try:
             path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
-            write_new_file(aside, data)
+            write_new_file(aside, parts)
             aside.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -264,9 +265,9 @@ class DiskTier:
             self._complain("write", error)
             self._rest_until = self._clock() + REST_AFTER_ERROR_SECONDS
             return
-        self._remember(name, len(data), self._clock())
+        self._remember(name, size, self._clock())
         self.metrics.writes += 1
-        self.metrics.written_bytes += len(data)
+        self.metrics.written_bytes += size
         if self.metrics.bytes > self._max_bytes:
             self._prune()
 

@@ -1,7 +1,9 @@
 """What a file of the SSD tier holds: arrays and a note, as a safetensors file with a checksum. No MLX.
 
 The checksum is XXH3's 128 bits, which finds damage at the speed of memory; it is no protection against somebody who
-can write to the user's private folder. Arrays of a file that was read are views of its bytes, never copies.
+can write to the user's private folder. Arrays of a file that was read are views of its bytes, never copies; a file to
+be written is a header and views of the arrays, because the safetensors package copies megabytes while it holds the GIL,
+for which the engine's thread would wait.
 """
 
 import json
@@ -12,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from safetensors.numpy import save
 
 VERSION = "2"
 TYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}  # what `integer_of` makes of all others
+TYPE_NAMES = {np.dtype(kind): name for name, kind in TYPES.items()}
 
 Array = np.ndarray[Any, Any]
 
@@ -36,10 +38,19 @@ class Payload:
         return sum(array.nbytes for array in self.arrays)
 
 
-def encode(payload: Payload, name: str) -> bytes:
-    arrays = {f"{number:04}": np.ascontiguousarray(array) for number, array in enumerate(payload.arrays)}
+def encode(payload: Payload, name: str) -> list[memoryview]:
+    """The parts of a file, in order: its header, and the bytes of each array."""
+    arrays = [np.ascontiguousarray(array) for array in payload.arrays]
     about = {"format": f"mlx-parallm-kv/{VERSION}", "name": name, "note": payload.note}
-    return save(arrays, {**about, "checksum": _checksum(list(arrays.values()), about)})
+    header: dict[str, Any] = {"__metadata__": {**about, "checksum": _checksum(arrays, about)}}
+    end = 0
+    for number, array in enumerate(arrays):
+        start, end = end, end + array.nbytes
+        entry = {"dtype": TYPE_NAMES[array.dtype], "shape": array.shape, "data_offsets": [start, end]}
+        header[f"{number:04}"] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # arrays begin at a multiple of 8
+    return [memoryview(len(text).to_bytes(8, "little") + text), *(_bytes_of(array) for array in arrays if array.size)]
 
 
 def read_file(path: Path, name: str) -> Payload:
@@ -83,5 +94,9 @@ def _checksum(arrays: list[Array], about: dict[str, str]) -> str:
     digest = xxhash.xxh3_128(json.dumps(about, sort_keys=True).encode())
     for array in arrays:
         digest.update(repr((array.shape, str(array.dtype))).encode())
-        digest.update(array.reshape(-1).view(np.uint8).data)
+        digest.update(_bytes_of(array))
     return digest.hexdigest()
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

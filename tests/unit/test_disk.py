@@ -13,7 +13,9 @@ import pytest
 from safetensors.numpy import load, save
 
 from mlx_parallm.kv import disk as module
+from mlx_parallm.kv import folders
 from mlx_parallm.kv.disk import DiskTier
+from mlx_parallm.kv.folders import write_new_file
 from mlx_parallm.kv.payload import Damaged, Payload, decode, encode
 
 HASHES = [bytes([i]) * 16 for i in range(40)]
@@ -263,7 +265,7 @@ def test_many_files_come_back_in_order_and_up_to_the_first_that_is_gone(tmp_path
 
 
 def test_any_changed_byte_is_found() -> None:
-    data = np.frombuffer(encode(payload(3), "name"), np.uint8)
+    data = np.frombuffer(b"".join(encode(payload(3), "name")), np.uint8)
     assert same(decode(data, "name"), payload(3))
     for place in range(0, len(data), 7):
         changed = data.copy()
@@ -280,6 +282,21 @@ def test_any_changed_byte_is_found() -> None:
         decode(data, "another")
 
 
+def test_files_are_safetensors_and_survive_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = encode(Payload([*payload(3).arrays, np.zeros((0, 2), np.uint8)], "a note"), "name")
+    write_new_file(tmp_path / "whole", parts)
+    whole = (tmp_path / "whole").read_bytes()
+    assert whole == b"".join(parts)
+    assert [(array.dtype, array.shape) for _, array in sorted(load(whole).items())] == [
+        (array.dtype, array.shape) for array in decode(np.frombuffer(whole, np.uint8), "name").arrays
+    ]
+    writev = os.writev
+    monkeypatch.setattr(os, "writev", lambda file, some: writev(file, [b"".join(some)[:99]]))
+    monkeypatch.setattr(folders, "MAX_PART_BYTES", 64)
+    write_new_file(tmp_path / "pieces", parts)
+    assert (tmp_path / "pieces").read_bytes() == whole
+
+
 def test_what_is_read_is_not_copied() -> None:
-    data = np.frombuffer(encode(payload(1), "name"), np.uint8)
+    data = np.frombuffer(b"".join(encode(payload(1), "name")), np.uint8)
     assert all(np.shares_memory(array, data) for array in decode(data, "name").arrays)

@@ -339,6 +339,18 @@ def test_a_kill_loses_nothing_that_had_not_begun_to_stream(client: httpx.Client,
     wait_ready(two.url, 2)
 
 
+def test_background_responses_of_a_killed_replica_have_failed(client: httpx.Client, two: ServerProcess) -> None:
+    body = {"model": "default", "max_output_tokens": 1900, "background": True, "ignore_eos": True}
+    made = [client.post("/v1/responses", json={**body, "input": f"{n}"}).json()["id"] for n in range(6)]
+    os.kill(replica_pids(two.process.pid)[0], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while "in_progress" in (found := [client.get(f"/v1/responses/{one}").json()["status"] for one in made]):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+    assert set(found) == {"incomplete", "failed"}  # incomplete: as long as was asked for
+    wait_ready(two.url, 2)
+
+
 def test_sigterm_drains_and_leaves_no_process(tiny_folder: Path) -> None:
     server = ours(str(tiny_folder), ["--replicas", "2", "--no-ssd"], fork=False)
     with running(server):

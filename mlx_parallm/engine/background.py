@@ -17,7 +17,10 @@ from mlx_parallm.steps import Steps
 T = TypeVar("T")
 MAX_CREDIT = 1.0  # seconds: who has not asked for long does not get it all at once
 IDLE_SLICE = 0.25  # seconds of a step that nobody waits for; somebody may come
-SERVING_SLICE = 0.6  # of a turn of serving: the next token then comes well within twice its time
+# What a step may take while rows are served, as a part of a turn of serving: the next token then comes well within
+# twice its time. The minimum is for turns that are much slower beside our steps than without them.
+SERVING_SLICE = 0.6
+MIN_SERVING_SLICE = 0.2
 WEIGHT_OF_NEWEST = 0.2  # in the moving average of a turn
 
 
@@ -34,6 +37,8 @@ class Background:
         self._closed = False
         self._last = 0.0  # seconds of the newest step
         self._turn = 0.0  # seconds that serving takes between two of our steps
+        self._turns_alone: dict[int, float] = {}  # the same with no work of ours waiting, by the bits of the row count
+        self._row_bits = 0
         self.slice_seconds = IDLE_SLICE  # that the step which runs now should take, for work that can choose
         self.metrics = metrics
 
@@ -47,10 +52,12 @@ class Background:
         elif future.set_running_or_notify_cancel():  # from here on nobody can cancel it
             self._tasks.append((steps, future))
 
-    def served(self, seconds: float) -> None:
-        """Serving has taken so long, while there was other work to do."""
-        self._turn += (seconds - self._turn) * (WEIGHT_OF_NEWEST if self._turn else 1.0)
-        if self._tasks:
+    def served(self, seconds: float, rows: int) -> None:
+        """A turn of serving so many rows has taken so long."""
+        self._turn, self._row_bits = _average(self._turn, seconds), rows.bit_length()
+        if not self._tasks:
+            self._turns_alone[self._row_bits] = _average(self._turns_alone.get(self._row_bits, 0.0), seconds)
+        else:
             self.metrics.serving_seconds += seconds
             earned = seconds * (1 - self._share) / self._share
             self._credit = min(MAX_CREDIT if self._carries_over else earned, self._credit + earned)
@@ -66,7 +73,7 @@ class Background:
     def step(self, serving: bool) -> None:
         """Runs one step of the work that has waited longest."""
         steps, future = self._tasks.popleft()
-        self.slice_seconds = min(IDLE_SLICE, self._turn * SERVING_SLICE, self._credit) if serving else IDLE_SLICE
+        self.slice_seconds = min(IDLE_SLICE, self._serving_slice(), self._credit) if serving else IDLE_SLICE
         begun = time.perf_counter()
         try:
             next(steps)
@@ -84,9 +91,21 @@ class Background:
             self.metrics.contended_seconds += seconds
             self.metrics.longest_stall = max(self.metrics.longest_stall, seconds)
 
+    def _serving_slice(self) -> float:
+        """Turn and step together may take 1 + SERVING_SLICE times what a turn takes alone: the pipeline is drained for
+        our steps, which makes turns longer."""
+        alone = self._turns_alone.get(self._row_bits, self._turn)
+        room = alone * (1 + SERVING_SLICE) - self._turn
+        return min(max(room, self._turn * MIN_SERVING_SLICE), self._turn * SERVING_SLICE)
+
     def close(self) -> None:
         self._closed = True
         while self._tasks:
             steps, future = self._tasks.popleft()
             steps.close()
             future.set_exception(UnavailableError("the engine has stopped"))
+
+
+def _average(before: float, newest: float) -> float:
+    """A moving average; 0 before the first."""
+    return before + (newest - before) * (WEIGHT_OF_NEWEST if before else 1.0)

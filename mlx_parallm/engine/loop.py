@@ -87,12 +87,15 @@ class EngineLoop:
         self._preemption.make_room()
         if not self._start_steps() and in_flight:
             self._pipeline.finish_next()
-        # While a step is in flight, events wait until the next is being started: the interpreter is free then.
-        if not in_flight:
+        if self._predictions.waiting:
+            # In every turn, also in those without a step of theirs: one left in flight would deliver its tokens late.
+            self._pipeline.finish_all()
+        elif not in_flight:
+            # While a step is in flight, events wait until the next is being started: the interpreter is free then.
             self._outbox.flush()
         if serving:
             for background in self._backgrounds:
-                background.served(time.perf_counter() - begun)
+                background.served(time.perf_counter() - begun, len(scheduler.running))
         self._run_background()
         if not scheduler.admitting and not scheduler.running and not scheduler.partial:
             self._pause.enter()
@@ -109,13 +112,9 @@ class EngineLoop:
 
     def _run_background(self) -> None:
         serving = not self._scheduler.idle
-        due = any(background.due(serving) for background in self._backgrounds)
-        if due or self._predictions.waiting:
-            # Tokens are delivered before rows wait for other work. While predictions are queued this happens in every
-            # turn, also in those without one: a step left in flight would deliver its tokens a turn late.
-            self._pipeline.finish_all()
-        if not due:
+        if not any(background.due(serving) for background in self._backgrounds):
             return
+        self._pipeline.finish_all()  # tokens are delivered before rows wait for other work
         if not serving and not self._idle.reached:
             self._idle.enter()
         self._run_due(serving)

@@ -94,7 +94,7 @@ def test_what_is_not_carried_over_leaves_one_step_a_turn() -> None:
         background.add(steps(), Future())
         counts = []
         for _ in range(12):
-            background.served(0.026)
+            background.served(0.026, 1)
             again, count = background.due(True), 0
             while again:
                 background.step(True)
@@ -102,6 +102,29 @@ def test_what_is_not_carried_over_leaves_one_step_a_turn() -> None:
             counts.append(count)
         assert max(counts) == most
         background.close()
+
+
+def test_steps_are_shorter_where_turns_are_slower_beside_them() -> None:
+    def steps() -> Generator[None, None, None]:
+        while True:
+            yield
+
+    def slice_after(alone: float | None, beside: float, rows: int = 8) -> float:
+        background = Background(0.5, BackgroundMetrics(), carries_over=False)
+        if alone is not None:
+            background.served(alone, 8)
+        background.add(steps(), Future())
+        for _ in range(30):
+            background.served(beside, rows)
+        background.step(True)
+        background.close()
+        return background.slice_seconds
+
+    assert slice_after(0.010, 0.010) == pytest.approx(0.006)
+    assert slice_after(0.010, 0.012) == pytest.approx(0.004, rel=0.01)  # 16 ms together
+    assert slice_after(0.010, 0.020) == pytest.approx(0.004, rel=0.01)  # no less than a fifth
+    assert slice_after(None, 0.010) == pytest.approx(0.006)
+    assert slice_after(0.010, 0.040, rows=64) == pytest.approx(0.024, rel=0.01)  # unknown for so many rows
 
 
 def test_drawn_logprobs_are_recorded_for_all() -> None:

@@ -90,12 +90,13 @@ class Held:
     def __init__(self, pool: Any, name: str) -> None:
         self._pool = pool
         self._name = name
+        self._hold = 0
 
     def __enter__(self) -> None:
-        self._pool.acquire(self._name).result()
+        self._hold = self._pool.acquire(self._name).result()
 
     def __exit__(self, *error: object) -> None:
-        self._pool.release(self._name)
+        self._pool.release(self._hold)
 
 
 class Through:

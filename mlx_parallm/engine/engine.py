@@ -18,6 +18,7 @@ from mlx_parallm.engine.batching import check_room
 from mlx_parallm.engine.build import EngineParts
 from mlx_parallm.engine.delivery import Recorder
 from mlx_parallm.engine.describe import describe
+from mlx_parallm.engine.thread import SHUTTING_DOWN
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics
@@ -141,9 +142,9 @@ class Engine:
             self._thread.inbox.put(lambda: background.add(steps, future))
         return future
 
-    def drain(self, timeout: float) -> bool:
-        """Refuses new work and waits until the running is done."""
-        self._thread.close()
+    def drain(self, timeout: float, reason: str = SHUTTING_DOWN) -> bool:
+        """Refuses new work and waits until the running is done. Whom `stop` cuts off later is told the `reason`."""
+        self._thread.close(reason)
         if self.failure is not None or not self._thread.is_alive:
             return True
         self._thread.inbox.put(self._parts.pause.end)  # what runs must be able to end

@@ -20,7 +20,7 @@ from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.engine.rows import Job
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
-from mlx_parallm.engine.thread import SHUTTING_DOWN, EngineThread
+from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import UnavailableError
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.registry import Registry
@@ -97,7 +97,7 @@ class Recovery:
     def shut_down(self) -> None:
         """Tells open requests that the engine stops."""
         self._thread.empty_inbox()
-        self._delivery.fail_all(UnavailableError(SHUTTING_DOWN))
+        self._delivery.fail_all(self._thread.unavailable())
 
     def die(self, error: BaseException) -> None:
         """Tells everyone that the engine has failed for good. On another thread, too, where the engine's is stuck."""

@@ -39,9 +39,9 @@ class EngineThread:
     def join(self) -> None:
         self._thread.join()
 
-    def close(self) -> None:
+    def close(self, reason: str = SHUTTING_DOWN) -> None:
         """Refuses new requests from now on."""
-        self.closed = self.closed or SHUTTING_DOWN
+        self.closed = self.closed or reason
 
     def stop(self) -> None:
         """Ends the thread after its current step, and waits for that."""

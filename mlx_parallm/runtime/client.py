@@ -218,11 +218,12 @@ class PoolClient(Protocol):
         """Has it called when models came or went: who knows models by name must let go of those that have gone."""
         ...
 
-    def acquire(self, name: str) -> "Future[None]":
-        """Holds a model for a request, until `release`; loads it first where it is not loaded."""
+    def acquire(self, name: str) -> "Future[int]":
+        """Holds a model for a request, until what the future gives is given to `release`; loads it first where it is
+        not loaded."""
         ...
 
-    def release(self, name: str) -> None: ...
+    def release(self, hold: int) -> None: ...
     def load(self, name: str, source: str | None = None, pin: bool | None = None) -> "Future[None]":
         """Loads a model that is known, or the one at `source` under a new name. `pin`: whether it must stay."""
         ...
@@ -233,6 +234,10 @@ class PoolClient(Protocol):
 
     def unload(self, name: str, timeout: float) -> None:
         """Waits so long for the requests that use a model, and frees its memory."""
+        ...
+
+    def drain(self, timeout: float) -> bool:
+        """Waits until no request uses a model; False where it takes longer."""
         ...
 
     def stop(self) -> None: ...

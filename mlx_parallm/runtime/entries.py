@@ -1,20 +1,26 @@
 """What the pool knows of a model by its name, loaded or not, and which models a folder holds."""
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ModelNotFoundError, ParallmError, UnavailableError
+from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.kinds import kind_of
 from mlx_parallm.runtime.predicting import LocalPredictor
+from mlx_parallm.runtime.weights import weight_bytes
 from mlx_parallm.types import ModelState, ModelStatus
 
 MARKS = ("config.json", "network.json")  # a folder with one of these is a model
+
+Stamp = tuple[tuple[str, int, int], ...]  # name, time and size of each file of a model: whether they have changed
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +42,10 @@ class PoolEntry:
     bytes: int = 0
     held_before: int = 0  # bytes in memory when its loading began
     created: int = field(default_factory=lambda: int(time.time()))
-    waiting: "list[Future[None]]" = field(default_factory=list)  # for it to be ready
+    waiting: "list[Future[int]]" = field(default_factory=list)  # for it to be ready
+    leaves_for_another: bool = False  # as soon as nobody uses it any more
+    room_by: float | None = None  # until when its load may wait for others to leave
+    stamp: Stamp = ()  # of its files, when they were last looked at
 
     @property
     def has_changed(self) -> bool:
@@ -45,9 +54,16 @@ class PoolEntry:
             return bool(self.model.adapters.names)
         return self.model is not None and self.model.predictor.has_changed
 
+    @property
+    def size(self) -> int:
+        """Bytes of its weights; 0: not known."""
+        return self.bytes or (weight_bytes(self.source, device_kind()) if self.source is not None else 0)
+
     def without_path(self, message: str) -> str:
         """A message for the log, which does not say where users have their files."""
-        paths = [] if self.source is None else [self.source, str(Path(self.source).expanduser().resolve())]
+        paths = [] if self.source is None else [self.source]
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # some paths can't be: nobody said so before
+            paths.append(str(Path(paths[0]).expanduser().resolve()) if paths else "")
         for path in sorted(paths, key=len, reverse=True):
             message = message.replace(path, repr(self.name))
         return message
@@ -59,18 +75,17 @@ class PoolEntry:
         message = f"{self.name!r} can't be loaded: {self.error.message}; POST /v1/models/load tries again"
         return kind(message, code="model_failed")
 
-    def wake(self, error: BaseException | None) -> None:
-        """Tells all that wait: each of them uses it from now on, or gets the reason why it can't."""
+    def tell_waiting(self, error: BaseException) -> None:
+        """Why they can't have it."""
         waiting, self.waiting = self.waiting, []
         for future in waiting:
-            try:
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    future.set_result(None)
-                    self.users += 1
-            except InvalidStateError:  # its client has left
-                continue
+            if future.set_running_or_notify_cancel():  # else its client has left
+                future.set_exception(error)
+
+    def look_again(self, stamp: Stamp) -> None:
+        """Its files are others than before: what is known of them may be wrong, a failure too."""
+        self.stamp, self.kind, self.bytes = stamp, kind_name(self.source), weight_bytes(str(self.source), device_kind())
+        self.status, self.error = "unloaded", None
 
     def describe(self, held: int, idle_seconds: float | None) -> ModelStatus:
         """`held`: bytes that are in memory now, by which loading is measured. `idle_seconds`: after which it leaves."""
@@ -113,7 +128,7 @@ def kind_name(source: str | None) -> str:
 def _config(source: str | None) -> dict[str, Any]:
     try:
         config = json.loads((Path(source or "").expanduser() / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RecursionError is a RuntimeError
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -125,6 +140,19 @@ def models_in(folder: Path) -> Iterator[tuple[str, str]]:
             yield (path.stem if path.suffix == ".gguf" else path.name), str(path)
         elif path.is_dir():
             yield from ((f"{path.name}/{inner.stem}", str(inner)) for inner in _listed(path) if _is_model(inner))
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Of a folder's files, or of a file."""
+    try:
+        if path.is_file():
+            found = path.stat()
+            return ((path.name, found.st_mtime_ns, found.st_size),)
+        with os.scandir(path) as entries:
+            stats = [(entry.name, entry.stat()) for entry in entries]
+    except (OSError, ValueError):
+        return ()
+    return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats))
 
 
 def _listed(folder: Path) -> list[Path]:

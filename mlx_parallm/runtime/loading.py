@@ -83,7 +83,7 @@ class Loader:
         return predictor
 
     def take_down(self, model: Model) -> None:
-        """Ends a model that nobody uses."""
+        """Ends a model; what still runs is cut off."""
         if isinstance(model, Engine):
             self.engines.remove(model)
             self._move_predictors()
@@ -91,6 +91,7 @@ class Loader:
             model.release()
         else:
             self.predictors.remove(model)
+            model.stop()
         self._leaving = weakref.ref(model)
 
     def reclaim(self) -> None:

@@ -3,7 +3,8 @@
 A request holds the model that it uses; one that is not loaded is, while the request waits. Models leave memory, the
 longest unused first, when another needs their place, or when they were idle for `--idle-unload-seconds` or for what
 `keep_alive` says of them; those that are pinned, that train, or that have adapters or newer weights stay. Any thread
-may call the pool; models come and go on a thread of its own, one by one.
+may call the pool; models come and go on a thread of its own, one by one, which never waits for requests to end: a load
+that needs the place of a model in use is tried again when that one has left.
 """
 
 import logging
@@ -11,8 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import mlx.core as mx
 
@@ -24,26 +24,29 @@ from mlx_parallm.errors import (
     ConflictError,
     MemoryLimitError,
     ModelLoadError,
-    ModelNotFoundError,
     ParallmError,
     QueueFullError,
     UnavailableError,
 )
-from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.memory import size_text
 from mlx_parallm.progress import StartProgress, silent
-from mlx_parallm.runtime.entries import PoolEntry, kind_name, models_in
+from mlx_parallm.runtime.entries import PoolEntry
+from mlx_parallm.runtime.idle_watch import IdleWatch
+from mlx_parallm.runtime.known_models import LOOK_SECONDS, Holds, KnownModels, pass_on
 from mlx_parallm.runtime.loading import Loader
 from mlx_parallm.runtime.predicting import LocalPredictor
-from mlx_parallm.runtime.weights import weight_bytes
 from mlx_parallm.types import ModelStatus
 
 log = logging.getLogger(__name__)
 
 ROOM_SHARE = 10  # one part in so many of the memory is kept for requests, where models can leave for it
-IDLE_CHECK_SECONDS = 60.0  # at most, between two looks for idle models
-LOOK_SECONDS = 1.0  # between two looks into the folder of models
+ROOM_SECONDS = 600.0  # for which a load waits for models in use to leave, where requests have no limit
+LAST_STEP_SECONDS = 1.0  # for an engine whose requests have ended
 SHUTTING_DOWN = "the server is shutting down"
+
+
+class WaitsForRoom(Exception):
+    """A load has to be tried again when a model in use has left."""
 
 
 class ModelPool:
@@ -51,27 +54,25 @@ class ModelPool:
         self._config = config
         self._split = ranks is not None
         self._loader = Loader(config, deliver, ranks)
-        self._folder = None if config.model.model_dir is None else Path(config.model.model_dir).expanduser()
         self._changed = threading.Condition(threading.RLock())
-        self._entries: dict[str, PoolEntry] = {}
+        self._known = KnownModels(config)
+        self._holds = Holds()
+        self._without_room: list[PoolEntry] = []  # loads that wait for models in use to leave
         self._jobs = ThreadPoolExecutor(1, thread_name_prefix="pool")
         self._closing = threading.Event()
-        self._looked = -LOOK_SECONDS  # when, into the folder of models
         self.on_failure: Callable[[str], None] | None = None  # when an engine has died
         self._listeners: list[Callable[[], None]] = []
-        self._idle_watch: threading.Thread | None = None
-        for name, source in config.named_models().items():
-            self._entries[name] = PoolEntry(name, source, kind_name(source))
+        self._idle_watch = IdleWatch(self._changed, self._unload_idle, self._closing)
 
     def start(self, progress: StartProgress = silent) -> None:
         """Loads the models that the config names, as many as there is memory for; raises what is wrong with one."""
-        for entry in list(self._entries.values()):
-            if not self._fits(self._size_of(entry)) and (self._loader.engines or self._loader.predictors):
+        for entry in self._known:
+            if not self._fits(entry.size) and (self._loader.engines or self._loader.predictors):
                 log.warning("%s does not fit beside the others: it is loaded when it is asked for", entry.name)
             else:
                 self._bring_up(entry, progress)
         if self._config.model.idle_unload_seconds is not None:
-            self._watch_for_idle()
+            self._idle_watch.wake()
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Has it called when models came or went, on the pool's thread: who knows models by name must let go of those
@@ -86,29 +87,29 @@ class ModelPool:
     def generators(self) -> Mapping[str, Engine]:
         """Those that are loaded, in the order of the config."""
         with self._changed:
-            return {name: one.model for name, one in self._entries.items() if isinstance(one.model, Engine)}
+            return {one.name: one.model for one in self._known if isinstance(one.model, Engine)}
 
     @property
     def predictors(self) -> Mapping[str, LocalPredictor]:
         with self._changed:
-            return {name: one.model for name, one in self._entries.items() if isinstance(one.model, LocalPredictor)}
+            return {one.name: one.model for one in self._known if isinstance(one.model, LocalPredictor)}
 
     def statuses(self) -> list[ModelStatus]:
         """Of all models, loaded or not, those in the folder of models included."""
         held = mx.get_active_memory()
         with self._changed:
-            self._look_into_folder(at_most_every=LOOK_SECONDS)
-            return [entry.describe(held, self._idle_seconds(entry)) for entry in self._entries.values()]
+            self._known.look_into_folder(at_most_every=LOOK_SECONDS)
+            return [entry.describe(held, self._idle_seconds(entry)) for entry in self._known]
 
-    def acquire(self, name: str) -> "Future[None]":
-        """Holds a model for a request, until `release`; loads it where it is not. Its future can be cancelled."""
-        future: Future[None] = Future()
+    def acquire(self, name: str) -> "Future[int]":
+        """Holds a model for a request, until its result is given to `release`; loads it where it is not. The future can
+        be cancelled."""
+        future: Future[int] = Future()
         with self._changed:
-            entry = self._find(name)
+            entry = self._known.find(name)
             entry.used = time.monotonic()
             if entry.status == "ready":
-                entry.users += 1
-                future.set_result(None)
+                self._holds.add(entry, future)
             elif entry.error is not None:
                 raise entry.failure()
             else:
@@ -117,103 +118,81 @@ class ModelPool:
                 self._await(entry, future)
         return future
 
-    def release(self, name: str) -> None:
+    def release(self, hold: int) -> None:
         with self._changed:
-            entry = self._entries[name]
-            entry.users -= 1
-            entry.used = time.monotonic()
-            assert entry.users >= 0, f"{name} is released twice"
+            entry = self._holds.end(hold)
+            if entry.leaves_for_another and not entry.users and not self._closing.is_set():
+                entry.leaves_for_another = False
+                self._jobs.submit(self._take_down, entry)
             self._changed.notify_all()
 
     def load(self, name: str, source: str | None = None, pin: bool | None = None) -> "Future[None]":
         """Loads a model: one that is known, or the one at `source` under a new name. `pin`: whether it must stay."""
-        future: Future[None] = Future()
+        loaded: Future[None] = Future()
         with self._changed:
-            entry = self._find(name) if source is None else self._entry_of(name, source)
+            entry = self._known.find(name) if source is None else self._known.find_or_add(name, source)
             entry.pinned = entry.pinned if pin is None else pin
             if entry.status == "ready":
-                future.set_result(None)
-                return future
+                loaded.set_result(None)
+                return loaded
             if entry.status == "failed":
                 entry.status, entry.error = "unloaded", None
-            future.add_done_callback(lambda done: None if done.exception() else self.release(name))
-            self._await(entry, future)
-        return future
+            held: Future[int] = Future()
+            held.add_done_callback(lambda done: pass_on(done, self.release, loaded))
+            self._await(entry, held)
+        return loaded
 
     def keep_alive(self, name: str, seconds: float) -> None:
         """How long a model stays after its last request, until it has left: 0 is not at all, `math.inf` pins it."""
         with self._changed:
-            entry = self._find(name)
+            entry = self._known.find(name)
             entry.pinned = seconds == math.inf
             entry.keep_alive = None if entry.pinned else seconds
-            self._watch_for_idle()
+            self._idle_watch.wake()
 
     def unload(self, name: str, timeout: float) -> None:
         """Waits for the requests that use a model, no longer than that, and frees its memory. Blocks."""
         with self._changed:
-            entry = self._find(name)
+            entry = self._known.find(name)
             if entry.status == "ready":
                 if self._is_fixed(entry):
                     raise ConflictError(f"{name!r} trains, scores or is split over ranks: it stays", param="model")
                 entry.status = "unloading"
-                job = self._jobs.submit(self._unload, entry, timeout, True)
+                self._changed.wait_for(lambda: not entry.users or self._closing.is_set(), timeout)
+                if self._closing.is_set():
+                    raise UnavailableError(SHUTTING_DOWN)
+                job = self._jobs.submit(self._take_down, entry)
             elif entry.status in ("unloaded", "failed"):
                 entry.status, entry.error = "unloaded", None
                 job = None
             else:
                 raise ConflictError(f"{name!r} is {entry.status} now; try again when it is done", param="model")
-        if job is not None:
-            job.result()
+        try:
+            if job is not None:
+                job.result()
+        except CancelledError:
+            raise UnavailableError(SHUTTING_DOWN) from None
         with self._changed:
-            if not entry.lasting and entry.status == "unloaded" and not entry.waiting:
-                self._entries.pop(name, None)
+            self._known.forget(entry)
+
+    def drain(self, timeout: float) -> bool:
+        """Waits until no request uses a model any more, or waits for one; False where it takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not any(one.users or one.waiting for one in self._known), timeout)
 
     def stop(self) -> None:
         """Ends all engines; what still runs is cut off, who waits for a model is told."""
-        self._closing.set()
         with self._changed:
-            for entry in self._entries.values():
-                entry.wake(UnavailableError(SHUTTING_DOWN))
+            self._closing.set()
+            for entry in self._known:
+                entry.tell_waiting(UnavailableError(SHUTTING_DOWN))
             self._changed.notify_all()
         self._jobs.shutdown(wait=True, cancel_futures=True)
         self._loader.stop()
 
     # With the lock.
 
-    def _find(self, name: str) -> PoolEntry:
-        if name not in self._entries:
-            self._look_into_folder()
-        if name not in self._entries:
-            known = ", ".join(self._entries) or "none"
-            raise ModelNotFoundError(f"there is no model {name!r} here; there is {known}", param="model")
-        return self._entries[name]
-
-    def _look_into_folder(self, at_most_every: float = 0.0) -> None:
-        if self._folder is None or time.monotonic() - self._looked < at_most_every:
-            return
-        self._looked = time.monotonic()
-        found, named = dict(models_in(self._folder)), self._config.named_models()
-        for name, path in found.items():
-            if name not in self._entries:
-                self._entries[name] = PoolEntry(name, path, kind_name(path), bytes=weight_bytes(path, device_kind()))
-        for name, entry in list(self._entries.items()):
-            gone = entry.lasting and name not in named and name not in found
-            if gone and entry.status in ("unloaded", "failed") and not entry.waiting:
-                del self._entries[name]
-
-    def _entry_of(self, name: str, source: str) -> PoolEntry:
-        """For a model at a path: the one that is known by this name, or a new one."""
-        self._look_into_folder()
-        known = self._entries.get(name)
-        if known is not None and known.source == source:
-            return known
-        if known is not None and (known.lasting or known.status not in ("unloaded", "failed")):
-            raise ConflictError(f"{name!r} is the model at {known.source}; take another name", param="model")
-        size = weight_bytes(source, device_kind())
-        entry = self._entries[name] = PoolEntry(name, source, kind_name(source), lasting=False, bytes=size)
-        return entry
-
-    def _await(self, entry: PoolEntry, future: "Future[None]") -> None:
+    def _await(self, entry: PoolEntry, future: "Future[int]") -> None:
         if self._closing.is_set():
             raise UnavailableError(SHUTTING_DOWN)
         entry.waiting.append(future)
@@ -223,6 +202,13 @@ class ModelPool:
     def _begin(self, entry: PoolEntry) -> None:
         entry.status, entry.held_before = "loading", mx.get_active_memory()
         self._jobs.submit(self._load, entry)
+
+    def _make_ready(self, entry: PoolEntry) -> None:
+        entry.status, entry.error, entry.used = "ready", None, time.monotonic()
+        waiting, entry.waiting = entry.waiting, []
+        for future in waiting:
+            self._holds.add(entry, future)
+        self._changed.notify_all()
 
     def _is_fixed(self, entry: PoolEntry) -> bool:
         """Whether it is the one that trains, whose state is bound to it, or that other processes hold parts of."""
@@ -240,6 +226,8 @@ class ModelPool:
         try:
             self._make_room(entry)
             self._bring_up_beside_others(entry)
+        except WaitsForRoom:
+            return
         except Exception as error:
             if not isinstance(error, ParallmError):
                 log.exception("loading %s has failed", entry.name)
@@ -254,13 +242,13 @@ class ModelPool:
             try:
                 return self._bring_up(entry)
             except MemoryLimitError:
-                if not self._have_one_leave():
+                if not self._have_one_leave(entry):
                     if self._loader.weight_bytes:
                         raise self._no_room(entry) from None
                     raise
 
     def _bring_up(self, entry: PoolEntry, progress: StartProgress = silent) -> None:
-        model = self._loader.bring_up(entry.name, entry.source, self._size_of(entry), progress)
+        model = self._loader.bring_up(entry.name, entry.source, entry.size, progress)
         with self._changed:
             if isinstance(model, Engine):
                 model.on_failure = lambda reason: self.on_failure(reason) if self.on_failure is not None else None
@@ -276,49 +264,45 @@ class ModelPool:
             self._loader.take_down(model)
             raise
         with self._changed:
-            entry.status, entry.error, entry.used = "ready", None, time.monotonic()
             entry.loads += 1
-            entry.wake(None)
-            self._changed.notify_all()
+            entry.room_by = None
+            self._make_ready(entry)
 
     def _fail(self, entry: PoolEntry, error: ParallmError) -> None:
-        log.error("%s can't be loaded: %s", entry.name, entry.without_path(error.message))
         with self._changed:
+            entry.room_by = None
             if isinstance(error, UnavailableError):  # there was no memory for it: there may be, later
                 entry.status = "unloaded"
-                entry.wake(error)
+                entry.tell_waiting(error)
             else:
                 entry.status, entry.error = "failed", error
-                entry.wake(entry.failure())
+                entry.tell_waiting(entry.failure())
             self._changed.notify_all()
+        log.error("%s can't be loaded: %s", entry.name, entry.without_path(error.message))
 
-    def _unload(self, entry: PoolEntry, timeout: float, cut_off: bool) -> bool:
-        """Waits until nobody uses a model, and takes it out of memory; False where it is still used and not cut off."""
-        deadline = time.monotonic() + timeout
+    def _take_down(self, entry: PoolEntry) -> None:
+        """Takes a model out of memory; requests that still use it are cut off."""
         with self._changed:
-            self._changed.wait_for(lambda: not entry.users or self._closing.is_set(), timeout)
-            model = entry.model
-            if model is None or (entry.users and not cut_off) or self._closing.is_set():
-                entry.status = "ready" if model is not None else entry.status
-                entry.wake(None if model is not None else UnavailableError(SHUTTING_DOWN))
-                return False
-            entry.model = None
-        if isinstance(model, Engine):
-            model.drain(max(0.0, deadline - time.monotonic()))
-        self._loader.take_down(model)
-        self._tell()
-        del model
-        self._loader.reclaim()
-        log.info("%s has left memory", entry.name)
+            model, entry.model = entry.model, None
+        if model is not None:
+            try:
+                model.drain(LAST_STEP_SECONDS if not entry.users else 0.0, f"{entry.name!r} was unloaded")
+                self._loader.take_down(model)
+                self._tell()
+                del model
+                self._loader.reclaim()
+                log.info("%s has left memory", entry.name)
+            except Exception:  # it is gone all the same, and others wait
+                log.exception("unloading %s has failed", entry.name)
         with self._changed:
             entry.status, entry.keep_alive = "unloaded", None
-            if entry.waiting:
-                self._begin(entry)
+            waiting, self._without_room = self._without_room, []
+            if not self._closing.is_set():
+                for other in waiting:
+                    self._jobs.submit(self._load, other)
+                if entry.waiting:
+                    self._begin(entry)
             self._changed.notify_all()
-        return True
-
-    def _size_of(self, entry: PoolEntry) -> int:
-        return entry.bytes or (weight_bytes(entry.source, device_kind()) if entry.source is not None else 0)
 
     def _fits(self, size: int) -> bool:
         limit = self._loader.limit
@@ -326,28 +310,61 @@ class ModelPool:
 
     def _make_room(self, entry: PoolEntry) -> None:
         """Has others leave, the longest unused first, until the model's weights fit beside the rest."""
-        size, limit = self._size_of(entry), self._loader.limit
+        size, limit = entry.size, self._loader.limit
         if size > limit:
             raise MemoryLimitError(
                 f"its weights take {size_text(size)}, and the process may hold {size_text(limit)} (--memory-limit)"
             )
-        while not self._fits(size) and self._have_one_leave():
+        with self._changed:
+            can_leave = sum(one.bytes for one in self._known if self._may_leave(one) or one.status == "unloading")
+        if self._loader.weight_bytes - can_leave + size > limit:
+            raise self._no_room(entry)  # and nobody leaves for nothing
+        while not self._fits(size) and self._have_one_leave(entry):
             continue
         if self._loader.weight_bytes + size > limit:
             raise self._no_room(entry)
 
-    def _have_one_leave(self) -> bool:
-        """The longest unused that may; one that is in use when its requests have ended, while new ones wait."""
+    def _have_one_leave(self, entry: PoolEntry) -> bool:
+        """Has the longest unused leave that may, for a load. One in use leaves when its requests have ended, while new
+        ones wait: WaitsForRoom."""
         with self._changed:
-            leaving = [one for one in self._entries.values() if self._may_leave(one)]
-            if not leaving:
+            leaving = [one for one in self._known if self._may_leave(one)]
+            first = min(leaving, key=lambda one: (one.users > 0, one.used), default=None)
+            idle = first is not None and not first.users
+            if not idle and any(one.status == "unloading" for one in self._known):
+                self._wait_for_room(entry)
+            if first is None:
                 return False
-            first = min(leaving, key=lambda one: (one.users > 0, one.used))
             first.status = "unloading"
-        return self._unload(first, self._config.batch.request_timeout_seconds or 600.0, False)
+            if not idle:
+                first.leaves_for_another = True
+                self._wait_for_room(entry)
+        self._take_down(first)
+        return True
+
+    def _wait_for_room(self, entry: PoolEntry) -> None:
+        now, patience = time.monotonic(), self._config.batch.request_timeout_seconds or ROOM_SECONDS
+        entry.room_by = entry.room_by or now + patience
+        self._without_room.append(entry)
+        timer = threading.Timer(max(0.0, entry.room_by - now), self._give_up, (entry,))
+        timer.daemon = True
+        timer.start()
+        raise WaitsForRoom
+
+    def _give_up(self, entry: PoolEntry) -> None:
+        """On a thread of its own: no model in use has left in time. Those that were to leave stay."""
+        with self._changed:
+            if entry not in self._without_room or self._closing.is_set():
+                return
+            self._without_room.remove(entry)
+            for one in self._known if not self._without_room else ():
+                if one.leaves_for_another:
+                    one.leaves_for_another = False
+                    self._make_ready(one)
+        self._fail(entry, self._no_room(entry))
 
     def _no_room(self, entry: PoolEntry) -> UnavailableError:
-        size, limit, held = self._size_of(entry), self._loader.limit, self._loader.weight_bytes
+        size, limit, held = entry.size, self._loader.limit, self._loader.weight_bytes
         return UnavailableError(
             f"there is no memory for {entry.name!r}: its weights take {size_text(size)}, {size_text(limit - held)} of "
             f"{size_text(limit)} is left, and no other model can leave; unload or unpin one, or raise --memory-limit",
@@ -358,23 +375,10 @@ class ModelPool:
         """After how many it leaves; None: never."""
         return entry.keep_alive if entry.keep_alive is not None else self._config.model.idle_unload_seconds
 
-    def _watch_for_idle(self) -> None:
-        with self._changed:
-            if self._idle_watch is None:
-                self._idle_watch = threading.Thread(target=self._watch_idle, name="idle models", daemon=True)
-                self._idle_watch.start()
-            self._changed.notify_all()
-
-    def _watch_idle(self) -> None:
-        """Has models leave that nobody has asked for in a while. Whoever changes when that is, wakes it."""
-        with self._changed:
-            while not self._closing.is_set():
-                self._changed.wait(self._unload_idle())
-
     def _unload_idle(self) -> float:
         """Seconds until it is worth another look."""
-        waits = [IDLE_CHECK_SECONDS]
-        for entry in self._entries.values():
+        waits = [math.inf]
+        for entry in self._known:
             patience = self._idle_seconds(entry)
             if patience is None or entry.users or not self._may_leave(entry):
                 continue
@@ -383,5 +387,5 @@ class ModelPool:
                 waits.append(left)
             else:
                 entry.status = "unloading"
-                self._jobs.submit(self._unload, entry, 0.0, False)
+                self._jobs.submit(self._take_down, entry)
         return min(waits)

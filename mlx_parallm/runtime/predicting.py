@@ -1,4 +1,5 @@
-"""Models that predict: the inputs of all clients wait in one queue, and leave it in batches of similar length.
+"""Models that predict: the inputs of all clients wait in one queue, and leave it in batches of similar length. Each
+batch begins with another client's input, so that one who sends much does not keep the others waiting.
 
 A batch takes about as long as a decode step of the rows that run beside it, so that these keep their pace; with nobody
 beside it, it is larger. The pool makes a `LocalPredictor` of each loaded model; the server calls `predict`.
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 from typing import Any, Protocol, TypeVar
 
 from mlx_parallm.errors import QueueFullError, RequestTimeoutError, UnavailableError
@@ -48,6 +50,7 @@ class Call:
     left: int
     deadline: float
     future: "Future[list[Any]]" = field(default_factory=Future)
+    waiting: "deque[Input]" = field(default_factory=deque)
 
     def fail(self, error: BaseException) -> None:
         try:
@@ -107,8 +110,9 @@ class LocalPredictor:
         self.metrics = PredictorMetrics()
         self._max_queue_size = max_queue_size
         self._lock = threading.RLock()  # futures call back while it is held
-        self._waiting: deque[Input] = deque()
-        self._calls: set[Call] = set()
+        self._ended_one = threading.Condition(self._lock)
+        self._calls: dict[Call, None] = {}  # that have not ended, the one whose turn is next first
+        self._closed: str | None = None  # why new calls are refused
         self._running = False  # steps of ours are on the host
         self._times = BatchTimes()
 
@@ -134,17 +138,32 @@ class LocalPredictor:
         cost = self.predictor.cost
         entries = [Input(call, index, value, cost(value)) for index, value in enumerate(inputs)]
         with self._lock:
+            if self._closed is not None:
+                raise UnavailableError(self._closed)
             if len(self._calls) >= self._max_queue_size:
                 raise QueueFullError(f"{len(self._calls)} requests wait for this model; try again later")
-            self._calls.add(call)
+            self._calls[call] = None
             self.metrics.requests += 1
             self.metrics.waiting = len(self._calls)
         call.future.add_done_callback(lambda _: self._forget(call))
         with self._lock:
-            self._waiting.extend(entries)
+            call.waiting.extend(entries)
             if not self._running:
                 self._start()
         return call.future
+
+    def drain(self, timeout: float, reason: str) -> bool:
+        """Refuses new calls, for this reason, and waits until the others have ended."""
+        with self._lock:
+            self._closed = reason
+            return self._ended_one.wait_for(lambda: not self._calls, timeout)
+
+    def stop(self) -> None:
+        """Cuts off the calls that have not ended; a batch that runs does so for nothing."""
+        with self._lock:
+            calls, reason = list(self._calls), self._closed or "the model has stopped"
+        for call in calls:
+            call.fail(UnavailableError(reason))
 
     def move(self, host: PredictionHost) -> None:
         """Predicts on another thread from the next batch on."""
@@ -159,8 +178,9 @@ class LocalPredictor:
 
     def _forget(self, call: Call) -> None:
         with self._lock:
-            self._calls.discard(call)
+            self._calls.pop(call, None)
             self.metrics.waiting = len(self._calls)
+            self._ended_one.notify_all()
 
     def _start(self) -> None:
         self._running, host = True, self._host
@@ -177,7 +197,6 @@ class LocalPredictor:
             return
         with self._lock:
             calls, self._running = list(self._calls), False
-            self._waiting.clear()
         for call in calls:
             call.fail(error if isinstance(error, UnavailableError) else UnavailableError(f"the model failed: {error}"))
 
@@ -188,16 +207,15 @@ class LocalPredictor:
             try:
                 yield from self._run(batch, host)
             except GeneratorExit:  # the host ends in the middle of a batch; the next one begins it anew
-                with self._lock:
-                    self._waiting.extendleft(reversed(batch))
+                self._put_back(batch)
                 raise
             yield
 
     def _take(self, seconds: float) -> list[Input]:
-        """The input that has waited longest, and others of similar cost, as many as fit into the time."""
+        """An input of the call whose turn it is, and others of similar cost, as many as fit into the time."""
         budget = self._times.cost_within(seconds)
         with self._lock:
-            window = self._pop_window()
+            window = self._window()
             if not window:
                 self._running = False
                 return []
@@ -205,21 +223,27 @@ class LocalPredictor:
             batch = (
                 [first] if first.alone else _similar(first, others, budget, max(FREE_COST, self._times.cost_within(0)))
             )
-            chosen = set(map(id, batch))
-            self._waiting.extendleft(one for one in reversed(window) if id(one) not in chosen)
+            for one in batch:
+                one.call.waiting.remove(one)
+            if first.call in self._calls:  # all others have their turn before it has its next
+                self._calls[first.call] = self._calls.pop(first.call)
         return batch
 
-    def _pop_window(self) -> list[Input]:
-        """The first that wait, without those whose clients have left or whose time is up."""
+    def _window(self) -> list[Input]:
+        """The first inputs of every call that has some, in turn, without those whose time is up."""
         now = time.monotonic()
-        window: list[Input] = []
-        while self._waiting and len(window) < WINDOW:
-            one = self._waiting.popleft()
-            if one.call.deadline < now:
-                one.call.fail(RequestTimeoutError("the request took longer than the server allows"))
-            if not one.call.future.done():
-                window.append(one)
-        return window
+        for call in list(self._calls):
+            if call.deadline < now:
+                call.fail(RequestTimeoutError("the request took longer than the server allows"))
+        queues = [call.waiting for call in self._calls if call.waiting and not call.future.done()]
+        share = max(1, WINDOW // max(1, len(queues)))
+        rounds = zip_longest(*(islice(queue, share) for queue in queues))
+        return [one for several in rounds for one in several if one is not None][:WINDOW]
+
+    def _put_back(self, batch: list[Input]) -> None:
+        with self._lock:
+            for one in reversed(batch):
+                one.call.waiting.appendleft(one)
 
     def _run(self, batch: list[Input], host: PredictionHost) -> "Steps[None]":
         paced = PacedBatch(host)
@@ -233,8 +257,7 @@ class LocalPredictor:
                 return
             for one in batch:
                 one.alone = True
-            with self._lock:
-                self._waiting.extendleft(reversed(batch))
+            self._put_back(batch)
             return
         seconds = paced.seconds
         self.metrics.batches, self.metrics.inputs = self.metrics.batches + 1, self.metrics.inputs + len(batch)

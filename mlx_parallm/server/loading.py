@@ -10,24 +10,22 @@ from mlx_parallm.server.disconnect import client_left
 from mlx_parallm.server.errors import ClientLeft
 
 
-async def acquire(pool: PoolClient, name: str, request: Request, seconds: float | None) -> None:
-    """Holds a model for a request; `release` it when the request is answered."""
+async def acquire(pool: PoolClient, name: str, request: Request, seconds: float | None) -> int:
+    """Holds a model for a request; give what it returns to `release` when the request is answered."""
     held = pool.acquire(name)
     if held.done():
-        held.result()
-        return
+        return held.result()
     loaded, watcher = asyncio.wrap_future(held), asyncio.ensure_future(client_left(request.receive))
     try:
         await asyncio.wait((loaded, watcher), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():
-            await loaded
-        elif watcher.done():
+            return await loaded
+        if watcher.done():
             raise ClientLeft
-        else:
-            raise RequestTimeoutError(f"{name!r} is still being loaded after {seconds:g} seconds; try again later")
+        raise RequestTimeoutError(f"{name!r} is still being loaded after {seconds:g} seconds; try again later")
     finally:
         watcher.cancel()
         if not loaded.done():
             loaded.cancel()
             if not held.cancel() and held.exception() is None:  # it came at the last moment
-                pool.release(name)
+                pool.release(held.result())

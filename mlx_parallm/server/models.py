@@ -130,8 +130,8 @@ class ModelTable:
         One that is not loaded is loaded now, and the request waits for it.
         """
         own = self._name_of(name)
-        await acquire(self._runtime.pool, own, request, self._timeout)
-        request.scope.setdefault("held_models", []).append(partial(self._runtime.pool.release, own))
+        hold = await acquire(self._runtime.pool, own, request, self._timeout)
+        request.scope.setdefault("held_models", []).append(partial(self._runtime.pool.release, hold))
 
     def _name_of(self, name: str) -> str:
         """A model's own name: of `default`, of an adapter, or of a model that is not loaded."""

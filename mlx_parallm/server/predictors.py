@@ -66,14 +66,14 @@ class PredictorTable:
         where the model is of another kind.
         """
         pool, found = self._runtime.pool, self._find(name, kinds, param)
-        await acquire(pool, found, request, self._timeout)
+        hold = await acquire(pool, found, request, self._timeout)
         try:
             client = self._runtime.predictors[found]
             if client.info.kind not in kinds:  # known for certain now that it is loaded
                 raise _wrong_kind(found, client.info.kind, kinds, (), param)
             yield ServedPredictor(found, client, self._timeout)
         finally:
-            pool.release(found)
+            pool.release(hold)
 
     def _find(self, name: str | None, kinds: Sequence[str], param: str) -> str:
         caller = current_caller.get()
@@ -90,8 +90,9 @@ class PredictorTable:
                 raise ModelNotFoundError(f"no {wanted} model is served here; name one with --model-path", param=param)
             return next((one for one in fitting if known[one].status == "ready"), fitting[0])
         if name in known:
-            if known[name].status != "ready" and known[name].kind not in GENERATING:
-                return name  # its kind is certain only when it is loaded
+            status = known[name].status
+            if status == "failed" or (status != "ready" and known[name].kind not in GENERATING):
+                return name  # its kind is certain only when it is loaded; why it can't be, the pool says
             raise _wrong_kind(name, known[name].kind, kinds, fitting, param)
         if name in self._runtime.models and caller.may_use_model(name):
             raise _wrong_kind(name, "chat", kinds, fitting, param)

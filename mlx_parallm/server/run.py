@@ -145,7 +145,8 @@ class HttpServer(uvicorn.Server):
             self._runtime.training.stop_loops()
             await asyncio.wait([self._work], timeout=self._patience)
         models = [model for model in self._runtime.models.values() if model.failure is None]
-        drained = await asyncio.gather(*(asyncio.to_thread(model.drain, self._patience) for model in models))
+        waits = [model.drain for model in models] + [self._runtime.pool.drain]  # the pool's: those that predict too
+        drained = await asyncio.gather(*(asyncio.to_thread(wait, self._patience) for wait in waits))
         if not all(drained):
             log.warning("requests that still ran after %gs are cut off", self._patience)
         await asyncio.to_thread(self._runtime.training.close)

@@ -17,7 +17,7 @@ import pytest
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import deliver
-from mlx_parallm.errors import ConflictError, ModelNotFoundError, UnavailableError
+from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from mlx_parallm.models import kinds
 from mlx_parallm.runtime.startup import Runtime, start
 from mlx_parallm.runtime.weights import weight_bytes
@@ -87,7 +87,7 @@ def loaded(runtime: Runtime) -> set[str]:
 
 def answer(runtime: Runtime, name: str, tokens: int = 8) -> list[int]:
     """As a request gets it: the model is held from before it is submitted until it has ended."""
-    runtime.pool.acquire(name).result(60)
+    hold = runtime.pool.acquire(name).result(60)
     try:
         deltas: SimpleQueue[Delta] = SimpleQueue()
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -100,7 +100,7 @@ def answer(runtime: Runtime, name: str, tokens: int = 8) -> list[int]:
             if delta.finish_reason is not None:
                 return found
     finally:
-        runtime.pool.release(name)
+        runtime.pool.release(hold)
 
 
 def test_models_of_a_folder_load_on_their_first_request(models: Path, started: Callable[..., Runtime]) -> None:
@@ -116,9 +116,9 @@ def test_models_of_a_folder_load_on_their_first_request(models: Path, started: C
     assert loaded(runtime) == {"two"}
     assert answer(runtime, "one") != first
     assert answer(runtime, "two") == first
-    runtime.pool.acquire("slow").result(60)
+    hold = runtime.pool.acquire("slow").result(60)
     assert runtime.predictors["slow"].predict([3]).result(60) == [6]
-    runtime.pool.release("slow")
+    runtime.pool.release(hold)
     with pytest.raises(ModelNotFoundError, match=r"there is no model 'four' here; there is one, slow, three, two"):
         runtime.pool.acquire("four")
 
@@ -154,18 +154,125 @@ def test_a_model_in_use_does_not_leave(models: Path, started: Callable[..., Runt
     size = weight_bytes(models / "one", "cpu")
     runtime = started(model_dir=str(models), memory_limit=int(size * 1.6))
     expected = answer(runtime, "one")
-    runtime.pool.acquire("one").result(60)
-    other: Future[None] = runtime.pool.acquire("two")
+    held = runtime.pool.acquire("one").result(60)
+    other: Future[int] = runtime.pool.acquire("two")
     with pytest.raises(FutureTimeout):
         other.result(0.3)
     assert status(runtime, "one").status == "unloading"
     third = runtime.pool.acquire("one")  # comes after the other has had its turn
-    runtime.pool.release("one")
-    other.result(60)
-    runtime.pool.release("two")
-    third.result(60)
-    runtime.pool.release("one")
+    runtime.pool.release(held)
+    runtime.pool.release(other.result(60))
+    runtime.pool.release(third.result(60))
     assert answer(runtime, "one") == expected
+
+
+def test_a_load_that_waits_for_room_does_not_hold_up_others(models: Path, started: Callable[..., Runtime]) -> None:
+    size = weight_bytes(models / "one", "cpu")
+    runtime = started(model_dir=str(models), memory_limit=int(size * 1.6))
+    held = runtime.pool.acquire("one").result(60)
+    waits = runtime.pool.acquire("two")
+    slow = runtime.pool.acquire("slow").result(60)
+    assert not waits.done()
+    runtime.pool.release(slow)
+    runtime.pool.release(held)
+    runtime.pool.release(waits.result(60))
+
+
+def test_a_load_gives_up_when_no_model_leaves_in_time(models: Path, started: Callable[..., Runtime]) -> None:
+    size = weight_bytes(models / "one", "cpu")
+    runtime = started(model_dir=str(models), memory_limit=int(size * 1.6), request_timeout_seconds=0.3)
+    held = runtime.pool.acquire("one").result(60)
+    with pytest.raises(UnavailableError, match="there is no memory for 'two'"):
+        runtime.pool.acquire("two").result(60)
+    runtime.pool.release(runtime.pool.acquire("one").result(60))  # which has stayed
+    runtime.pool.release(held)
+    assert len(answer(runtime, "two")) == 8
+
+
+def test_nobody_leaves_for_a_model_that_does_not_fit_then_either(models: Path, started: Callable[..., Runtime]) -> None:
+    size = weight_bytes(models / "one", "cpu")
+    runtime = started(model_dir=str(models), memory_limit=int(size * 1.6))
+    runtime.pool.load("one", pin=True).result(60)
+    runtime.pool.load("slow").result(60)
+    with pytest.raises(UnavailableError, match="there is no memory for 'two'"):
+        runtime.pool.load("two").result(60)
+    assert loaded(runtime) == {"one", "slow"}
+
+
+def test_unloading_cuts_off_requests_of_a_model_that_predicts(models: Path, started: Callable[..., Runtime]) -> None:
+    runtime = started()
+    runtime.pool.load("slow", str(models / "slow")).result(60)
+    old = runtime.pool.acquire("slow").result(60)
+    call = runtime.predictors["slow"].predict(list(range(100_000)))
+    runtime.pool.unload("slow", 0.05)
+    with pytest.raises(UnavailableError, match="'slow' was unloaded"):
+        call.result(10)
+    runtime.pool.load("slow", str(models / "slow")).result(60)
+    runtime.pool.release(old)
+    assert status(runtime, "slow").users == 0, "it was another model's"
+    runtime.pool.unload("slow", 60)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "~nobody-of-this-name/x", "x" * 5000, "LOOP"])
+def test_paths_that_can_not_be_are_refused(path: str, tmp_path: Path, started: Callable[..., Runtime]) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    runtime = started(model_dir=str(tmp_path))
+    with pytest.raises(InvalidRequestError, match="no path of a model"):
+        runtime.pool.load("odd", str(tmp_path / "loop") if path == "LOOP" else path)
+    with pytest.raises(InvalidRequestError, match="control characters"):
+        runtime.pool.load("a\nb", str(tmp_path))
+    assert runtime.pool.statuses() == []
+
+
+@pytest.mark.parametrize(
+    "config, header",
+    [
+        ({"model_type": "llama"}, b'{"a":{"shape":[1]}}'),
+        ({"model_type": "llama"}, b'{"a":{"shape":["x"],"dtype":"F32"}}'),
+        ({"model_type": "llama"}, b'{"a":{"shape":[-4],"dtype":"F32"}}'),
+        ({"model_type": "llama"}, b'{"a":{"shape":[1],"dtype":["F32"]}}'),
+        ({"model_type": "llama"}, b"[" * 50_000),
+        ({"model_type": ["bert"], "architectures": 5}, b"{}"),
+    ],
+)
+def test_odd_files_fail_alone(
+    config: dict[str, Any], header: bytes, models: Path, tmp_path: Path, started: Callable[..., Runtime]
+) -> None:
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "odd" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "one").symlink_to(models / "one")
+    runtime = started(model_dir=str(tmp_path))
+    assert {one.name: one.bytes >= 0 for one in runtime.pool.statuses()} == {"odd": True, "one": True}
+    with pytest.raises(UnavailableError, match="'odd' can't be loaded"):
+        runtime.pool.acquire("odd").result(60)
+    assert len(answer(runtime, "one")) == 8
+
+
+def test_a_folder_that_changes_is_looked_at_again(
+    models: Path, tmp_path: Path, started: Callable[..., Runtime]
+) -> None:
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "config.json").write_text("{}")
+    runtime = started(model_dir=str(tmp_path))
+    assert status(runtime, "late").kind == "chat"
+    with pytest.raises(UnavailableError):
+        runtime.pool.acquire("late").result(60)
+    shutil.copy(models / "slow" / "config.json", tmp_path / "late" / "config.json")
+    deadline = time.monotonic() + 20
+    while status(runtime, "late").kind != "slow":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    runtime.pool.release(runtime.pool.acquire("late").result(60))
+
+
+def test_a_load_leaves_no_user_and_no_error(
+    models: Path, started: Callable[..., Runtime], caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = started(model_dir=str(models))
+    runtime.pool.load("one").result(60)
+    assert status(runtime, "one").users == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_what_is_pinned_leaves_no_room(models: Path, started: Callable[..., Runtime]) -> None:
@@ -245,11 +352,11 @@ def test_a_model_stays_as_long_as_it_is_kept_alive(models: Path, started: Callab
     assert status(runtime, "one").leaves_in is None
     runtime.pool.keep_alive("one", 600)
     assert 590 < (status(runtime, "one").leaves_in or 0) <= 600
-    runtime.pool.acquire("one").result(60)
+    hold = runtime.pool.acquire("one").result(60)
     runtime.pool.keep_alive("one", 0)
     time.sleep(0.1)
     assert loaded(runtime) == {"one", "two"}, "it is in use"
-    runtime.pool.release("one")
+    runtime.pool.release(hold)
     assert leaves("one")
     assert len(answer(runtime, "one")) == 8
     time.sleep(0.1)

@@ -59,7 +59,7 @@ def held_up(model: LocalPredictor, lengths: Lengths) -> Any:
     """A call that the model is busy with, so that others wait."""
     lengths.gate.clear()
     first = model.predict(["first"])
-    while model._waiting:
+    while any(call.waiting for call in model._calls):
         time.sleep(0.001)
     return first
 
@@ -77,7 +77,35 @@ def test_calls_that_wait_are_batched_by_length(model: LocalPredictor, lengths: L
     lengths.gate.set()
     assert [call.result(10) for call in (first, *calls)] == [[5], [100, 1], [101, 2]]
     assert lengths.batches[1] == ["a" * 100, "c" * 101], "the first of those that wait, and the nearest in length"
-    assert lengths.batches[2] == ["b", "d" * 2]
+    assert lengths.batches[2] == ["d" * 2, "b"], "then the other call has its turn"
+
+
+def test_one_who_sends_much_does_not_keep_others_waiting(model: LocalPredictor, lengths: Lengths) -> None:
+    first, much = held_up(model, lengths), model.predict(["m" * 4000] * 50)
+    little = model.predict(["l"])
+    lengths.gate.set()
+    assert (first.result(10), much.result(10), little.result(10)) == ([5], [4000] * 50, [1])
+    assert lengths.batches.index(["l"]) <= 2
+
+
+def test_a_model_that_is_stopped_cuts_off_what_has_not_ended(model: LocalPredictor, lengths: Lengths) -> None:
+    first, waiting = held_up(model, lengths), model.predict(["waits"])
+    assert not model.drain(0.02, "'model' was unloaded")
+    with pytest.raises(UnavailableError, match="'model' was unloaded"):
+        model.predict(["late"])
+    model.stop()
+    for call in (first, waiting):
+        with pytest.raises(UnavailableError, match="'model' was unloaded"):
+            call.result(10)
+    lengths.gate.set()
+    assert model.idle
+
+
+def test_draining_waits_for_what_runs(model: LocalPredictor, lengths: Lengths) -> None:
+    first, waiting = held_up(model, lengths), model.predict(["waits"])
+    threading.Timer(0.05, lengths.gate.set).start()
+    assert model.drain(10, "no more")
+    assert (first.result(0), waiting.result(0)) == ([5], [5])
 
 
 def test_a_batch_that_fails_is_tried_input_by_input(model: LocalPredictor, lengths: Lengths) -> None:

@@ -67,10 +67,18 @@ def kind_of(source: str | None) -> Kind | None:
         return None
     for module in pkgutil.iter_modules(__path__):
         kind: Any = importlib.import_module(f"{__name__}.{module.name}")
-        if kind.recognises(config):
+        if _is_recognised(kind, config):
             found: Kind = kind
             return found
     return None
+
+
+def _is_recognised(kind: Kind, config: dict[str, Any]) -> bool:
+    """A config with values of the wrong type is nobody's: loading says what is wrong with it."""
+    try:
+        return kind.recognises(config)
+    except (TypeError, ValueError, AttributeError, LookupError):
+        return False
 
 
 def _config(source: str | None) -> dict[str, Any] | None:

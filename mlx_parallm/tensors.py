@@ -41,7 +41,12 @@ def parse_safetensors(data: bytes) -> dict[str, Array]:
         entries: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]
     except (SafetensorError, ValueError, OverflowError) as error:
         raise TensorError(f"not a sound safetensors file: {error}") from error
-    return {name: _array(name, entry) for name, entry in entries}
+    try:
+        return {name: _array(name, entry) for name, entry in entries}
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, TensorError):
+            raise
+        raise TensorError(f"not a sound safetensors file: {error}") from error  # a shape of too many or too large axes
 
 
 def dump_safetensors(tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> bytes:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm.config.options import check_at_least, option, parse_bool, parse_bytes, parse_list
+from mlx_parallm.config.options import check_at_least, check_finite, option, parse_bool, parse_bytes, parse_list
 from mlx_parallm.errors import ConfigError
 
 
@@ -76,6 +76,7 @@ class HttpConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_body_size")
         check_at_least(self, 0, "drain_timeout_seconds", "responses_max_bytes")
+        check_finite(self, "drain_timeout_seconds")
         for name in ("api_key", "admin_key", "keys_file", "audit_log", "tls_cert", "tls_key"):
             if (value := getattr(self, name)) is not None and not value.strip():
                 raise ConfigError(f"{name} is empty: give it a value, or leave it out (unset PARALLM_{name.upper()})")

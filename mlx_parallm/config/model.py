@@ -51,6 +51,8 @@ class ModelConfig:
         for entry in self.model_path:
             name, found, path = entry.partition("=")
             name, path = (name, path) if found else (_model_name(entry), entry)
+            if not name or not name.isprintable() or name != name.strip():
+                raise ConfigError(f"model_path: {entry!r} gives no name that requests could use; write NAME=PATH")
             if name in models:
                 raise ConfigError(f"two models are called {name!r}; give each its own NAME=PATH")
             models[name] = _source(path)
@@ -59,8 +61,11 @@ class ModelConfig:
 
 def _source(path: str) -> str | None:
     """The name of a model that a wheel brings stands for its folder there, unless there is a folder of that name."""
-    if Path(path).expanduser().exists():
-        return path
+    try:
+        if Path(path).expanduser().exists():
+            return path
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model_path: {path!r:.200} is no path: {error}") from None
     if path == EMBEDDED:
         return None
     if path not in IN_WHEELS:

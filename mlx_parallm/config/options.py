@@ -4,6 +4,7 @@ Configs are dataclasses composed of dataclasses, one per concern. `options_of` l
 flags, environment and files (`config.reading`) are made from that list alone.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_type_hints
@@ -122,6 +123,12 @@ def check_positive(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{_name_of(config, name)} must be above 0, and is {getattr(config, name)}")
+
+
+def check_finite(config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) == math.inf:
+            raise ConfigError(f"{_name_of(config, name)} must be a number, not inf: give a large one, as 86400")
 
 
 def _name_of(config: Any, field_name: str) -> str:

@@ -12,7 +12,7 @@ import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -71,6 +71,7 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(ClientLeft, _on_left)
+    app.add_exception_handler(ClientDisconnect, _on_left)  # in the middle of its body
     app.add_exception_handler(Exception, _on_unknown)
 
 
@@ -91,6 +92,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, ParallmError):
         return error_response(error.__cause__)
+    if isinstance(error.__cause__, ClientDisconnect):
+        return await _on_left(request, error)
     message = str(error.detail)
     if error.status_code in (404, 405):
         message = f"{message}: {request.method} {request.url.path}"

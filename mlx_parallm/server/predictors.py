@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, UnprocessableError
 from mlx_parallm.runtime.client import PredictorClient, RuntimeClient
 from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.disconnect import client_left
@@ -45,10 +46,20 @@ class ServedPredictor:
             await asyncio.wait((answer, watcher), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise ClientLeft
-            return await answer
+            return _finite(await answer)
         finally:
             watcher.cancel()
             answer.cancel()
+
+
+def _finite(outputs: list[Any]) -> list[Any]:
+    """Vectors and logits; the tensors of networks have a check of their own. JSON would say null."""
+    for place, one in enumerate(outputs):
+        if isinstance(one, np.ndarray) and one.dtype.kind == "f" and not np.isfinite(one).all():
+            raise UnprocessableError(
+                f"what the model makes of input {place} is not finite: its weights may be damaged", code="not_finite"
+            )
+    return outputs
 
 
 class PredictorTable:

@@ -8,6 +8,7 @@ import base64
 import binascii
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -23,14 +24,10 @@ from mlx_parallm.tensors import DTYPES, SAFETENSORS_TYPES, Array, TensorError, d
 MAX_ROWS = 1 << 16  # of a request
 MAX_OUTPUT = 1 << 25  # numbers of an answer
 PIECE = 1024  # rows, times dynamic axes, of a request that go through the model together
-JSON_NUMBERS = {"f": "iuf", "i": "iu", "u": "iu", "b": "b"}  # what an input of a kind may be written with
-FOUND = {
-    "f": "floating-point numbers",
-    "b": "booleans",
-    "U": "strings",
-    "i": "whole numbers",
-    "O": "something else than numbers",
-}
+# What an input of a kind may be written with. It is checked before NumPy sees it: of a long string among many numbers,
+# that makes as many long strings.
+JSON_TYPES: dict[str, set[type]] = {"f": {int, float}, "i": {int}, "u": {int}, "b": {bool}}
+FOUND: dict[type, str] = {float: "floating-point numbers", bool: "booleans", str: "strings", int: "whole numbers"}
 Encoding = Literal["json", "base64"]
 
 
@@ -54,7 +51,7 @@ def parse_body(data: bytes) -> dict[str, Array]:
     try:
         return parse_safetensors(data)
     except TensorError as error:
-        raise InvalidRequestError(f"the body is {error}", code="invalid_safetensors") from error
+        raise InvalidRequestError(f"the body: {error}", code="invalid_safetensors") from error
 
 
 def read_tensors(
@@ -131,21 +128,32 @@ def _from_lists(value: Any, spec: TensorSpec, param: str) -> Array:
         raise _wrong(
             f"has {'more than ' if depth > len(spec.shape) else ''}{min(depth, len(spec.shape))} axes", spec, param
         )
-    try:
-        found = np.array(value)
-    except (ValueError, OverflowError):
-        raise InvalidRequestError(f"{param} is ragged: lists of one level must have one length", param=param) from None
+    numbers, shape = _flattened(value, len(spec.shape), param)
     dtype = DTYPES[spec.dtype]
-    if found.size and found.dtype.kind not in JSON_NUMBERS[dtype.kind]:
-        raise _wrong(f"holds {FOUND.get(found.dtype.kind, 'something else than numbers')}", spec, param)
-    with np.errstate(all="ignore"):
-        array = found.astype(dtype)
-    if dtype.kind in "iu" and found.size and not np.array_equal(array, found):
-        place = np.argwhere(array != found)[0].tolist()
-        raise InvalidRequestError(
-            f"{param} is {found[tuple(place)]} at index {place}, which is no {dtype}", param=param
-        )
-    return array
+    for kind in set(map(type, numbers)) - JSON_TYPES[dtype.kind]:
+        raise _wrong(f"holds {FOUND.get(kind, 'something else than numbers')}", spec, param)
+    if dtype.kind in "iu" and numbers:
+        limits = np.iinfo(dtype)
+        wrong = next((one for one in (min(numbers), max(numbers)) if not limits.min <= one <= limits.max), None)
+        if wrong is not None:
+            place = [int(index) for index in np.unravel_index(numbers.index(wrong), shape)]
+            raise InvalidRequestError(f"{param} is {wrong!r:.60} at index {place}, which is no {dtype}", param=param)
+    try:
+        with np.errstate(all="ignore"):
+            return np.array(numbers, np.float64 if dtype.kind == "f" else dtype).astype(dtype).reshape(shape)
+    except OverflowError:
+        raise InvalidRequestError(f"{param} holds a number that no {dtype} holds", param=param) from None
+
+
+def _flattened(value: list[Any], depth: int, param: str) -> tuple[list[Any], list[int]]:
+    """All numbers of nested lists, and the shape. An empty list ends it."""
+    shape, level = [len(value)], value
+    while len(shape) < depth and level:
+        if set(map(type, level)) != {list} or len(set(map(len, level))) > 1:
+            raise InvalidRequestError(f"{param} is ragged: lists of one level must have one length", param=param)
+        shape.append(len(level[0]))
+        level = list(chain.from_iterable(level))
+    return level, shape
 
 
 def _decoded(value: Mapping[str, Any], spec: TensorSpec, param: str) -> Array:

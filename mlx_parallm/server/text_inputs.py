@@ -104,6 +104,7 @@ class Truncation:
     tokens: int | None = None  # None: none; -1: the model's limit
     side: Side = "right"  # that is cut off
     second: int | None = None  # most tokens of a pair's second text, which is cut at its end
+    alone: int | None = None  # the same, of a text that is no pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class _Encoder:
     def _fitting(self, text: _Text, encoding: Any) -> EncodedText:
         """As it is where it fits, else cut where that is asked for."""
         ids = encoding.ids
-        if len(ids) > self._limit or (text.second is not None and self._truncation.second is not None):
+        if len(ids) > self._limit or self._most(text) is not None:
             encoding = self._cut(text)
             ids = encoding.ids
         if not ids:
@@ -226,14 +227,18 @@ class _Encoder:
         first, *rest = self._batch(parts, add_special_tokens=False)
         second = rest[0] if rest else None
         added = self._tokenizer.num_special_tokens_to_add(second is not None) if text.special else 0
-        if second is not None and self._truncation.second is not None:
-            second.truncate(self._truncation.second)
+        if (most := self._most(text)) is not None:
+            (first if second is None else second).truncate(most)
         count = len(first.ids) + (0 if second is None else len(second.ids))
         if count + added > self._limit:
             if self._truncation.tokens is None:
                 self._check_length(count + added, text.place)
             self._shorten(first, second, self._limit - added)
         return self._tokenizer.post_process(first, second, text.special)
+
+    def _most(self, text: _Text) -> int | None:
+        """To how many tokens a pair's second text, or a text that is no pair, is cut at its end."""
+        return self._truncation.alone if text.second is None else self._truncation.second
 
     def _shorten(self, first: Any, second: Any, room: int) -> None:
         """Each text of a pair keeps half of the room, and what the other leaves."""
@@ -254,7 +259,7 @@ class _Encoder:
 
     def _check_characters(self, text: _Text) -> None:
         """Refuses a text that is far too long without tokenising all of it, which takes seconds for megabytes."""
-        if self._truncation.tokens is not None or (text.second is not None and self._truncation.second is not None):
+        if self._truncation.tokens is not None or self._most(text) is not None:
             return
         for part in (text.first, text.second or ""):
             if len(part) > self._limit * CHECKED_CHARACTERS:

@@ -2,6 +2,9 @@
 
 import base64
 import importlib.util
+import signal
+import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +18,8 @@ from openai import BadRequestError, OpenAI
 from mlx_parallm.server.api.openai.embeddings import EmbeddingAnswer
 from tests.support.embedding_folders import TEXTS, VECTORS, edit_json, write_model
 from tests.support.servers import ServerProcess, ours, running
+
+WAITING = 'mlx_parallm_predict_queue_depth{kind="embedding",model="bert"} 1.0'
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +157,35 @@ def test_many_clients_get_what_each_gets_alone(client: httpx.Client) -> None:
         for number, found in enumerate(pool.map(ask, range(40))):
             if found is not None:
                 np.testing.assert_allclose(found, alone[number % 3 :], atol=1e-5)
+
+
+@pytest.mark.parametrize("beside_chat", [False, True])
+def test_sigterm_lets_embeddings_finish(tiny_folder: Path, tmp_path: Path, beside_chat: bool) -> None:
+    models = [f"bert={write_model(tmp_path / 'cls', 'cls')}", *([f"tiny={tiny_folder}"] if beside_chat else [])]
+    flags = [part for model in models[1:] for part in ("--model-path", model)]
+    server = ours(models[0], [*flags, "--drain-timeout-seconds", "60"], fork=False)
+    body = {"input": [f"the cat {number} of the dog " * 3 for number in range(2048)], "model": "bert"}
+    with running(server), ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(httpx.post, f"{server.url}/v1/embeddings", json=body, timeout=60)
+        while not asked.done() and WAITING not in httpx.get(f"{server.url}/metrics").text:
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGTERM)
+        answer = asked.result()
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["data"]) == 2048
+        assert server.process.wait(30) == 0
+
+
+def test_a_client_that_leaves_in_its_body_is_no_error(server: ServerProcess, client: httpx.Client) -> None:
+    address = httpx.URL(server.url)
+    before = server.log().count("Traceback")
+    for path in ("/v1/embeddings", "/v1/predict", "/v1/rl/act", "/update_adapter_weights"):
+        with socket.create_connection((address.host, address.port or 80)) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: 5000\r\n\r\n{{".encode())
+            time.sleep(0.1)
+    assert embed(client, "still here", model="bert")["usage"]["prompt_tokens"] > 0
+    assert server.log().count("Traceback") == before
 
 
 def test_openai(server: ServerProcess) -> None:

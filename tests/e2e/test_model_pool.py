@@ -104,6 +104,10 @@ def test_models_come_and_go_by_name_and_path(client: httpx.Client, folder: Path)
         ({"model": "first", "path": "/nowhere/else"}, 409, "model"),
         ({"model": "new", "path": ""}, 400, "path"),
         ({"model": "new", "path": "/nowhere/else"}, 400, "path"),
+        ({"model": "new", "path": "a\0b"}, 400, "path"),
+        ({"model": "new", "path": "~nobody-of-this-name/x"}, 400, "path"),
+        ({"model": "new", "path": "x" * 5000}, 400, "path"),
+        ({"model": "new\n", "path": "/nowhere"}, 400, "model"),
     ],
 )
 def test_what_can_not_be_loaded_is_refused(
@@ -131,6 +135,16 @@ def test_a_name_that_only_a_failed_load_gave_is_not_found(client: httpx.Client) 
     assert client.post("/v1/models/unload", json={"model": "new"}).status_code == 200
     assert "new" not in statuses(client)
     assert ask(client, "new").json()["error"]["code"] == "model_not_found"
+
+
+def test_a_failed_load_is_no_model_of_another_kind(client: httpx.Client) -> None:
+    body = {"model": "new", "path": "/nowhere/else", "wait": False}
+    assert client.post("/v1/models/load", json=body).status_code == 200
+    while statuses(client)["new"] != "failed":
+        time.sleep(0.05)
+    answer = client.post("/v1/predict", json={"model_id": "new", "inputs": {}})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_failed"), answer.text
+    assert client.post("/v1/models/unload", json={"model": "new"}).status_code == 200
 
 
 def test_memory_comes_back(server: ServerProcess, client: httpx.Client, tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ BAD_INPUTS: list[tuple[dict[str, Any], str, str]] = [
     ({"tokens": [[1, 2], [3]]}, "inputs.tokens", "ragged"),
     ({"tokens": [[1.5]]}, "inputs.tokens", "holds floating-point numbers"),
     ({"tokens": [["1"]]}, "inputs.tokens", "holds strings"),
+    ({"tokens": [["a" * 100_000, *[0] * 5000]]}, "inputs.tokens", "holds strings"),
     ({"tokens": [[True]]}, "inputs.tokens", "holds booleans"),
     ({"tokens": [[None]]}, "inputs.tokens", "something else than numbers"),
     ({"tokens": [[2**70]]}, "inputs.tokens", "holds floating-point numbers"),
@@ -167,6 +168,9 @@ def test_bad_models_and_bodies(client: httpx.Client) -> None:
         refused = client.post("/v1/predict", content=content, headers=SAFETENSORS)
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["code"] == "invalid_safetensors"
+    acted = save({"observations": np.array([OBSERVATION], np.float32)})
+    refused = client.post("/v1/rl/act?model_id=mlp&seed=--5", content=acted, headers=SAFETENSORS)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "seed")
     refused = client.post("/v1/predict", content=save({"other": TOKENS}), headers=SAFETENSORS)
     assert refused.json()["error"]["code"] == "unknown_input"
     refused = client.post("/v1/predict", content=b"{", headers={"Content-Type": "application/json"})

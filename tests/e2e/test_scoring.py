@@ -220,6 +220,8 @@ def test_long_inputs_are_refused_or_cut(client: httpx.Client, folders: dict[str,
         ("/v1/rerank", {"query": "a", "documents": ["a", "b", long]}, "documents.2"),
         ("/v1/score", {"text_1": "a", "text_2": ["b", long]}, "text_2.1"),
         ("/v1/rerank", {"query": "a", "documents": ["of", "of " * 900], "model": "vectors"}, "documents.1"),
+        ("/v1/rerank", {"query": "of " * 900, "documents": ["of", "a"], "model": "vectors"}, "query"),
+        ("/v1/score", {"text_1": "of " * 900, "text_2": ["of", "a"], "model": "vectors"}, "text_1"),
     ):
         refused = client.post(path, json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded"), refused.text
@@ -228,6 +230,17 @@ def test_long_inputs_are_refused_or_cut(client: httpx.Client, folders: dict[str,
         assert cut.status_code == 200, cut.text
     per_document = post(client, "/v2/rerank", query="a", documents=[long, "rome"], max_tokens_per_doc=4)
     assert per_document["results"][0]["relevance_score"] == pytest.approx(per_document["results"][1]["relevance_score"])
+    for most in (1, 4, 4096):
+        cut = post(
+            client,
+            "/v1/rerank",
+            model="vectors",
+            query="of",
+            documents=["of the " * 9, "of the"],
+            max_tokens_per_doc=most,
+        )
+        scores_ = [result["relevance_score"] for result in cut["results"]]
+        assert (scores_[0] == pytest.approx(scores_[1], abs=1e-5)) == (most == 1)
     left = post(client, "/classify", input=long + "why", truncate_prompt_tokens=5, truncation_side="left")
     np.testing.assert_allclose(
         left["data"][0]["probs"], post(client, "/classify", input="why")["data"][0]["probs"], atol=1e-5

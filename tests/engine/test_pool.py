@@ -225,7 +225,7 @@ def test_paths_that_can_not_be_are_refused(path: str, tmp_path: Path, started: C
 
 
 @pytest.mark.parametrize(
-    "config, header",
+    ("config", "header"),
     [
         ({"model_type": "llama"}, b'{"a":{"shape":[1]}}'),
         ({"model_type": "llama"}, b'{"a":{"shape":["x"],"dtype":"F32"}}'),

@@ -47,6 +47,25 @@ def test_nan_is_refused_unless_the_signature_takes_it() -> None:
     assert np.isnan(np.frombuffer(base64.b64decode(written("x", value, "base64")["data"]), np.float32)[1])
 
 
+def test_lists_are_checked_before_numpy_sees_them() -> None:
+    wide = TensorSpec(name="x", shape=("batch", 2), dtype="uint64")
+    assert read_tensor([[2**64 - 1, 0]], wide, "x").tolist() == [[2**64 - 1, 0]]
+    single = TensorSpec(name="x", shape=("batch", 2))
+    assert read_tensor([[1, 2.5]], single, "x").tolist() == [[1, 2.5]]
+    assert read_tensor([[1, 1e300]], TensorSpec(name="x", shape=("batch", 2), finite=False), "x")[0, 1] == np.inf
+    for value, spec, message in (
+        ([["a" * 1_000_000, *[0] * 1_000_000]], single, "holds strings"),
+        ([[True, 1.0]], single, "holds booleans"),
+        ([[1, [2]]], single, "something else than numbers"),
+        ([[1, 2], 3], single, "ragged"),
+        ([[10**400, 1]], single, "holds a number that no float32 holds"),
+        ([[1, 2**64]], wide, r"is 18446744073709551616 at index \[0, 1\], which is no uint64"),
+        ([[0, -1]], wide, r"is -1 at index \[0, 1\], which is no uint64"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            read_tensor(value, spec, "x")
+
+
 def test_rows_go_in_pieces() -> None:
     arrays = {"a": np.zeros((1000, 8), np.float32), "b": np.zeros((1000, 8, 2), np.float32)}
     found = pieces(arrays, PAIR.inputs)
@@ -60,6 +79,17 @@ def test_safetensors_there_and_back() -> None:
     assert {name: array.tolist() for name, array in found.items()} == {"a": [[0, 2], [3, 5]], "b": [True, False]}
     data = bytearray(dump_safetensors({"b": np.array([True])}))
     data[-1] = 7
-    for wrong, message in ((bytes(data), "other bytes than 0 and 1"), (b"", "sound"), (b"\xff" * 9, "sound")):
+    shapes = (
+        b'{"x":{"dtype":"F32","shape":[0,9223372036854775808],"data_offsets":[0,0]}}',
+        (b'{"x":{"dtype":"F32","shape":[%s1],"data_offsets":[0,4]}}' % (b"1," * 99)),
+    )
+    odd = [len(header).to_bytes(8, "little") + header + b"\0" * 4 * place for place, header in enumerate(shapes)]
+    for wrong, message in (
+        (bytes(data), "other bytes than 0 and 1"),
+        (b"", "sound"),
+        (b"\xff" * 9, "sound"),
+        (odd[0], "sound"),
+        (odd[1], "sound"),
+    ):
         with pytest.raises(TensorError, match=message):
             parse_safetensors(wrong)

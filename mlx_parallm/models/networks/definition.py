@@ -136,6 +136,8 @@ def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def check_name(name: str, what: str) -> None:
+    if name == "__metadata__":
+        raise ModelLoadError(f"{what} is a name that safetensors files have for something else")
     if not NAME.fullmatch(name):
         raise ModelLoadError(f"{what} is no name: letters, digits, and _ . - / inside, at most 200 characters")
 

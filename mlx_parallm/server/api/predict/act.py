@@ -1,5 +1,6 @@
 """`/v1/rl/act`: actions of a policy for a batch of observations, with its recurrent state on either side."""
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class ActRoutes:
         if not is_safetensors(request):
             return validated(ActBody, await json_of(request))
         fields = query(request, "model_id", "model", "session_id", "deterministic", "seed", "encoding")
-        if "seed" in fields and fields["seed"].lstrip("-").isdecimal() and len(fields["seed"]) < 21:
+        if re.fullmatch(r"-?[0-9]{1,20}", fields.get("seed", "")):
             fields["seed"] = int(fields["seed"])
         fields["deterministic"] = FLAGS.get(given := fields.get("deterministic", "false"), given)
         if several := request.query_params.getlist("session_ids"):
@@ -82,7 +83,7 @@ class ActRoutes:
     async def _in_sessions(
         self, model: ServedPredictor, request: Request, body: ActBody, call: ActCall
     ) -> tuple[list[ActOutput], list[str]]:
-        own = current_caller.get().own_name(model.name)
+        own = current_caller.get().own_name(f"{model.name} at {model.info.source}")  # another may have the name later
         kept = self._sessions.take(own, call.sessions)
         try:
             states, new = restored(model.info, call, kept)
@@ -197,13 +198,18 @@ def zeros(info: PolicyInfo, rows: int) -> dict[str, Array]:
     }
 
 
+def _fits(state: SessionState, states: Mapping[str, Array]) -> bool:
+    shapes = {name: array.shape[1:] for name, array in states.items()}
+    return {name: array.shape[1:] for name, array in state.items()} == shapes
+
+
 def restored(info: Any, call: ActCall, kept: Sequence[SessionState | None]) -> tuple[dict[str, Array], list[str]]:
     """The state of every row, and which sessions are new. Who says that an episode goes on must not get a new one."""
     states, new = zeros(info, call.rows), []
     each = call.rows if len(call.sessions) == 1 else 1
     for place, (session, state) in enumerate(zip(call.sessions, kept, strict=True)):
         own = slice(place * each, (place + 1) * each)
-        if state is None or any(array.shape[1:] != states[name].shape[1:] for name, array in state.items()):
+        if state is None or not _fits(state, states):
             new.append(session)
             if call.starts is not None and not call.starts[own].all():
                 raise NotFoundError(

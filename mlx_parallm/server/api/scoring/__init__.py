@@ -80,7 +80,7 @@ class ScoringRoutes:
     async def score(self, body: ScoreBody, request: Request) -> Response:
         """How well two texts fit, by a cross-encoder or by the cosine of embeddings. With `input` or `messages` in
         place of two texts, it is /v1/rewards/score."""
-        if not body.is_pairs:
+        if not body.compares:
             return await self.reward(body, request)
         name = self._first(body.model, _compares, _embeds)
         async with self._context.predictors.use(name, *RERANKERS, request=request) as model:
@@ -89,7 +89,7 @@ class ScoringRoutes:
                 body.pairs,
                 self._context.tokenizers,
                 body.truncation(),
-                numbered("text_2", len(body.pairs)),
+                (numbered("text_1", len(body.text_1 or ())), numbered("text_2", len(body.pairs))),
                 request,
             )
             return JSONResponse(_scored(model.name, "score", scores, count))
@@ -106,9 +106,8 @@ class ScoringRoutes:
         name = self._first(body.model, _compares, _embeds)
         async with self._context.predictors.use(name, *RERANKERS, request=request) as model:
             truncation = body.truncation(second=body.max_tokens_per_doc)
-            scores, count = await score_pairs(
-                model, body.pairs, self._context.tokenizers, truncation, lambda place: f"documents.{place}", request
-            )
+            names = (lambda place: "query"), (lambda place: f"documents.{place}")
+            scores, count = await score_pairs(model, body.pairs, self._context.tokenizers, truncation, names, request)
             with_documents = version == "1" if body.return_documents is None else body.return_documents
             order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
             results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in order]

@@ -55,12 +55,13 @@ class RewardBody(InputBody):
 
     @model_validator(mode="after")
     def _something_to_score(self) -> "RewardBody":
-        if (self.input is None) == (self.messages is None) and not self.is_pairs:
+        if (self.input is None) == (self.messages is None) and not self.compares:
             raise PydanticCustomError("input", "Expected input, or messages, and not both")
         return self
 
     @property
-    def is_pairs(self) -> bool:
+    def compares(self) -> bool:
+        """Whether it has texts to be compared with each other instead."""
         return False
 
 
@@ -90,7 +91,7 @@ class ScoreBody(RewardBody):
     def _two_sides(self) -> "ScoreBody":
         if (self.text_1 is None) != (self.text_2 is None):
             raise PydanticCustomError("text", "Expected both text_1 and text_2, or input for a reward model")
-        if self.is_pairs and (self.input is not None or self.messages is not None):
+        if self.compares and (self.input is not None or self.messages is not None):
             raise PydanticCustomError("text", "Expected text_1 and text_2, or input for a reward model, and not both")
         if self.text_1 and self.text_2 and len(self.text_1) not in (1, len(self.text_2)):
             counts = f"{len(self.text_1)} and {len(self.text_2)}"
@@ -98,8 +99,8 @@ class ScoreBody(RewardBody):
         return self
 
     @property
-    def is_pairs(self) -> bool:
-        return self.text_1 is not None and self.text_2 is not None
+    def compares(self) -> bool:
+        return self.text_1 is not None or self.text_2 is not None
 
     @property
     def pairs(self) -> list[TextPair]:

@@ -21,14 +21,15 @@ async def score_pairs(
     pairs: Sequence[TextPair],
     pool: TokenizerPool,
     truncation: Truncation,
-    name: Name,
+    names: tuple[Name, Name],
     request: Request,
 ) -> tuple[list[float], int]:
-    """A score for each pair, and how many tokens were read."""
+    """A score for each pair, and how many tokens were read. `names`: what errors call the first and the second texts;
+    a pair as a whole is called as its second."""
     if isinstance(model.info, EmbeddingInfo):
-        return await _cosines(model, model.info, pairs, pool, truncation, name, request)
+        return await _cosines(model, model.info, pairs, pool, truncation, names, request)
     info = check_one_label(model, "rank texts")
-    encoded = await encode_texts(model, pairs, pool, truncation, name)
+    encoded = await encode_texts(model, pairs, pool, truncation, names[1])
     logits = np.stack(await model.predict([one.input for one in encoded], request))
     return probabilities(logits, info.activation)[:, 0].tolist(), sum(len(one.input.tokens) for one in encoded)
 
@@ -39,21 +40,21 @@ async def _cosines(
     pairs: Sequence[TextPair],
     pool: TokenizerPool,
     truncation: Truncation,
-    name: Name,
+    names: tuple[Name, Name],
     request: Request,
 ) -> tuple[list[float], int]:
     """Each text is embedded once, with the model's prompt for queries or documents."""
     inputs: list[list[int]] = []
     places: list[dict[str, int]] = []
-    documents = replace(truncation, tokens=truncation.second) if truncation.tokens is None else truncation
-    for texts, prompts, cut in (
-        ([pair.text for pair in pairs], QUERY_PROMPTS, truncation),
-        ([pair.text_pair or "" for pair in pairs], DOCUMENT_PROMPTS, documents),
+    documents = replace(truncation, alone=truncation.second)
+    for texts, prompts, cut, name in (
+        ([pair.text for pair in pairs], QUERY_PROMPTS, truncation, names[0]),
+        ([pair.text_pair or "" for pair in pairs], DOCUMENT_PROMPTS, documents, names[1]),
     ):
         prompt = next((info.prompts[one] for one in (*prompts, info.default_prompt) if one in info.prompts), "")
         different = {text: place for place, text in reversed(list(enumerate(texts)))}  # where each stands first
-        names = [name(place) for place in different.values()]
-        encoded = await encode_texts(model, [prompt + text for text in different], pool, cut, names.__getitem__)
+        named = [name(place) for place in different.values()]
+        encoded = await encode_texts(model, [prompt + text for text in different], pool, cut, named.__getitem__)
         places.append({text: len(inputs) + number for number, text in enumerate(different)})
         inputs += [list(one.input.tokens) for one in encoded]
     vectors = np.stack(await model.predict(inputs, request)).astype(np.float64)

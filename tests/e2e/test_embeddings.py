@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
+from safetensors.numpy import load_file, save_file
 
 from mlx_parallm.server.api.openai.embeddings import EmbeddingAnswer
 from tests.support.embedding_folders import TEXTS, VECTORS, edit_json, write_model
@@ -157,6 +158,16 @@ def test_many_clients_get_what_each_gets_alone(client: httpx.Client) -> None:
         for number, found in enumerate(pool.map(ask, range(40))):
             if found is not None:
                 np.testing.assert_allclose(found, alone[number % 3 :], atol=1e-5)
+
+
+def test_vectors_that_are_not_numbers_are_an_error(client: httpx.Client, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "damaged", "cls")
+    file = next(folder.glob("*.safetensors"))
+    save_file({name: array * np.nan for name, array in load_file(file).items()}, file)
+    assert client.post("/v1/models/load", json={"model": "damaged", "path": str(folder)}).status_code == 200
+    answer = client.post("/v1/embeddings", json={"input": ["the cat"], "model": "damaged"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "not_finite"), answer.text
+    assert client.post("/v1/models/unload", json={"model": "damaged"}).status_code == 200
 
 
 @pytest.mark.parametrize("beside_chat", [False, True])

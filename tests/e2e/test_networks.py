@@ -1,6 +1,7 @@
 """Networks and policies over HTTP: numbers, encodings, sessions, new weights, and what is refused."""
 
 import base64
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -294,6 +295,17 @@ def test_bad_acts(client: httpx.Client, body: dict[str, Any], status: int, param
     error = refused.json()["error"]
     assert (refused.status_code, error["param"] or "") == (status, param), error
     assert message in error["message"]
+
+
+def test_a_session_ends_with_its_model_and_not_with_its_name(
+    client: httpx.Client, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / "memory", tmp_path / "copy")
+    for path, new in ((folder / "memory", ["s"]), (tmp_path / "copy", ["s"]), (folder / "memory", [])):
+        assert client.post("/v1/models/load", json={"model": "swapped", "path": str(path)}).status_code == 200
+        acted = ask(client, "/v1/rl/act", model_id="swapped", observations=[[0.1, 0.2]], session_id="s")
+        assert acted["new_sessions"] == new
+        ask(client, "/v1/models/unload", model="swapped")
 
 
 def test_a_session_keeps_its_rows_and_survives_a_refusal(client: httpx.Client) -> None:

@@ -116,6 +116,7 @@ class ModelInfo:
     architecture: str = ""  # model_type of its config.json: "llama", "qwen3", …
 
 
+UNKNOWN = "unknown"  # the kind of a model of the hub, before it is downloaded
 ModelState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_config
@@ -22,6 +21,7 @@ from mlx_lm.utils import load as load_with_mlx_lm
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.gguf import converted
+from mlx_parallm.models.hub import load_error, looks_like_a_path
 from mlx_parallm.models.language import LanguageModel, Vision
 from mlx_parallm.models.vision.load import has_image_encoder, load_vision, why_text_only
 from mlx_parallm.progress import Tell
@@ -43,8 +43,10 @@ def load(
     trust_remote_code: bool = False,
     split: Callable[[nn.Module], None] | None = None,
     tell: Tell = lambda text: None,
+    origin: str | None = None,
 ) -> LanguageModel:
-    """`source` is a hub id, a folder or a .gguf file; None is the embedded model.
+    """`source` is a hub id, a folder or a .gguf file; None is the embedded model. `origin`: what users call the source,
+    where that is something else: the name on the hub of what was downloaded into a folder.
 
     `split`: leaves this process its part of the module, before the weights are read. `tell`: whom slow steps are told.
     """
@@ -73,7 +75,7 @@ def load(
         eos_token_ids=frozenset(token for token in tokenizer.eos_token_ids if token is not None),
         weight_bytes=weight_bytes,
         precision=precision,
-        source=str(source or path),
+        source=str(origin or source or path),
         kind="chat" if vision is None else "vision",
         architecture=str(config.get("model_type", "")),
         vision=None if vision is None else Vision(vision.encoder, vision.processor),
@@ -134,14 +136,9 @@ def _folder(path: str, source: str | None, tell: Tell) -> str:
         if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
             raise ModelLoadError(f"the folder {path} holds no model: it has no config.json")
         return path
-    if source is not None and _looks_like_a_path(source):
+    if source is not None and looks_like_a_path(source):
         raise ModelLoadError(f"there is no folder {path}")
     return str(source)
-
-
-def _looks_like_a_path(source: str) -> bool:
-    """A name on the hub is `name` or `owner/name`."""
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith("/") or "\\" in source
 
 
 def _load_folder(folder: str, trust_remote_code: bool) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
@@ -150,17 +147,8 @@ def _load_folder(folder: str, trust_remote_code: bool) -> tuple[nn.Module, Token
         return load_with_mlx_lm(
             folder, tokenizer_config, lazy=True, return_config=True, trust_remote_code=trust_remote_code
         )
-    except LocalEntryNotFoundError as error:
-        raise ModelLoadError(f"{folder} is no local folder, and the model hub can't be reached") from error
-    except HFValidationError as error:
-        raise ModelLoadError(f"there is no folder {folder}, and it is no name of a model on the hub either") from error
-    except HfHubHTTPError as error:
-        reason = str(error).splitlines()[0]
-        raise ModelLoadError(f"{folder} is no local folder, and the model hub has no such model: {reason}") from error
-    except OSError as error:
-        raise ModelLoadError(f"{folder} is not a model folder: {error}") from error
     except Exception as error:  # three libraries read the folder, each with errors of its own
-        raise ModelLoadError(f"{folder} can't be loaded: {error}") from error
+        raise load_error(folder, error) from error
 
 
 def apply_precision(module: nn.Module, dtype: str, split: Callable[[nn.Module], None] | None = None) -> str:

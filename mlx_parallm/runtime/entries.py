@@ -13,10 +13,11 @@ from typing import Any
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ModelNotFoundError, ParallmError, UnavailableError
 from mlx_parallm.models.device import device_kind
+from mlx_parallm.models.hub import download, is_hub_id
 from mlx_parallm.models.kinds import kind_of
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.runtime.weights import weight_bytes
-from mlx_parallm.types import ModelState, ModelStatus
+from mlx_parallm.types import UNKNOWN, ModelState, ModelStatus
 
 MARKS = ("config.json", "network.json")  # a folder with one of these is a model
 
@@ -46,6 +47,7 @@ class PoolEntry:
     leaves_for_another: bool = False  # as soon as nobody uses it any more
     room_by: float | None = None  # until when its load may wait for others to leave
     stamp: Stamp = ()  # of its files, when they were last looked at
+    downloaded: str | None = None  # the folder of its files, where the source is a name on the hub
 
     @property
     def has_changed(self) -> bool:
@@ -55,13 +57,23 @@ class PoolEntry:
         return self.model is not None and self.model.predictor.has_changed
 
     @property
+    def path(self) -> str | None:
+        """Where its files are, unless they have to be downloaded first."""
+        return self.downloaded or self.source
+
+    @property
     def size(self) -> int:
         """Bytes of its weights; 0: not known."""
-        return self.bytes or (weight_bytes(self.source, device_kind()) if self.source is not None else 0)
+        return self.bytes or (weight_bytes(self.path, device_kind()) if self.path is not None else 0)
+
+    def download(self) -> None:
+        """Fetches a model of the hub, and looks at its files; ModelLoadError."""
+        folder = str(download(str(self.source)))
+        self.downloaded, self.kind, self.bytes = folder, kind_name(folder), weight_bytes(folder, device_kind())
 
     def without_path(self, message: str) -> str:
         """A message for the log, which does not say where users have their files."""
-        paths = [] if self.source is None else [self.source]
+        paths = [path for path in (self.source, self.downloaded) if path is not None]
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # some paths can't be: nobody said so before
             paths.append(str(Path(paths[0]).expanduser().resolve()) if paths else "")
         for path in sorted(paths, key=len, reverse=True):
@@ -118,7 +130,9 @@ class PoolEntry:
 
 
 def kind_name(source: str | None) -> str:
-    """The kind of a model that is not loaded, as far as its config tells."""
+    """The kind of a model that is not loaded, as far as its config tells; UNKNOWN of one that is not downloaded."""
+    if is_hub_id(source):
+        return UNKNOWN
     kind = kind_of(source)
     if kind is not None:
         return kind.__name__.rpartition(".")[2]

@@ -58,10 +58,13 @@ class Loader:
         generators = sum(engine.model.weight_bytes for engine in self.engines)
         return generators + sum(predictor.info.weight_bytes for predictor in self.predictors)
 
-    def bring_up(self, name: str, source: str | None, size: int, progress: StartProgress) -> Model:
+    def bring_up(
+        self, name: str, source: str | None, size: int, progress: StartProgress, origin: str | None = None
+    ) -> Model:
         """Loads a model, and gives all their share of the memory; raises what is wrong, and all is as it was.
 
-        `size`: bytes that its weights will take. The others make room for them before they come.
+        `origin`: what users call the source, where it was downloaded. `size`: bytes that its weights will take. The
+        others make room for them before they come.
         """
         kind = kind_of(source)
         if self._ranks is not None:
@@ -71,7 +74,7 @@ class Loader:
         try:
             self._divide(beside=size)
             if kind is None:
-                engine = self._start_engine(name, source, size, progress)
+                engine = self._start_engine(name, source, size, progress, origin)
                 self.engines.append(engine)
                 self._move_predictors()
                 return engine
@@ -120,14 +123,16 @@ class Loader:
         if self._thread is not None:
             self._thread.stop()
 
-    def _start_engine(self, name: str, source: str | None, size: int, progress: StartProgress) -> Engine:
+    def _start_engine(
+        self, name: str, source: str | None, size: int, progress: StartProgress, origin: str | None
+    ) -> Engine:
         # What comes from the hub has bars of the hub's own.
         share = _loaded_share(size) if source is None or Path(source).expanduser().exists() else None
-        where = ", the embedded model" if source is None else f" from {source}"
+        where = ", the embedded model" if source is None else f" from {origin or source}"
         with ExitStack() as undo:
             with progress(f"loading {name}{where}", share) as tell:
                 starting = StartingEngine(
-                    self._load_from(source, name, tell), self._config, self._deliver, ranks=self._ranks
+                    self._load_from(source, name, tell, origin), self._config, self._deliver, ranks=self._ranks
                 )
                 undo.callback(starting.stop)
                 loaded = starting.load()
@@ -137,7 +142,7 @@ class Loader:
             undo.pop_all()
             return engine
 
-    def _load_from(self, source: str | None, name: str, tell: Tell) -> Callable[[], LanguageModel]:
+    def _load_from(self, source: str | None, name: str, tell: Tell, origin: str | None) -> Callable[[], LanguageModel]:
         options = self._config.model
         return partial(
             load,
@@ -148,6 +153,7 @@ class Loader:
             trust_remote_code=options.trust_remote_code,
             split=None if self._ranks is None else self._ranks.split,
             tell=tell,
+            origin=origin,
         )
 
     def _load_predictor(

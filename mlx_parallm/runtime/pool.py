@@ -28,6 +28,7 @@ from mlx_parallm.errors import (
     QueueFullError,
     UnavailableError,
 )
+from mlx_parallm.models.hub import is_hub_id
 from mlx_parallm.models.memory import size_text
 from mlx_parallm.progress import StartProgress, silent
 from mlx_parallm.runtime.entries import PoolEntry
@@ -62,11 +63,14 @@ class ModelPool:
         self._closing = threading.Event()
         self.on_failure: Callable[[str], None] | None = None  # when an engine has died
         self._listeners: list[Callable[[], None]] = []
-        self._idle_watch = IdleWatch(self._changed, self._unload_idle, self._closing)
+        idle, known = config.model.idle_unload_seconds, self._known
+        self._idle_watch = IdleWatch(self._changed, self._closing, known, idle, self._may_leave, self._leave)
 
     def start(self, progress: StartProgress = silent) -> None:
         """Loads the models that the config names, as many as there is memory for; raises what is wrong with one."""
         for entry in self._known:
+            if is_hub_id(entry.path):
+                entry.download()
             if not self._fits(entry.size) and (self._loader.engines or self._loader.predictors):
                 log.warning("%s does not fit beside the others: it is loaded when it is asked for", entry.name)
             else:
@@ -99,7 +103,7 @@ class ModelPool:
         held = mx.get_active_memory()
         with self._changed:
             self._known.look_into_folder(at_most_every=LOOK_SECONDS)
-            return [entry.describe(held, self._idle_seconds(entry)) for entry in self._known]
+            return [entry.describe(held, self._idle_watch.seconds_of(entry)) for entry in self._known]
 
     def acquire(self, name: str) -> "Future[int]":
         """Holds a model for a request, until its result is given to `release`; loads it where it is not. The future can
@@ -219,9 +223,17 @@ class ModelPool:
         stays = entry.pinned or entry.has_changed or self._is_fixed(entry)
         return entry.status == "ready" and not stays
 
+    def _leave(self, entry: PoolEntry) -> None:
+        """For one that nobody uses."""
+        entry.status = "unloading"
+        self._jobs.submit(self._take_down, entry)
+
     # On the pool's thread.
 
     def _load(self, entry: PoolEntry) -> None:
+        if is_hub_id(entry.path):  # which may take hours, and must not hold up other models
+            threading.Thread(target=self._download, args=(entry,), name="download", daemon=True).start()
+            return
         begun = time.monotonic()
         try:
             self._make_room(entry)
@@ -236,6 +248,17 @@ class ModelPool:
         else:
             log.info("%s is loaded, after %.1f s", entry.name, time.monotonic() - begun)
 
+    def _download(self, entry: PoolEntry) -> None:
+        """On a thread of its own."""
+        try:
+            entry.download()
+        except ParallmError as error:
+            self._fail(entry, error)
+            return
+        with self._changed:
+            if not self._closing.is_set():
+                self._jobs.submit(self._load, entry)
+
     def _bring_up_beside_others(self, entry: PoolEntry) -> None:
         """Others leave where its weights fit, and what is left is too little to work in."""
         while True:
@@ -248,7 +271,7 @@ class ModelPool:
                     raise
 
     def _bring_up(self, entry: PoolEntry, progress: StartProgress = silent) -> None:
-        model = self._loader.bring_up(entry.name, entry.source, entry.size, progress)
+        model = self._loader.bring_up(entry.name, entry.path, entry.size, progress, entry.source)
         with self._changed:
             if isinstance(model, Engine):
                 model.on_failure = lambda reason: self.on_failure(reason) if self.on_failure is not None else None
@@ -370,22 +393,3 @@ class ModelPool:
             f"{size_text(limit)} is left, and no other model can leave; unload or unpin one, or raise --memory-limit",
             code="out_of_memory",
         )
-
-    def _idle_seconds(self, entry: PoolEntry) -> float | None:
-        """After how many it leaves; None: never."""
-        return entry.keep_alive if entry.keep_alive is not None else self._config.model.idle_unload_seconds
-
-    def _unload_idle(self) -> float:
-        """Seconds until it is worth another look."""
-        waits = [math.inf]
-        for entry in self._known:
-            patience = self._idle_seconds(entry)
-            if patience is None or entry.users or not self._may_leave(entry):
-                continue
-            left = entry.used + patience - time.monotonic()
-            if left > 0:
-                waits.append(left)
-            else:
-                entry.status = "unloading"
-                self._jobs.submit(self._take_down, entry)
-        return min(waits)

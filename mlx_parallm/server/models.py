@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.chat import Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.text.prompts import Prompts
-from mlx_parallm.types import AdapterVersion, ModelInfo, ModelStatus
+from mlx_parallm.types import UNKNOWN, AdapterVersion, ModelInfo, ModelStatus
 
 DEFAULT = "default"
 GENERATING = ("chat", "vision")  # kinds of models that generate text
@@ -132,6 +132,8 @@ class ModelTable:
         own = self._name_of(name)
         hold = await acquire(self._runtime.pool, own, request, self._timeout)
         request.scope.setdefault("held_models", []).append(partial(self._runtime.pool.release, hold))
+        if own not in self.visible():  # its kind is certain now
+            self._check_generates(own, self.visible_statuses())
 
     def _name_of(self, name: str) -> str:
         """A model's own name: of `default`, of an adapter, or of a model that is not loaded."""
@@ -140,15 +142,19 @@ class ModelTable:
             return name
         statuses = self.visible_statuses()
         if name in statuses:
-            if statuses[name].kind not in GENERATING:
-                raise InvalidRequestError(
-                    f"{name!r} is a model of the kind {statuses[name].kind}, which generates no text", param="model"
-                )
+            if statuses[name].kind != UNKNOWN:
+                self._check_generates(name, statuses)
             return name
         if name == DEFAULT:
             names = [*served, *(one.name for one in statuses.values() if one.kind in GENERATING)]
             return names[0] if names else self.default.name
         return self.find(name).name
+
+    def _check_generates(self, name: str, statuses: Mapping[str, ModelStatus]) -> None:
+        if statuses[name].kind not in GENERATING:
+            raise InvalidRequestError(
+                f"{name!r} is a model of the kind {statuses[name].kind}, which generates no text", param="model"
+            )
 
     def find(self, name: str) -> ServedModel:
         served = self.visible()

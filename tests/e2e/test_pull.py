@@ -3,6 +3,7 @@
 import os
 import pty
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.servers import ours, running
+from tests.support.embedding_folders import write_model
+from tests.support.servers import ServerProcess, free_port, ours, running
 from tests.support.stub_hub import MODEL, running_hub
 
 SIZE = 3 << 20
@@ -194,3 +196,32 @@ def test_what_was_pulled_is_served(tiny_folder: Path, tmp_path: Path) -> None:
     with running(ours(ended.stdout.splitlines()[0])) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "hello", "max_tokens": 2}, timeout=60)
     assert answer.status_code == 200
+
+
+def test_models_of_the_hub_are_served_by_their_names(tiny_folder: Path, tmp_path: Path) -> None:
+    """Of any kind; a download that takes long holds up no other model."""
+    folder, port = write_model(tmp_path / "bert", "cls"), free_port()
+    line = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(port), "--model-path", f"embedder={MODEL}"]
+    with running_hub(folder) as hub:
+        environment = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        with running(ServerProcess(line, port, "embedder", environment)) as server:
+            entry = httpx.get(f"{server.url}/v1/models/embedder").json()
+            assert (entry["kind"], entry["root"]) == ("embedding", MODEL)
+            body = {"model": "embedder", "input": "the cat"}
+            assert httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).status_code == 200
+            shutil.rmtree(tmp_path / "home")
+            trouble(hub, cut_after=1, times=1, how="stall")
+            load = {"model": "late", "path": MODEL, "wait": False}
+            assert httpx.post(f"{server.url}/v1/models/load", json=load, timeout=60).status_code == 200
+            local = {"model": "tiny", "path": str(tiny_folder)}
+            assert httpx.post(f"{server.url}/v1/models/load", json=local, timeout=60).json()["status"] == "ready"
+            assert httpx.get(f"{server.url}/v1/models/late").json()["status"] == "loading"
+            trouble(hub)
+            unknown = {"model": "none", "path": "owner/nothing"}
+            refused = httpx.post(f"{server.url}/v1/models/load", json=unknown, timeout=60)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "model_failed")
+            answer = httpx.post(f"{server.url}/v1/embeddings", json=body | {"model": "late"}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            prompt = {"model": "late", "prompt": "a"}
+            refused = httpx.post(f"{server.url}/v1/completions", json=prompt, timeout=60)
+            assert (refused.status_code, "generates no text" in refused.text) == (400, True), refused.text

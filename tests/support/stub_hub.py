@@ -46,7 +46,8 @@ class StubHub:
         self.released = threading.Event()
 
     def files(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir())
+        files = (path for path in self.folder.rglob("*") if path.is_file())
+        return sorted(path.relative_to(self.folder).as_posix() for path in files)
 
     def describe(self, name: str, digest_key: str) -> dict[str, Any]:
         data = (self.folder / name).read_bytes()

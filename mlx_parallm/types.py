@@ -16,6 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_STOPS = 16
 INT64 = 2**63 - 1
+MAX_VERSION = 10**15  # that a client may give to an adapter: there are always newer ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +260,8 @@ class Request:
     adapter_version: int | None = None  # None: what the name means when the request arrives
     record: bool = False  # keep the log-probabilities of what is drawn
     label: str = ""  # what the client calls it
+    answer_id: str = ""  # what the answer calls it, where that is something else
+    owner: str = ""  # the name of the key that it came with
     first: int = 0  # the number of its first choice among those of its call
     follow: bool = False  # goes on with a newer version from the step after it is published
     images: PromptImages | None = None

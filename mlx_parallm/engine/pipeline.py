@@ -12,12 +12,13 @@ from mlx_parallm.engine.accounts import Accounts
 from mlx_parallm.engine.delivery import Delivery, Outbox
 from mlx_parallm.engine.runner import Runner, Step, Token
 from mlx_parallm.engine.scheduler import Scheduler
-from mlx_parallm.errors import GrammarError
+from mlx_parallm.errors import GrammarError, UnprocessableError
 from mlx_parallm.metrics import EngineMetrics
 
 log = logging.getLogger(__name__)
 
 SLOW_STEP_SECONDS = 1.0  # worth a line in the log
+NOT_FINITE = "the model's logits are not numbers: its weights, or its adapter's, are damaged or too large"
 
 
 class StepPipeline:
@@ -78,6 +79,9 @@ class StepPipeline:
         for item in tokens:
             row = item.row
             if row.finish_reason is not None:
+                continue
+            if not item.valid:
+                self._delivery.fail(row, UnprocessableError(NOT_FINITE, code="not_finite"))
                 continue
             if not row.tokens:
                 self._metrics.time_to_first_token.observe(time.monotonic() - row.readers[0].arrival)

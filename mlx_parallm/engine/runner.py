@@ -40,6 +40,7 @@ class Token:
     token: int
     logprob: TokenLogprob | None
     sampled_logprob: float | None = None  # at its temperature, before penalties and cuts
+    valid: bool = True  # False: it was drawn from logits that are not numbers
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class Step:
     rows: list[tuple[int, Row, int]] = field(default_factory=list)  # index in `sampled`, row, its epoch
     sampler: Sampler | None = None
     sampled: Sampled | None = None
+    invalid: mx.array | None = None  # (rows,) of a prompt's pass: whether logits are not numbers
     fence: list[mx.array] = field(default_factory=list)  # what to wait for when nothing was sampled
     prompt_scores: list[tuple[list[TokenLogprob | None], list[int], Scores]] = field(default_factory=list)
     launched_at: float = field(default_factory=time.perf_counter)
@@ -182,11 +184,16 @@ class Runner:
             found = dict(zip(asked, step.sampled.scores.on_host([tokens[i] for i in asked]), strict=True))
         sampled = step.sampled.sampled_logprobs
         sampled_logprobs = None if sampled is None else to_numpy(sampled).tolist()
-        return [
+        read = [
             Token(row, tokens[i], found.get(i), sampled_logprobs[i] if sampled_logprobs and row.recorded else None)
             for i, row, epoch in step.rows
             if row.epoch == epoch
         ]
+        if step.invalid is not None and (invalid := to_numpy(step.invalid)).any():
+            rows = {id(row) for i, row, _ in step.rows if invalid[i]}
+            for item in read:
+                item.valid = id(item.row) not in rows
+        return read
 
     def leave(self, row: Row) -> None:
         """Frees a row's place; results still under way for it are ignored."""
@@ -301,7 +308,8 @@ class Runner:
         history = History(rows) if step.sampler.penalized else None
         numbers = [row.launched for row in rows]
         step.sampled = step.sampler(logits, numbers, history, self._grammar_masks(step.sampler))
-        self._start(step.sampled.arrays())
+        step.invalid = mx.isnan(logits).any(axis=-1)
+        self._start([*step.sampled.arrays(), step.invalid])
         self._compact(max(len(job.tokens) for job in work.jobs) + 1)
         self._join(rows, sources, work.jobs)
         for number, row in enumerate(rows):

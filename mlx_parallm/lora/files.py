@@ -11,10 +11,9 @@ import json
 import math
 import re
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import re2
@@ -204,6 +203,8 @@ def _compiled(pattern: str) -> Any:
 def _matches(pattern: str, path: str, name: str) -> bool:
     try:
         return _compiled(pattern).fullmatch(path) is not None
+    except UnicodeEncodeError:
+        raise AdapterError(f"a pattern in the adapter's {name} is no text", param="config") from None
     except re2.error as error:
         reason = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else error
         raise AdapterError(
@@ -241,16 +242,33 @@ def _npz(data: bytes, max_bytes: int) -> Tensors:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(item.file_size for item in archive.infolist()) > max_bytes:
                 raise AdapterError(f"the adapter unpacks to more than {max_bytes:,} bytes")
+            for item in archive.infolist():
+                with archive.open(item) as file:
+                    _check_npy_size(file, item.file_size)
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             tensors = {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
-        raise AdapterError(f"the adapter's weights are not a sound npz file: {error}") from error
+    except AdapterError:
+        raise
+    except Exception as error:  # NumPy evaluates headers as Python, and archives are packed in many ways
+        reason = str(error) or type(error).__name__
+        raise AdapterError(f"the adapter's weights are not a sound npz file: {reason[:300]}") from error
     for name, array in tensors.items():
         if not isinstance(array, np.ndarray):  # NumPy hands out other files of the archive as they are
             raise AdapterError(f"the adapter's npz file holds {name!r}, which is no array")
         if array.dtype.kind != "f":
             raise AdapterError(f"{name} is {array.dtype}, and weights must be floating point numbers")
     return {name: array.astype(np.float32) for name, array in tensors.items()}
+
+
+def _check_npy_size(file: IO[bytes], size: int) -> None:
+    """NumPy takes the memory that a header asks for before it reads a number. What is no array is found later."""
+    if file.read(6) != b"\x93NUMPY":
+        return
+    major, _ = file.read(2)
+    read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read_header(file)
+    if math.prod(shape) * dtype.itemsize > size:
+        raise AdapterError(f"the adapter's npz file has an array of shape {shape} in {size:,} bytes")
 
 
 def _bytes_of(file: Path, max_bytes: int) -> bytes:

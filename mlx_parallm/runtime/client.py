@@ -186,8 +186,17 @@ class TrainingClient(Protocol):
         checkpoint_name: str | None = None,
     ) -> UpdateReport: ...
     def feedback(
-        self, request_id: str, reward: float, index: int | None, group_id: str | None, adapter: str | None
-    ) -> FeedbackReport: ...
+        self,
+        request_id: str,
+        reward: float,
+        index: int | None = None,
+        group_id: str | None = None,
+        adapter: str | None = None,
+        owner: str | None = None,
+    ) -> FeedbackReport:
+        """A reward for an earlier answer; of nobody but `owner`, where one is named. NotFoundError."""
+        ...
+
     def checkpoint(self, adapter: str | None, name: str | None) -> tuple[str, str]: ...
     def rollout(self, call: RolloutCall) -> list[list[RolloutSample]]: ...
     def reward_model_name(self, name: str | None) -> str: ...

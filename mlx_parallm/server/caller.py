@@ -34,6 +34,16 @@ class Caller:
         """Whose cached prompts and sessions are their own; None: they are everybody's."""
         return None if self.key is None or self.key.shared_cache else self.key.name
 
+    @property
+    def owner(self) -> str:
+        """Whose answers these are; empty: anybody's."""
+        return "" if self.key is None else self.key.name or ""
+
+    @property
+    def rewards_answers_of(self) -> str | None:
+        """Whose answers it may give rewards to; None: all."""
+        return self.owner if self.key is not None and self.key.role == "user" else None
+
     def cache_salt(self, asked: str) -> str:
         """The salt of a request's cached prompts, from the one that it asks for: no request can ask for a tenant's."""
         if self.tenant is not None:
@@ -62,6 +72,15 @@ class Caller:
         """Of a prompt that was charged and then not taken."""
         if self.usage is not None:
             self.usage.tokens.take_back(tokens)
+
+    def expect_output(self, tokens: int, stated: bool) -> int:
+        """Reserves what answers may have at most, and returns what `release_output` is to be told when they have ended.
+        `stated`: their client has said so. RateLimitError where answers being generated may use up the limit."""
+        return 0 if self.usage is None or self.key is None else self.usage.expect(tokens, stated, self.key.limits)
+
+    def release_output(self, expected: int) -> None:
+        if self.usage is not None:
+            self.usage.expected -= expected
 
     def charge_output(self, tokens: int) -> None:
         """Once they are known, whether they fit or not."""

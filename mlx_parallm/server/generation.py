@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlx_parallm.errors import ParallmError, UnavailableError
 from mlx_parallm.server.call import GenerationCall
@@ -38,6 +38,7 @@ class Generation:
         *,
         name: str,
         label: str,
+        answer_id: str = "",
         timeout: float | None,
         caller: Caller = ANYBODY,
     ) -> None:
@@ -57,6 +58,7 @@ class Generation:
         self._client = served.client
         self._caller = caller
         self._charged = 0  # tokens of the answers so far
+        self._expected = 0  # that they may have at most, reserved while they are generated
         self._open = len(self.choices)
         self._submitted = self._ended = False
         self._requests = [
@@ -64,16 +66,13 @@ class Generation:
                 id=f"{name}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
                 prompt=prompt,
                 sampling=params,
-                stream=call.stream,
-                priority=call.priority,
                 timeout=timeout,
-                cache_salt=call.cache_salt,
-                adapter=None if version is None else version.name,
-                adapter_version=None if version is None else version.number,
-                follow=call.follow_policy,
                 label=label,
+                answer_id=answer_id,
+                owner=caller.owner,
                 first=number * self.n,
                 images=prompts.images,
+                **_request_fields(call, version),
             )
             for number, (prompt, params) in enumerate(zip(self.prompts, sampling, strict=True))
         ]
@@ -106,9 +105,14 @@ class Generation:
         """Submits all requests, or none; then their prompts are not charged."""
         self.listener = listener
         try:
+            stated = self.call.sampling.max_tokens is not None
+            longest = sum((one.sampling.max_tokens or 0) * self.n for one in self._requests)
+            self._expected = self._caller.expect_output(longest, stated)
             self._client.submit_all(self._requests, self._on_delta)
         except ParallmError:
             self._caller.refund_prompt(self.prompt_tokens)
+            self._caller.release_output(self._expected)
+            self._expected = 0
             raise
         self._submitted = True
 
@@ -118,6 +122,8 @@ class Generation:
         generated = sum(choice.completion_tokens for choice in self.choices)
         self._caller.charge_output(generated - self._charged)
         self._charged = generated
+        self._caller.release_output(self._expected)
+        self._expected = 0
         if self._ended:
             return
         self._ended = True
@@ -161,3 +167,15 @@ class Generation:
         self.cancel()
         assert self.listener is not None
         self.listener.on_end(error)
+
+
+def _request_fields(call: GenerationCall, version: AdapterVersion | None) -> dict[str, Any]:
+    """What all requests of a call have alike."""
+    return {
+        "stream": call.stream,
+        "priority": call.priority,
+        "cache_salt": call.cache_salt,
+        "adapter": None if version is None else version.name,
+        "adapter_version": None if version is None else version.number,
+        "follow": call.follow_policy,
+    }

@@ -27,6 +27,8 @@ def read_document(path: Path) -> Document:
         document = parse(text)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"keys file {path} can't be read: {_reason(error)}") from None
+    if document is None:  # an empty file has no keys, and lets nobody in
+        return {}
     if not isinstance(document, dict):
         raise ConfigError(f"keys file {path}: {EXPECTED}")
     return document

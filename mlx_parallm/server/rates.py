@@ -15,6 +15,7 @@ from mlx_parallm.server.keys import Key, KeyLimits
 
 SECONDS = 60.0
 STEP = 0.1
+UNSTATED_SHARE = 8  # of the limit an answer is expected to take one part in so many, where no request says how much
 
 Clock = Callable[[], float]
 
@@ -78,6 +79,7 @@ class KeyUsage:
         self.requests = SlidingWindow(clock)
         self.tokens = SlidingWindow(clock)
         self.running = 0
+        self.expected = 0  # tokens that answers may have which are being generated
 
     def admit(self, limits: KeyLimits) -> None:
         """Counts a request that begins; RateLimitError, and nothing is counted, where it may not."""
@@ -95,6 +97,21 @@ class KeyUsage:
         """Before a prompt is computed. RateLimitError where its tokens do not fit."""
         _check(self.tokens, tokens, limits.tokens_per_minute, "tokens")
         self.tokens.add(tokens)
+
+    def expect(self, tokens: int, stated: bool, limits: KeyLimits) -> int:
+        """Before an answer is generated: reserves its tokens, and says how many. RateLimitError where those of others
+        may use up the limit; its own may go over it."""
+        limit = limits.tokens_per_minute
+        if limit is None:
+            return 0
+        if self.expected and self.tokens.used + self.expected > limit:
+            raise RateLimitError(
+                f"this key has used {self.tokens.used} tokens within the last minute, and its running requests may use "
+                f"{self.expected} more; its limit is {limit}: wait until one has ended, or send max_tokens with each"
+            )
+        expected = tokens if stated else min(tokens, max(1, limit // UNSTATED_SHARE))
+        self.expected += expected
+        return expected
 
     def headers(self, limits: KeyLimits) -> dict[str, str]:
         """OpenAI's headers for each limit that there is."""

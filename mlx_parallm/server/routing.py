@@ -53,6 +53,12 @@ def add_routes(
 
 class StrictRequest(Request):
     async def json(self) -> Any:
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() not in ("", "identity"):
+            raise InvalidRequestError(
+                f"Content-Encoding {encoding[:40]!r} is not supported: send the body as it is",
+                code="unsupported_media_type",
+            )
         body = await self.body()
         if body.count(b",") > MAX_VALUES:  # parsing it would hold up everybody else for seconds
             raise InvalidRequestError(f"the body holds more than {MAX_VALUES} values", code="invalid_value")

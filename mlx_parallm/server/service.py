@@ -60,6 +60,7 @@ class GenerationService:
             sampling,
             name=f"{kind}-{request_id}",
             label=call.request_id or request_id,
+            answer_id=request_id,
             timeout=self._config.request_timeout_seconds or None,
             caller=caller,
         )

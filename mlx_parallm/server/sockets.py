@@ -9,6 +9,7 @@ from typing import Any, Literal
 import uvicorn
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.server.http_protocol import LimitedProtocol
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -56,7 +57,7 @@ def uvicorn_config(app: Any, *, lifespan: Literal["on", "off"] = "on", **more: A
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=LimitedProtocol,
         ws="none",
         lifespan=lifespan,
         log_config=None,

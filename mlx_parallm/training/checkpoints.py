@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,18 @@ def check_name(name: str) -> None:
         )
 
 
+def check_new_name(name: str) -> None:
+    """Of a checkpoint that a client names: what the server itself writes into the folder keeps its names."""
+    check_name(name)
+    if name in (LATEST, BEST) or STEP.fullmatch(name) or name.endswith(".jsonl"):
+        raise InvalidRequestError(
+            f"{name!r} is a name that the server uses itself, as {LATEST}, {BEST}, step-NUMBER and those that end with "
+            ".jsonl: take another",
+            param="checkpoint_name",
+            code="invalid_value",
+        )
+
+
 class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
@@ -186,13 +198,17 @@ class Checkpoints:
         paths = [path for path in self.folder.iterdir() if (path / STATE).is_file() and not path.name.startswith(".")]
         return [path.name for path in sorted(paths, key=lambda path: (path.stat().st_mtime, path.name))]
 
-    def latest(self) -> Checkpoint | None:
-        """The one that was written last and is whole."""
+    def latest(self, check: Callable[[Mapping[str, Any]], object] = dict) -> Checkpoint | None:
+        """The one that was written last and is whole; `check` raises where its state is of no use."""
         for _, name in reversed(self._by_time()):
             try:
-                return self.load(name)
+                found = self.load(name)
+                check(found.state)
+                return found
             except InvalidRequestError as error:
                 log.warning("%s", error.message)
+            except (ValueError, TypeError) as error:
+                log.warning("checkpoint %s can't be used: %s", name, error)
         return None
 
     def of_version(self, version: int | None) -> Checkpoint:
@@ -240,7 +256,7 @@ class Checkpoints:
                 if hashlib.blake2b((path / file).read_bytes(), digest_size=16).hexdigest() != expected:
                     raise InvalidRequestError(f"checkpoint {name} is damaged: {file}")
             return Checkpoint(path, state, load_file(path / ARRAYS))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise InvalidRequestError(f"checkpoint {name} can't be read: {error}") from error
 
 

@@ -35,7 +35,8 @@ class Journal:
         """Of its files, the oldest first."""
         if not self._folder.is_dir():
             return []
-        return sorted(int(match[1]) for path in self._folder.iterdir() if (match := FILE.fullmatch(path.name)))
+        files = (path.name for path in self._folder.iterdir() if path.is_file())
+        return sorted(int(match[1]) for name in files if (match := FILE.fullmatch(name)))
 
     def append(self, *entries: dict[str, Any], durable: bool = False) -> None:
         """Raises OSError where they can't be written; then none of them is in the journal."""

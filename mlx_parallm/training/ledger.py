@@ -21,6 +21,8 @@ MAX_CHOICES = 64
 MAX_KEPT_TOKENS = 1_000_000  # of answers that may still be rewarded, prompts included
 KINDS = ("chatcmpl-", "cmpl-", "gen-")  # before a request's id, in answers
 
+OwnKey = tuple[str, ChoiceKey]  # an owner, and its own name of a choice
+
 
 class Ledger:
     """The last choices, by the names of their requests; bounded by their tokens."""
@@ -30,8 +32,8 @@ class Ledger:
         self.on_record: Callable[[Record], None] = lambda record: None  # called with each answer that is kept
         self._tokens = 0
         self._lock = threading.Lock()
-        self._records: OrderedDict[ChoiceKey, Record] = OrderedDict()  # by the client's name of the request
-        self._by_engine: dict[ChoiceKey, Record] = {}  # by the engine's
+        self._records: OrderedDict[OwnKey, Record] = OrderedDict()  # by the client's name of the request, and its own
+        self._by_name: dict[ChoiceKey, Record] = {}  # by all names of the request: the newest of any owner
         self._by_text: dict[bytes, Record] = {}
         self._listeners: dict[str, Callable[[Record], None]] = {}
 
@@ -78,11 +80,11 @@ class Ledger:
             for name in request_ids:
                 self._listeners.pop(name, None)
 
-    def find(self, request_id: str, index: int | None = None) -> Record:
+    def find(self, request_id: str, index: int | None = None, owner: str | None = None) -> Record:
         """An answer by the id of its request and its number, or by its own id; the number may be left out where
-        the request has one answer."""
+        the request has one answer. `owner`: nobody else's; None: anybody's."""
         with self._lock:
-            records = self._named(request_id, index)
+            records = self._named(request_id, index, owner)
         if not records:
             number = "" if index is None else f" {index}"
             raise NotFoundError(
@@ -97,24 +99,29 @@ class Ledger:
             )
         return records[0]
 
-    def _named(self, request_id: str, index: int | None) -> list[Record]:
+    def _named(self, request_id: str, index: int | None, owner: str | None) -> list[Record]:
+        numbers = range(MAX_CHOICES) if index is None else (index,)
         for name in _names(request_id):
-            for table in (self._records, self._by_engine):
-                keys = [ChoiceKey(name, number) for number in (range(MAX_CHOICES) if index is None else (index,))]
-                if records := [table[key] for key in keys if key in table]:
-                    return records
+            if records := [one for number in numbers if (one := self._get(name, number, owner)) is not None]:
+                return records
             label, _, number = name.rpartition(".")
             if label and number.isdecimal() and index in (None, int(number)):
-                record = self._records.get(ChoiceKey(label, int(number)))
-                if record is not None and record.id == name:
+                record = self._get(label, int(number), owner)
+                if record is not None and record.choices > 1:
                     return [record]
         return []
 
+    def _get(self, name: str, index: int, owner: str | None) -> Record | None:
+        own = None if owner is None else self._records.get((owner, ChoiceKey(name, index)))
+        found = own or self._by_name.get(ChoiceKey(name, index))
+        return found if found is not None and owner in (None, found.owner) else None
+
     def _put(self, record: Record) -> None:
-        key = ChoiceKey(record.label or record.request, record.index)
+        key = record.owner, ChoiceKey(record.label or record.request, record.index)
         if (old := self._records.pop(key, None)) is not None:
             self._drop(old)
-        self._records[key] = self._by_engine[record.key] = record
+        self._records[key] = record
+        self._by_name |= dict.fromkeys(_keys(record), record)
         self._by_text[_text(record.prompt_ids, record.completion_ids)] = record
         self._tokens += record.size
         while self._tokens > self._max_tokens and len(self._records) > 1:
@@ -122,7 +129,9 @@ class Ledger:
             self._drop(oldest)
 
     def _drop(self, record: Record) -> None:
-        self._by_engine.pop(record.key, None)
+        for key in _keys(record):
+            if self._by_name.get(key) is record:
+                del self._by_name[key]
         text = _text(record.prompt_ids, record.completion_ids)
         if self._by_text.get(text) is record:
             del self._by_text[text]
@@ -141,7 +150,7 @@ class Ledger:
             candidates = [self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))]
             for name in _names(trajectory.request_id) if trajectory.request_id is not None else ():
                 # Perhaps the trajectory is only the beginning of one of these.
-                candidates += [self._records.get(ChoiceKey(name, index)) for index in range(MAX_CHOICES)]
+                candidates += [self._by_name.get(ChoiceKey(name, index)) for index in range(MAX_CHOICES)]
         return next((one for one in candidates if one is not None and _is_drawn(trajectory, one)), None)
 
 
@@ -160,6 +169,11 @@ def _is_drawn(trajectory: Trajectory, record: Record) -> bool:
         if counts
     )
     return same_text and all(gap <= SAME_LOGPROB for gap in gaps)
+
+
+def _keys(record: Record) -> list[ChoiceKey]:
+    """Under which anybody may ask for it: the client's name, the answer's and the engine's."""
+    return [ChoiceKey(name, record.index) for name in (record.label, record.answer_id, record.request) if name]
 
 
 def _names(request_id: str) -> list[str]:

@@ -203,11 +203,17 @@ class TrainingManager:
     # Where trajectories come from.
 
     def feedback(
-        self, request_id: str, reward: float, index: int | None, group_id: str | None, adapter: str | None
+        self,
+        request_id: str,
+        reward: float,
+        index: int | None,
+        group_id: str | None,
+        adapter: str | None,
+        owner: str | None,
     ) -> Session:
         """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
         self.session()
-        record = self.ledger.find(request_id, index)
+        record = self.ledger.find(request_id, index, owner)
         session = self.session(adapter) if adapter is not None else self.session_of(record)
         self._keep(session, [RewardedRecord(record, reward, group_id or "")])
         return session

@@ -69,6 +69,8 @@ class Record:
     max_tokens: int | None = None  # that it was allowed
     choices: int = 1  # of its request
     mask: tuple[bool, ...] | None = None  # tokens that the model drew, where others wrote some; None: all
+    answer_id: str = ""  # what the answer called itself
+    owner: str = ""  # the name of the key that asked
 
     @property
     def id(self) -> str:
@@ -109,6 +111,8 @@ class Record:
             finish_reason=row.finish_reason or "abort",
             max_tokens=row.max_tokens,
             choices=sampling.n,
+            answer_id=request.answer_id,
+            owner=request.owner,
         )
 
     def cut(self, tokens: int) -> "Record":

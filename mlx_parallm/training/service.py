@@ -243,10 +243,16 @@ class TrainingService:
         )
 
     def feedback(
-        self, request_id: str, reward: float, index: int | None, group_id: str | None, adapter: str | None
+        self,
+        request_id: str,
+        reward: float,
+        index: int | None = None,
+        group_id: str | None = None,
+        adapter: str | None = None,
+        owner: str | None = None,
     ) -> FeedbackReport:
         """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
-        session = self._manager.feedback(request_id, reward, index, group_id, adapter)
+        session = self._manager.feedback(request_id, reward, index, group_id, adapter, owner)
         return FeedbackReport(session.name, len(session.buffer), session.buffer.ready())
 
     # Rollouts and scores.

@@ -22,7 +22,7 @@ from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.training.alarms import Alarms, PolicyMonitor
 from mlx_parallm.training.buffer import Buffer
-from mlx_parallm.training.checkpoints import BEST, LATEST, Checkpoint, Checkpoints, check_name
+from mlx_parallm.training.checkpoints import BEST, LATEST, Checkpoint, Checkpoints, check_new_name
 from mlx_parallm.training.follower import BufferFollower
 from mlx_parallm.training.learner import LearnerState
 from mlx_parallm.training.session_store import Captured, SessionState, SessionStore
@@ -180,7 +180,7 @@ class Session:
         `durable`: what it did is in a checkpoint before this returns. `extra`: is kept with it, in the next checkpoint.
         """
         if checkpoint_name is not None:
-            check_name(checkpoint_name)
+            check_new_name(checkpoint_name)
             if self.store is None:
                 raise InvalidRequestError(NO_CHECKPOINTS, param="checkpoint_name")
         with self._lock:
@@ -308,7 +308,7 @@ class Session:
         """Writes one now; its name."""
         if self.store is None:
             raise InvalidRequestError(NO_CHECKPOINTS)
-        return self.store.save(name or self.store.step_name)
+        return self.store.save_now(name)
 
     def rollback(self, version: int | None) -> Restored:
         """Goes back to an earlier version, the trainer too: the next update comes from there. None: the one before.

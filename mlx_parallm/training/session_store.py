@@ -17,7 +17,7 @@ import orjson
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ParallmError, UnavailableError
 from mlx_parallm.lora.weights import Adapter
-from mlx_parallm.training.checkpoints import BUFFER, LATEST, Checkpoint, Checkpoints, adapter_files
+from mlx_parallm.training.checkpoints import BUFFER, LATEST, Checkpoint, Checkpoints, adapter_files, check_new_name
 from mlx_parallm.training.journal import Journal
 from mlx_parallm.training.learner import LearnerState
 from mlx_parallm.training.trainer import Trainer
@@ -56,7 +56,10 @@ class SessionState:
     def of_json(cls, state: Mapping[str, Any]) -> "SessionState":
         """As a checkpoint has it; an earlier release may have left fields out."""
         known = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in state.items() if name in known})
+        found = cls(**{name: value for name, value in state.items() if name in known})
+        if not all(isinstance(number, int) for number in (found.updates, found.last_version, found.journal)):
+            raise ValueError("its counters are no numbers")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +153,15 @@ class SessionStore:
 
     def recover(self, resume: bool) -> Recovered:
         """The last checkpoint and what the journal has of the time after it; without `resume` only the numbers."""
-        checkpoint = self._checkpoints.latest() if resume else None
+        checkpoint = self._checkpoints.latest(SessionState.of_json) if resume else None
         last_version = self._checkpoints.last_version()
         entries = [] if checkpoint is None else checkpoint.waiting()
         later = 0
         first = 0 if checkpoint is None else SessionState.of_json(checkpoint.state).journal
         for entry in self.journal.read(first):
-            if "version" in entry:
-                last_version = max(last_version, int(entry["version"]))
-            elif "trajectory" in entry:
+            if isinstance(entry.get("version"), int):
+                last_version = max(last_version, entry["version"])
+            elif isinstance(entry.get("trajectory"), dict):
                 entries.append(entry["trajectory"])
                 later += 1
         return Recovered(checkpoint, list(_readable(entries)) if resume else [], later, last_version)
@@ -203,6 +206,15 @@ class SessionStore:
                 raise
             self.journal.drop_before(captured.state.journal)
             return saved
+
+    def save_now(self, name: str | None) -> str:
+        """For a client, who may give it a name; its name."""
+        if name is not None:
+            check_new_name(name)
+        try:
+            return self.save(name or self.step_name)
+        except OSError as error:
+            raise UnavailableError(f"the checkpoint can't be written: {error.strerror or error}") from error
 
     def try_save(self, name: str) -> str | None:
         """None where the disk is full or broken: that must not end the training."""

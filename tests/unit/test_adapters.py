@@ -476,11 +476,18 @@ def test_npz(tmp_path: Path) -> None:
     assert read_folder(tmp_path, LIMIT)[0].parts[PATHS[0]].b.max() == 3
 
 
-def zipped(name: str) -> bytes:
+def zipped(name: str, data: bytes = b"a") -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(name, "a")
+        archive.writestr(name, data)
     return buffer.getvalue()
+
+
+def array_of(header: str) -> bytes:
+    """An npz file of one array with this header, and few bytes."""
+    return zipped(
+        "a.lora_a.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(64)
+    )
 
 
 def bad_files() -> list[tuple[str, dict[str, Any], bytes, str]]:
@@ -514,6 +521,19 @@ def bad_files() -> list[tuple[str, dict[str, Any], bytes, str]]:
         ("pattern", {**config, "alpha_pattern": {"(": 3}}, sound, "alpha_pattern can't be used"),
         ("look-ahead", {**config, "alpha_pattern": {"(?=q)": 3}}, sound, "alpha_pattern can't be used"),
         ("large pattern", {**config, "alpha_pattern": {"((a{99}){99}){99}": 3}}, sound, "alpha_pattern can't be used"),
+        ("no text", {**config, "alpha_pattern": {"\ud800": 4}}, sound, "is no text"),
+        ("huge array", config, array_of("{'descr': '<f8', 'fortran_order': False, 'shape': (1 << 40,)}"), "npz file"),
+        (
+            "huge shape",
+            config,
+            array_of("{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776,)}"),
+            "an array of shape",
+        ),
+        ("no header", config, array_of("{("), "not a sound npz"),
+        ("odd header", config, array_of("{[]: 1}"), "not a sound npz"),
+        ("mixed header", config, array_of("{1: 2, 'a': 3}"), "not a sound npz"),
+        ("deep header", config, array_of("-" * 9000 + "1"), "not a sound npz"),
+        ("deeper header", config, array_of("(" * 4000), "not a sound npz"),
         ("no array in it", config, zipped("a.txt"), "'a.txt', which is no array"),
         ("rank", {**config, "r": 8}, sound, "config says r = 8, and .* has rank 4"),
         ("rank of a layer", {**config, "rank_pattern": {"q_proj": 2}}, sound, "says r = 2, and .* has rank 4"),

@@ -15,7 +15,9 @@ import pytest
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.lora.weights import Adapter, Part
-from mlx_parallm.training.checkpoints import ARRAYS, Checkpoints, adapter_files, peft_files
+from mlx_parallm.training.checkpoints import ARRAYS, Checkpoints, adapter_files, check_new_name, peft_files
+from mlx_parallm.training.journal import Journal
+from mlx_parallm.training.session_store import SessionState
 
 ARRAY = {"parameters.a": np.arange(12, dtype=np.float32).reshape(3, 4)}
 
@@ -39,6 +41,29 @@ def test_the_newest_are_kept_and_those_with_a_name(tmp_path: Path) -> None:
     assert np.array_equal(latest.arrays["parameters.a"], ARRAY["parameters.a"])
     save(checkpoints, 9, "named")
     assert checkpoints.load("named").state["updates"] == 9
+
+
+@pytest.mark.parametrize("state", ["[]", '{"saved_at": 1e12, "files": []}', '{"saved_at": 1e12, "files": {}}'])
+def test_a_state_of_another_shape_is_passed_over(tmp_path: Path, state: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    save(checkpoints, 4, "good")
+    save(checkpoints, 5)
+    (tmp_path / "step-00000005" / "state.json").write_text(state)
+    found = checkpoints.latest(SessionState.of_json)
+    assert found is not None
+    assert found.path.name == "good"
+
+
+def test_names_that_the_server_uses_are_not_given_away(tmp_path: Path) -> None:
+    for name in ("latest", "best-performance", "step-5", "journal-00000900.jsonl", "answers.jsonl", "../x", ""):
+        with pytest.raises(InvalidRequestError):
+            check_new_name(name)
+    check_new_name("mine-1.0")
+    (tmp_path / "journal-00000900.jsonl").mkdir()
+    journal = Journal(tmp_path)
+    journal.append({"version": 1})
+    assert (journal.numbers(), list(journal.read())) == ([0], [{"version": 1}])
+    journal.close()
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:

@@ -76,7 +76,7 @@ def test_a_name_means_one_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "write names with a key each"),
+        ("", "it holds no keys"),
         ("- a", "write names with a key each"),
         ("{}", "it holds no keys"),
         ("a: [", "can't be read"),

@@ -114,6 +114,18 @@ def test_tokens_are_charged_before_and_after() -> None:
         caller.charge_prompt(101)
 
 
+def test_answers_that_are_being_generated_count() -> None:
+    usage, limits = KeyUsage(Clock()), KeyLimits(tokens_per_minute=100)
+    assert usage.expect(300, True, limits) == 300  # one answer may go over
+    with pytest.raises(RateLimitError, match="may use 300 more; its limit is 100"):
+        usage.expect(1, True, limits)
+    usage.expected -= 300
+    assert [usage.expect(5000, False, limits) for _ in range(9)] == [12] * 9
+    with pytest.raises(RateLimitError):
+        usage.expect(1, True, limits)
+    assert usage.expect(5000, True, KeyLimits()) == 0
+
+
 def test_usage_belongs_to_a_key_and_outlives_a_change_of_its_limits() -> None:
     rates = RateLimits(Clock())
     before, after = (Key.of("a", "user", "x", limits=KeyLimits(number)) for number in (5, 6))

@@ -1,6 +1,7 @@
 """The ledger of what was drawn, and the buffer of groups."""
 
 import threading
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -61,6 +62,20 @@ def test_the_ledger_finds_by_every_name() -> None:
         ledger.find("r", 1)
     with pytest.raises(NotFoundError):
         ledger.find("other")
+
+
+def test_an_answer_belongs_to_the_key_that_asked() -> None:
+    ledger = Ledger()
+    for owner, token in (("dan", 5), ("eve", 6)):
+        request, row = ended([token, token])
+        ledger(replace(request, id=f"engine-{owner}", owner=owner, answer_id=f"http-{owner}"), 0, row)
+    assert ledger.find("r", owner="dan").completion_ids == (5, 5)
+    assert ledger.find("r", owner="eve").completion_ids == (6, 6)
+    assert ledger.find("r").completion_ids == (6, 6)  # the newest, for those who may reward all
+    assert ledger.find("cmpl-http-dan", owner="dan").completion_ids == (5, 5)
+    for name, owner in (("http-dan", "eve"), ("engine-dan", "eve"), ("r", "mallory"), ("http-dan.0", "eve")):
+        with pytest.raises(NotFoundError):
+            ledger.find(name, owner=owner)
 
 
 def test_the_ledger_is_bounded_and_the_last_of_one_name_counts() -> None:

@@ -1,6 +1,7 @@
 """What trainers ask of the server: to stop and go on between two steps, and what weights it has. Also as SGLang."""
 
 import asyncio
+import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -9,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm import __version__
-from mlx_parallm.errors import InvalidRequestError, RequestTimeoutError
+from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestTimeoutError
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import DEFAULT, adapter_names
@@ -161,12 +162,13 @@ class Control:
     async def _pause_all(self, mode: PauseMode, clear_cache: bool) -> Response:
         patience = self._config.batch.request_timeout_seconds or 600.0
         for served in self._models:
+            begun = time.monotonic()
             if not await asyncio.to_thread(served.client.pause, mode, patience):
                 for other in self._models:
                     await asyncio.to_thread(other.client.resume)
-                raise RequestTimeoutError(
-                    f"there is no pause: what runs was not finished within {patience:g} seconds, or it was resumed"
-                )
+                if time.monotonic() - begun < patience:
+                    raise ConflictError("there is no pause: another request has resumed meanwhile")
+                raise RequestTimeoutError(f"there is no pause: what runs was not finished within {patience:g} seconds")
             if clear_cache:
                 await asyncio.to_thread(served.client.flush_cache)
         return JSONResponse({"status": "paused"})

@@ -40,7 +40,7 @@ from mlx_parallm.server.models import BASE, GENERATING, ServedModel, adapter_nam
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody
 from mlx_parallm.signature import WeightsVersion
-from mlx_parallm.types import AdapterRoute, AdapterVersion
+from mlx_parallm.types import MAX_VERSION, AdapterRoute, AdapterVersion
 
 MAX_FIELD_BYTES = 1 << 20  # of a form's field that is no file
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")
@@ -273,8 +273,10 @@ def _version_field(value: bytes | None) -> int | None:
     text = value.decode(errors="replace").strip()
     if text == "next":
         return 0
-    if not is_number(text) or int(text) < 1:
-        raise InvalidRequestError(f"version must be a positive number or 'next', not {text[:40]!r}", param="version")
+    if not is_number(text) or not 1 <= int(text) <= MAX_VERSION:
+        raise InvalidRequestError(
+            f"version must be 'next' or a number from 1 to {MAX_VERSION}, not {text[:40]!r}", param="version"
+        )
     return int(text)
 
 

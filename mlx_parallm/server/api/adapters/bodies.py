@@ -6,14 +6,16 @@ from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_val
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.server.schema import AnswerBody, Body
-from mlx_parallm.types import INT64
+from mlx_parallm.types import INT64, MAX_VERSION
 
 
 class LoadAdapterBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"name": "math", "path": "adapters/math"}})
     name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
     path: str = Field(min_length=1, validation_alias=AliasChoices("path", "lora_path", "adapter_path"))
-    version: int | None = Field(None, ge=1, le=INT64, description="Must be newer than the newest; default: the next")
+    version: int | None = Field(
+        None, ge=1, le=MAX_VERSION, description="Must be newer than the newest; default: the next"
+    )
     model: str = Field("default", description="The model that it is for")
 
 
@@ -22,7 +24,9 @@ class UpdateWeightsBody(Body):
     name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
     tensors: str = Field(min_length=1, description="A safetensors file in base64")
     config: dict[str, Any] | None = Field(None, description="adapter_config.json, of mlx-lm or PEFT")
-    version: int | None = Field(None, ge=1, le=INT64, description="Must be newer than the newest; default: the next")
+    version: int | None = Field(
+        None, ge=1, le=MAX_VERSION, description="Must be newer than the newest; default: the next"
+    )
     model: str = Field("default", description="The model that it is for")
 
 

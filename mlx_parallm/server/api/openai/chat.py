@@ -52,6 +52,10 @@ class ChatBody(GenerationBody, TemplateBody):
     add_special_tokens: bool = Field(False, description="Have the tokenizer add its own to the template's")
     echo: bool = Field(False, description="Begin the answer with the last message where that is the assistant's")
     separate_reasoning: bool = Field(True, description="False: reasoning stays in the content, marks and all")
+    documents: list[dict[str, Any]] | None = Field(None, description="For chat templates that quote documents")
+    chat_template: str | None = Field(None, description="Not supported: a model has its own")
+    modalities: list[str] | None = Field(None, description="Only text")
+    audio: Any = Field(None, description="Not supported")
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -59,7 +63,20 @@ class ChatBody(GenerationBody, TemplateBody):
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
+        if self.documents is not None:
+            kwargs.setdefault("documents", self.documents)
         return kwargs
+
+    @field_validator("chat_template", "modalities", "audio")
+    @classmethod
+    def _text_by_the_models_template(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "chat_template" and value:
+            raise PydanticCustomError("chat_template", "Templates of requests are not taken: the model's own is used")
+        if info.field_name == "modalities" and set(value or ()) - {"text"}:
+            raise PydanticCustomError("modalities", "Answers are text: no other modality is supported")
+        if info.field_name == "audio" and value is not None:
+            raise PydanticCustomError("audio", "Answers are text: audio is not supported")
+        return value
 
     @field_validator("top_logprobs")
     @classmethod

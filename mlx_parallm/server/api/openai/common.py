@@ -73,6 +73,8 @@ class GenerationBody(PolicyBody, StructureBody, SamplingBody):
     )
     return_tokens_as_token_ids: bool = Field(False, description="Tokens in logprobs as `token_id:17`, not as text")
     use_beam_search: bool = Field(False, description="Not supported")
+    allowed_token_ids: list[Any] | None = Field(None, description="Not supported: use structured_outputs")
+    bad_words: list[Any] | None = Field(None, description="Not supported: use logit_bias, by tokens")
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool = Field(
         False, description="The ids of prompt and output, the token that ended it included, as are then its logprobs"
@@ -105,6 +107,14 @@ class GenerationBody(PolicyBody, StructureBody, SamplingBody):
             raise PydanticCustomError(
                 "use_beam_search", "Beam search is not supported: sample with n, or with temperature 0"
             )
+        return value
+
+    @field_validator("allowed_token_ids", "bad_words")
+    @classmethod
+    def _not_supported(cls, value: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
+        if value:
+            other = "structured_outputs" if info.field_name == "allowed_token_ids" else "logit_bias"
+            raise PydanticCustomError(str(info.field_name), f"{info.field_name} is not supported: use {other}")
         return value
 
     @field_validator("prompt_logprobs")

@@ -34,6 +34,7 @@ class CompletionBody(GenerationBody):
         le=INT64,
         description="Must fit the context beside the prompt; default 16; 0 with echo scores the prompt",
     )
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT64, description="The same, and goes first")
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="So many of the likeliest tokens at each place"
     )
@@ -70,14 +71,16 @@ def completion_call(body: CompletionBody, default_max_tokens: int = COMPLETION_T
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     return call_of(
         body,
-        max_tokens=body.max_tokens,
+        max_tokens=getattr(body, field),
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
         prompts=body.prompt,
         add_special_tokens=body.add_special_tokens,
         default_max_tokens=default_max_tokens,
+        max_tokens_field=field,
     )
 
 

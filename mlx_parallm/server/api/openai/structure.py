@@ -97,7 +97,9 @@ def structure_of(body: StructureBody) -> Structure | None:
     """The one structure that a body asks for."""
     asked = _asked(body)
     if len(asked) > 1:
-        first, second = (param.split(".")[0] for param in list(asked)[:2])
+        first, second = list(asked)[:2]
+        if first.split(".")[0] != second.split(".")[0]:
+            first, second = first.split(".")[0], second.split(".")[0]
         raise InvalidRequestError(f"{first} and {second} can't both shape the output", param=second)
     for param, (kind, value) in asked.items():
         return Structure(GRAMMARS[kind](value), param)

@@ -24,6 +24,7 @@ class BackgroundResponse:
         self._collected.add(update)
 
     def on_end(self, error: ParallmError | None) -> None:
+        self._generation.cancel()  # charges its tokens
         self._let_go()
         if error is not None:
             self.writer.failed(error)

@@ -112,8 +112,18 @@ class TrainingRoutes:
 
     async def feedback(self, body: FeedbackBody) -> Response:
         """The server has kept the answer's tokens and their log-probabilities: with this reward it is learnt from."""
+        if body.adapter is not None:
+            self._check_adapter(body.adapter)
         report = await self._run(
-            partial(self._training.feedback, body.request_id, body.reward, body.index, body.group_id, body.adapter)
+            partial(
+                self._training.feedback,
+                body.request_id,
+                body.reward,
+                index=body.index,
+                group_id=body.group_id,
+                adapter=body.adapter,
+                owner=current_caller.get().rewards_answers_of,
+            )
         )
         return JSONResponse(
             {

@@ -1,0 +1,44 @@
+"""HTTP/1.1 as uvicorn and httptools read it, with a limit on what comes before a body, and errors as JSON.
+
+httptools itself takes headers of any size, and joins the pieces of one in quadratic time, on the event loop.
+"""
+
+from http import HTTPStatus
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mlx_parallm.server.error_shapes import Failure, openai_error
+
+MAX_HEAD_BYTES = 64 << 10  # of a request: its first line and its headers
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    _head_bytes: int | None = 0  # so far; None: the headers are complete
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(431, f"the headers of a request may have {MAX_HEAD_BYTES} bytes, and these have more")
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, f"this is no HTTP request that could be read: {msg}")
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = orjson.dumps(openai_error(Failure(status, "invalid_request_error", message)))
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.engine.harness import Bare
 from tests.support import forked
@@ -159,6 +161,24 @@ def test_uploads(client: httpx.Client, expected: dict[str | None, list[int]], fo
         assert answer.json()["error"]["param"] == param, answer.text
     assert ask(client, "up") == expected["dora"]
     assert client.post("/v1/adapters/unload", json={"name": "up"}).status_code == 200
+
+
+def test_an_adapter_of_too_large_numbers_harms_its_own_requests_alone(
+    client: httpx.Client, expected: dict[str | None, list[int]], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders["few"], tmp_path / "huge")
+    file = next((tmp_path / "huge").glob("*.safetensors"))
+    save_file({name: np.full_like(array, 1e30) for name, array in load_file(file).items()}, file)
+    loaded = client.post("/v1/adapters/load", json={"name": "huge", "path": str(tmp_path / "huge")})
+    assert loaded.status_code == 200, loaded.text
+    body = {"model": "huge", "prompt": PROMPT, "max_tokens": 10, "temperature": 0}
+    with ThreadPoolExecutor(8) as threads:
+        right = [threads.submit(ask, client, "few") for _ in range(4)]
+        wrong = [threads.submit(client.post, "/v1/completions", json=body) for _ in range(4)]
+        assert [one.result() for one in right] == [expected["few"]] * 4
+        for one in wrong:
+            assert (one.result().status_code, one.result().json()["error"]["code"]) == (422, "not_finite")
+    assert client.post("/v1/adapters/unload", json={"name": "huge"}).status_code == 200
 
 
 def test_what_is_refused_changes_nothing(

@@ -564,3 +564,32 @@ def test_sigterm_writes_the_state(tiny_folder: Path, flags: list[str], tmp_path:
         assert (after["updates"], after["policy_version"]) == (1, before["policy_version"])
         assert after["history"] == before["history"]
         assert post(client, "/generate", greedy)["logprobs"] == pytest.approx(last["logprobs"], abs=1e-5)
+
+
+def test_a_user_rewards_its_own_answers_and_a_trainer_all(tiny_folder: Path, tmp_path: Path) -> None:
+    keys = ("dan:user=dan-key-123", "eve:user=eve-key-123", "tom:trainer=tom-key-123")
+    flags = ["--enable-rl-training", "--update-frequency", "0", "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    flags += [part for key in keys for part in ("--named-key", key)]
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def post(who: str, path: str, **body: Any) -> httpx.Response:
+            return client.post(path, json=body, headers={"Authorization": f"Bearer {who}-key-123"})
+
+        def answer(who: str) -> dict[str, Any]:
+            found = post(who, "/v1/completions", prompt="hello", max_tokens=3, model="policy", request_id="same")
+            assert found.status_code == 200, found.text
+            content: dict[str, Any] = found.json()
+            return content | {"http": found.headers["x-request-id"]}
+
+        def reward(who: str, name: str) -> int:
+            return post(who, "/v1/training/feedback", request_id=name, reward=1.0).status_code
+
+        dans = answer("dan")
+        assert reward("eve", "same") == reward("eve", dans["id"]) == reward("eve", dans["http"]) == 404
+        assert [reward("dan", name) for name in ("same", dans["id"], dans["http"])] == [200] * 3
+        answer("eve")
+        assert reward("tom", dans["id"]) == 200
+        for name in ("latest", "journal-00000900.jsonl", "step-5"):
+            refused = post("tom", "/training/checkpoint", name=name)
+            assert (refused.status_code, "uses itself" in refused.text) == (400, True), refused.text
+        assert post("tom", "/training/checkpoint", name="mine").status_code == 200

@@ -10,28 +10,35 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mlx_parallm.server.error_shapes import Failure, openai_error
 
-MAX_HEAD_BYTES = 64 << 10  # of a request: its first line and its headers
+MAX_HEAD_BYTES = 64 << 10  # of a request: its first line and its headers; and of what may stand behind its body
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    _head_bytes: int | None = 0  # so far; None: the headers are complete
+    _unfinished = 0  # bytes since the last headers or piece of a body were complete
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
+        self._unfinished += len(data)
         super().data_received(data)
-        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._unfinished > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(431, f"the headers of a request may have {MAX_HEAD_BYTES} bytes, and these have more")
 
     def on_message_begin(self) -> None:
-        self._head_bytes = 0
+        self._unfinished = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._head_bytes = None
+        self._unfinished = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unfinished = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unfinished = 0
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, f"this is no HTTP request that could be read: {msg}")

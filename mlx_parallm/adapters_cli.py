@@ -36,6 +36,8 @@ def _action(actions: Any, name: str, purpose: str, *arguments: str) -> argparse.
     command: argparse.ArgumentParser = actions.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
     for argument in arguments:
         command.add_argument(argument)
+    for flag in ("--url", "--api-key"):  # behind the action, too
+        command.add_argument(flag, default=argparse.SUPPRESS, help="as before the action")
     return command
 
 

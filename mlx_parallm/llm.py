@@ -9,7 +9,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -153,6 +153,10 @@ class LLM:
 
     def _encode(self, prompt: Prompt, number: int) -> list[int]:
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise InvalidRequestError(f"prompt {number} holds half of a surrogate pair: it is no text") from None
             return list(self.model.tokenizer.encode(prompt))
         tokens = list(prompt)
         if not all(isinstance(token, int) and 0 <= token < self.model.vocab_size for token in tokens):
@@ -288,13 +292,21 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt, text or token ids, is a list of one."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(f"prompts are texts or lists of token ids, not {type(prompts).__name__}")
     items: list[Any] = list(prompts)
-    return [items] if items and isinstance(items[0], int) else items
+    items = [items] if items and isinstance(items[0], int) else items
+    for number, item in enumerate(items):
+        if isinstance(item, bytes | bytearray | dict) or not isinstance(item, Iterable):
+            raise InvalidRequestError(f"prompt {number} is a text or a list of token ids, not {type(item).__name__}")
+    return items
 
 
 def _spread(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * count
+    if not isinstance(sampling, Sequence) or not all(isinstance(one, SamplingParams) for one in sampling):
+        raise InvalidRequestError("sampling is SamplingParams(...), or a list of them, one for each prompt")
     if len(sampling) != count:
         raise InvalidRequestError(f"{len(sampling)} SamplingParams for {count} prompts: give one, or one for each")
     return sampling

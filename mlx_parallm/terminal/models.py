@@ -20,6 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("unpin", "let a model leave when memory is short"),
     ):
         action = actions.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
+        add_server_flags(action, again=True)
         if name != "list":
             action.add_argument("model", help="its name")
         if name == "load":

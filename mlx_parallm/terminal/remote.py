@@ -4,15 +4,18 @@ import argparse
 import os
 from typing import Any
 
-from mlx_parallm.errors import ParallmError, UnavailableError
+from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "PARALLM_API_KEY"
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help="a running server (default: %(default)s)")
-    parser.add_argument("--api-key", help=f"its key, where it has one (default: ${KEY_VARIABLE})")
+def add_server_flags(parser: argparse.ArgumentParser, again: bool = False) -> None:
+    """`again`: for an action of a command that has them already, so that they may stand behind it too."""
+    default = argparse.SUPPRESS if again else DEFAULT_URL
+    parser.add_argument("--url", default=default, help=f"a running server (default: {DEFAULT_URL})")
+    key = argparse.SUPPRESS if again else None
+    parser.add_argument("--api-key", default=key, help=f"its key, where it has one (default: ${KEY_VARIABLE})")
 
 
 class Remote:
@@ -24,7 +27,10 @@ class Remote:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.key = api_key or os.environ.get(KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        try:
+            self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ConfigError(f"--url {url}: {error}") from None
 
     @classmethod
     def of(cls, args: argparse.Namespace, timeout: float = 30.0) -> "Remote":

@@ -6,6 +6,7 @@ A component is a scoring function (`rewards`): it is handed prompts, answers and
 weighted sum.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,9 +45,12 @@ def _weight(entry: str) -> tuple[str, float]:
     if not at:
         return entry, 1.0
     try:
-        return text, float(weight)
+        number = float(weight)
     except ValueError:
         return entry, 1.0  # the @ is part of a pattern or a path
+    if not math.isfinite(number):
+        raise ConfigError(f"reward {entry!r}: its weight must be a finite number")
+    return text, number
 
 
 def _scores(name: str, argument: str | None, task: Task) -> Score:

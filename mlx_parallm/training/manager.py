@@ -27,6 +27,7 @@ from mlx_parallm.training.answers import AnswerFile
 from mlx_parallm.training.atropos.client import AtroposClient, AtroposConfig
 from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig
 from mlx_parallm.training.checkpoints import Checkpoints
+from mlx_parallm.training.folder_lock import FolderLock
 from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger
 from mlx_parallm.training.records import Record, RewardedRecord
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
@@ -60,6 +61,7 @@ class TrainingManager:
         self.environment: AtroposProcess | None = None
         self._stopped = threading.Event()
         self._answers: AnswerFile | None = None
+        self._folder_lock: FolderLock | None = None
         engine.recorder = self.ledger
 
     def start(self) -> None:
@@ -82,6 +84,10 @@ class TrainingManager:
     def _keep_answers(self) -> None:
         """On disk too: feedback may come after a restart."""
         folder = Path(self.config.checkpoints.checkpoint_dir).expanduser()
+        try:
+            self._folder_lock = FolderLock(folder)
+        except OSError as error:
+            raise ConfigError(f"--checkpoint-dir {folder} can't be written: {error}") from error
         self._answers = AnswerFile(folder, MAX_KEPT_TOKENS, self.ledger.records)
         if self.config.checkpoints.resume:
             self.ledger.restore(self._answers.read())
@@ -185,6 +191,8 @@ class TrainingManager:
             session.close()
         if self._answers is not None:
             self._answers.close()
+        if self._folder_lock is not None:
+            self._folder_lock.release()
 
     @property
     def enabled(self) -> bool:

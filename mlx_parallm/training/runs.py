@@ -3,6 +3,7 @@ pairs. Each reads its data, trains, tells how it goes and writes its result. Any
 """
 
 import functools
+import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -16,7 +17,7 @@ from rich.console import Console
 from mlx_parallm.config.options import options_of
 from mlx_parallm.config.train import TrainConfig
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import UnavailableError
+from mlx_parallm.errors import ConfigError, UnavailableError
 from mlx_parallm.lora.files import read_folder
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.text.prompts import Prompts
@@ -118,6 +119,7 @@ def fine_tune(manager: TrainingManager, config: TrainConfig) -> None:
     console, engine, run = Console(), manager.engine, config.run
     folder = Path(config.checkpoints.checkpoint_dir).expanduser() / config.training.adapters[0]
     check_free(folder)
+    _check_writable(config)
     length = min(run.max_length, engine.model.context_length)
     data = _read_data(engine, config, length)
     console.print(
@@ -221,6 +223,21 @@ def stop_at_signals(stop: Callable[[], None]) -> None:
 
     for number in before:
         signal.signal(number, end)
+
+
+def _check_writable(config: TrainConfig) -> None:
+    """Before anything is learnt; ConfigError."""
+    for flag, path in (
+        ("--checkpoint-dir", config.checkpoints.checkpoint_dir),
+        ("--peft-export", config.run.peft_export),
+    ):
+        folder = Path(path or ".").expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{flag} {folder} can't be written: {error.strerror or error}") from None
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"{flag} {folder} can't be written")
 
 
 def _export_peft(config: TrainConfig, adapter: Adapter, rank: int, source: str) -> None:

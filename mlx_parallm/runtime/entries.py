@@ -74,8 +74,9 @@ class PoolEntry:
     def without_path(self, message: str) -> str:
         """A message for the log, which does not say where users have their files."""
         paths = [path for path in (self.source, self.downloaded) if path is not None]
-        with contextlib.suppress(OSError, ValueError, RuntimeError):  # some paths can't be: nobody said so before
-            paths.append(str(Path(paths[0]).expanduser().resolve()) if paths else "")
+        for path in list(paths):
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # not every string is a path
+                paths.append(str(Path(path).expanduser().resolve()))
         for path in sorted(paths, key=len, reverse=True):
             message = message.replace(path, repr(self.name))
         return message
@@ -88,14 +89,14 @@ class PoolEntry:
         return kind(message, code="model_failed")
 
     def tell_waiting(self, error: BaseException) -> None:
-        """Why they can't have it."""
+        """Fails all requests that wait for it."""
         waiting, self.waiting = self.waiting, []
         for future in waiting:
             if future.set_running_or_notify_cancel():  # else its client has left
                 future.set_exception(error)
 
     def look_again(self, stamp: Stamp) -> None:
-        """Its files are others than before: what is known of them may be wrong, a failure too."""
+        """Reads its files again after they have changed; a failure to load them may be outdated, too."""
         self.stamp, self.kind, self.bytes = stamp, kind_name(self.source), weight_bytes(str(self.source), device_kind())
         self.status, self.error = "unloaded", None
 

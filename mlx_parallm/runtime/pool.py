@@ -341,7 +341,7 @@ class ModelPool:
         with self._changed:
             can_leave = sum(one.bytes for one in self._known if self._may_leave(one) or one.status == "unloading")
         if self._loader.weight_bytes - can_leave + size > limit:
-            raise self._no_room(entry)  # and nobody leaves for nothing
+            raise self._no_room(entry)  # before any model is unloaded in vain
         while not self._fits(size) and self._have_one_leave(entry):
             continue
         if self._loader.weight_bytes + size > limit:

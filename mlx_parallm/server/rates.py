@@ -15,7 +15,7 @@ from mlx_parallm.server.keys import Key, KeyLimits
 
 SECONDS = 60.0
 STEP = 0.1
-UNSTATED_SHARE = 8  # of the limit an answer is expected to take one part in so many, where no request says how much
+UNSTATED_SHARE = 8  # an answer without max_tokens reserves at most 1/8 of the limit
 
 Clock = Callable[[], float]
 

@@ -24,8 +24,8 @@ from mlx_parallm.tensors import DTYPES, SAFETENSORS_TYPES, Array, TensorError, d
 MAX_ROWS = 1 << 16  # of a request
 MAX_OUTPUT = 1 << 25  # numbers of an answer
 PIECE = 1024  # rows, times dynamic axes, of a request that go through the model together
-# What an input of a kind may be written with. It is checked before NumPy sees it: of a long string among many numbers,
-# that makes as many long strings.
+# Types of JSON values that an input of each kind of dtype takes. They are checked before NumPy converts a list: with
+# one long string among the numbers it would store every element as a string of that length.
 JSON_TYPES: dict[str, set[type]] = {"f": {int, float}, "i": {int}, "u": {int}, "b": {bool}}
 FOUND: dict[type, str] = {float: "floating-point numbers", bool: "booleans", str: "strings", int: "whole numbers"}
 Encoding = Literal["json", "base64"]

@@ -111,7 +111,7 @@ def check_name(name: str) -> None:
 
 
 def check_new_name(name: str) -> None:
-    """Of a checkpoint that a client names: what the server itself writes into the folder keeps its names."""
+    """Checks a name that a client gives: names of what the server itself writes into the folder are refused."""
     check_name(name)
     if name in (LATEST, BEST) or STEP.fullmatch(name) or name.endswith(".jsonl"):
         raise InvalidRequestError(

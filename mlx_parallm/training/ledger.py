@@ -32,7 +32,7 @@ class Ledger:
         self.on_record: Callable[[Record], None] = lambda record: None  # called with each answer that is kept
         self._tokens = 0
         self._lock = threading.Lock()
-        self._records: OrderedDict[OwnKey, Record] = OrderedDict()  # by the client's name of the request, and its own
+        self._records: OrderedDict[OwnKey, Record] = OrderedDict()  # by owner and the client's name of the request
         self._by_name: dict[ChoiceKey, Record] = {}  # by all names of the request: the newest of any owner
         self._by_text: dict[bytes, Record] = {}
         self._listeners: dict[str, Callable[[Record], None]] = {}
@@ -172,7 +172,7 @@ def _is_drawn(trajectory: Trajectory, record: Record) -> bool:
 
 
 def _keys(record: Record) -> list[ChoiceKey]:
-    """Under which anybody may ask for it: the client's name, the answer's and the engine's."""
+    """All names of a record: the client's, the answer's id and the engine's."""
     return [ChoiceKey(name, record.index) for name in (record.label, record.answer_id, record.request) if name]
 
 

@@ -226,7 +226,7 @@ def stop_at_signals(stop: Callable[[], None]) -> None:
 
 
 def _check_writable(config: TrainConfig) -> None:
-    """Before anything is learnt; ConfigError."""
+    """Makes the output folders before training begins; ConfigError where that fails."""
     for flag, path in (
         ("--checkpoint-dir", config.checkpoints.checkpoint_dir),
         ("--peft-export", config.run.peft_export),

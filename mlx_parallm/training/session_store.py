@@ -208,7 +208,7 @@ class SessionStore:
             return saved
 
     def save_now(self, name: str | None) -> str:
-        """For a client, who may give it a name; its name."""
+        """Writes a checkpoint for a client, who may name it, and returns its name; UnavailableError on a full disk."""
         if name is not None:
             check_new_name(name)
         try:

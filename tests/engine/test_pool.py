@@ -19,6 +19,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from mlx_parallm.models import kinds
+from mlx_parallm.runtime.entries import PoolEntry
 from mlx_parallm.runtime.startup import Runtime, start
 from mlx_parallm.runtime.weights import weight_bytes
 from mlx_parallm.types import Delta, ModelStatus, Request, SamplingParams
@@ -264,6 +265,14 @@ def test_a_folder_that_changes_is_looked_at_again(
         assert time.monotonic() < deadline
         time.sleep(0.1)
     runtime.pool.release(runtime.pool.acquire("late").result(60))
+
+
+def test_messages_for_the_log_name_the_model_and_no_path(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    entry = PoolEntry("m", str(tmp_path / "link"), "chat")
+    assert entry.without_path(f"{tmp_path / 'link'}: {tmp_path / 'real'} is broken") == "'m': 'm' is broken"
+    assert PoolEntry("m", None, "chat").without_path("it is broken") == "it is broken"
+    assert PoolEntry("m", "a\0b", "chat").without_path("a\0b is none") == "'m' is none"
 
 
 def test_a_load_leaves_no_user_and_no_error(

@@ -29,13 +29,15 @@ class Background:
 
     def __init__(self, serving_share: float, metrics: BackgroundMetrics, carries_over: bool = True) -> None:
         """`carries_over`: time that a turn has earned and not used is added to the next turn's. Without it, no turn
-        gives more time to this work than it has earned itself, so that tokens come at an even pace."""
+        gives more time to this work than it has earned itself, nor several steps that take longer than one of them
+        should, so that tokens come at an even pace."""
         self._share = serving_share
         self._carries_over = carries_over
         self._credit = 0.0
         self._tasks: deque[tuple[Steps[Any], Future[Any]]] = deque()
         self._closed = False
         self._last = 0.0  # seconds of the newest step
+        self._spent = 0.0  # seconds of all steps since the newest turn of serving
         self._turn = 0.0  # seconds that serving takes between two of our steps
         self._turns_alone: dict[int, float] = {}  # the same with no work of ours waiting, by the bits of the row count
         self._row_bits = 0
@@ -54,7 +56,7 @@ class Background:
 
     def served(self, seconds: float, rows: int) -> None:
         """A turn of serving so many rows has taken so long."""
-        self._turn, self._row_bits = _average(self._turn, seconds), rows.bit_length()
+        self._turn, self._row_bits, self._spent = _average(self._turn, seconds), rows.bit_length(), 0.0
         if not self._tasks:
             self._turns_alone[self._row_bits] = _average(self._turns_alone.get(self._row_bits, 0.0), seconds)
         else:
@@ -68,12 +70,12 @@ class Background:
 
     def due_again(self, serving: bool) -> bool:
         """Whether to run another step in the same turn: the time left must be enough for one as long as the last."""
-        return serving and self.due(serving) and self._credit > self._last
+        return serving and self.due(serving) and self._time_left() > self._last
 
     def step(self, serving: bool) -> None:
         """Runs one step of the work that has waited longest."""
         steps, future = self._tasks.popleft()
-        self.slice_seconds = min(IDLE_SLICE, self._serving_slice(), self._credit) if serving else IDLE_SLICE
+        self.slice_seconds = min(IDLE_SLICE, self._serving_slice(), self._time_left()) if serving else IDLE_SLICE
         begun = time.perf_counter()
         try:
             next(steps)
@@ -88,8 +90,13 @@ class Background:
         self.metrics.seconds += seconds
         if serving:
             self._credit -= seconds
+            self._spent += seconds
             self.metrics.contended_seconds += seconds
             self.metrics.longest_stall = max(self.metrics.longest_stall, seconds)
+
+    def _time_left(self) -> float:
+        """Seconds that steps may still take in this turn."""
+        return self._credit if self._carries_over else min(self._credit, self._serving_slice() - self._spent)
 
     def _serving_slice(self) -> float:
         """Turn and step together may take 1 + SERVING_SLICE times what a turn takes alone: the pipeline is drained for

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from typing import Any, Protocol, TypeVar
 
+import mlx.core as mx
+
+from mlx_parallm.engine.background import IDLE_SLICE
 from mlx_parallm.errors import QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.metrics import PredictorMetrics
 from mlx_parallm.models.kinds import Predictor
@@ -94,6 +97,8 @@ class PacedBatch:
                 self.seconds += time.perf_counter() - begun
                 found: T = end.value
                 return found
+            if self._host.slice_seconds < IDLE_SLICE:
+                mx.synchronize()  # rows wait for what a GPU still computes, too
             seconds = time.perf_counter() - begun
             self.seconds, used, longest = self.seconds + seconds, used + seconds, max(longest, seconds)
             if used + longest > self._host.slice_seconds:
@@ -213,16 +218,14 @@ class LocalPredictor:
 
     def _take(self, seconds: float) -> list[Input]:
         """An input of the call whose turn it is, and others of similar cost, as many as fit into the time."""
-        budget = self._times.cost_within(seconds)
         with self._lock:
             window = self._window()
             if not window:
                 self._running = False
                 return []
             first, others = window[0], [one for one in window if not one.alone]
-            batch = (
-                [first] if first.alone else _similar(first, others, budget, max(FREE_COST, self._times.cost_within(0)))
-            )
+            budget, free = self._times.cost_within(seconds), max(FREE_COST, self._times.launch_cost)
+            batch = [first] if first.alone else _similar(first, others, budget, free)
             for one in batch:
                 one.call.waiting.remove(one)
             if first.call in self._calls:  # all others have their turn before it has its next

@@ -127,6 +127,27 @@ def test_steps_are_shorter_where_turns_are_slower_beside_them() -> None:
     assert slice_after(0.010, 0.040, rows=64) == pytest.approx(0.024, rel=0.01)  # unknown for so many rows
 
 
+def test_steps_of_a_turn_take_no_longer_than_one_may() -> None:
+    def steps() -> Generator[None, None, None]:
+        while True:
+            time.sleep(0.002)
+            yield
+
+    background = Background(0.5, BackgroundMetrics(), carries_over=False)
+    background.served(0.010, 8)
+    background.add(steps(), Future())
+    counts = []
+    for _ in range(10):
+        background.served(0.015, 8)  # 16 ms together
+        again, count = background.due(True), 0
+        while again:
+            background.step(True)
+            again, count = background.due_again(True), count + 1
+        counts.append(count)
+    background.close()
+    assert counts[-1] == 1, counts
+
+
 def test_drawn_logprobs_are_recorded_for_all() -> None:
     with driver("llama") as running:
         ended = {}

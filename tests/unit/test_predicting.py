@@ -253,6 +253,33 @@ def test_the_largest_batch_that_is_fast_enough_counts() -> None:
     assert times.cost_within(0.004) > 1500
 
 
+@pytest.mark.parametrize("launching", [0.002, 0.0])
+def test_large_batches_shrink_when_rows_come(launching: float) -> None:
+    """The large ones of an idle server are all that is known at first."""
+
+    def seconds(cost: int) -> float:
+        return launching + cost / 1e6
+
+    times = BatchTimes()
+    for _ in range(RECENT):
+        times.add(MAX_COST, seconds(MAX_COST))
+    costs = []
+    for _ in range(RECENT):
+        costs.append(times.cost_within(0.001))
+        times.add(costs[-1], seconds(costs[-1]))
+    assert max(costs[8:]) < 4000, "after a few batches"
+    assert seconds(costs[-1]) <= max(0.0011, 1.75 * launching)
+
+
+def test_smaller_batches_are_not_tried_for_ever_where_inputs_are_large() -> None:
+    times, asked = BatchTimes(), []
+    for _ in range(RECENT):
+        asked.append(times.cost_within(0.001))
+        times.add(max(250, asked[-1]), 0.002 + max(250, asked[-1]) / 1e6)  # no input costs less
+    assert sum(cost < 250 for cost in asked) == 1
+    assert asked[-1] > 500
+
+
 def test_batches_shrink_where_they_have_become_slower() -> None:
     times = BatchTimes()
     for seconds in [0.01] * 20 + [0.02] * 20:

@@ -218,18 +218,17 @@ class Encoder:
         return run_through(self.steps(tokens, mask, token_types))
 
     def steps(self, tokens: mx.array, mask: mx.array, token_types: mx.array | None = None) -> Steps[mx.array]:
-        """The same as a generator, which yields after each layer on the CPU."""
+        """The same as a generator, which yields after each layer. A GPU still computes it then."""
         assert tokens.shape[1] <= self.max_length, f"{tokens.shape[1]} tokens, and the limit is {self.max_length}"
         if self.packed is not None:
             hidden = yield from _padded(self.packed, tokens, mask, token_types)
             return mx.array(hidden)
-        masks, pauses = Masks(mask.astype(mx.bool_)), device_kind() == "cpu"
+        masks, evaluate = Masks(mask.astype(mx.bool_)), mx.eval if device_kind() == "cpu" else mx.async_eval
         x = self.embeddings(tokens, token_types)
         for layer in self.layers:
             x = layer(x, masks)
-            if pauses:
-                mx.eval(x)
-                yield
+            evaluate(x)
+            yield
         return x if self.final_norm is None else self.final_norm(x)
 
     def pooled(self, hidden: mx.array) -> mx.array:

@@ -37,7 +37,8 @@ class Predictor(ABC):
 
     def steps(self, batch: Sequence[Any]) -> Steps[list[Any]]:
         """`predict` as a generator: at each `yield` the engine's thread may do other work first. Override it for models
-        that may take longer than a decode step for a single input."""
+        that may take longer than a decode step for a single input. What a GPU is to compute before a `yield` needs to
+        be launched there, not awaited: the caller waits for it where rows do."""
         yield from ()
         return self.predict(batch)
 

@@ -86,6 +86,7 @@ class PacedBatch:
     def __init__(self, host: PredictionHost) -> None:
         self._host = host
         self.seconds = 0.0  # that the batch has taken, without its pauses
+        self.parts = 1
 
     def run(self, steps: "Steps[T]") -> "Steps[T]":
         used = longest = 0.0  # of the host's step; of a part of the batch
@@ -100,6 +101,7 @@ class PacedBatch:
             if self._host.slice_seconds < IDLE_SLICE:
                 mx.synchronize()  # rows wait for what a GPU still computes, too
             seconds = time.perf_counter() - begun
+            self.parts += 1
             self.seconds, used, longest = self.seconds + seconds, used + seconds, max(longest, seconds)
             if used + longest > self._host.slice_seconds:
                 yield
@@ -265,7 +267,7 @@ class LocalPredictor:
         seconds = paced.seconds
         self.metrics.batches, self.metrics.inputs = self.metrics.batches + 1, self.metrics.inputs + len(batch)
         self.metrics.seconds += seconds
-        self._times.add(max(one.cost for one in batch) * len(batch), seconds)
+        self._times.add(max(one.cost for one in batch) * len(batch), seconds, paced.parts)
         for one, result in zip(batch, results, strict=True):
             one.call.put(one.index, result)
 

@@ -271,6 +271,19 @@ def test_large_batches_shrink_when_rows_come(launching: float) -> None:
     assert seconds(costs[-1]) <= max(0.0011, 1.75 * launching)
 
 
+def test_a_batch_may_take_longer_where_it_can_be_paused() -> None:
+    whole, paused = BatchTimes(), BatchTimes()
+    for _ in range(20):
+        whole.add(1000, 0.01)
+        paused.add(1000, 0.01, parts=10)
+    assert whole.cost_within(0.02) == 2000
+    assert paused.cost_within(0.002) == pytest.approx(1500, rel=0.01), "the longest part takes longer than the mean"
+    assert paused.cost_within(10.0) == MAX_COST
+    for _ in range(20):
+        paused.add(1000, 0.2, parts=10)
+    assert paused.cost_within(10.0) == pytest.approx(1250, rel=0.01), "others wait for its end"
+
+
 def test_smaller_batches_are_not_tried_for_ever_where_inputs_are_large() -> None:
     times, asked = BatchTimes(), []
     for _ in range(RECENT):

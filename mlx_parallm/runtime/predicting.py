@@ -24,7 +24,7 @@ from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.runtime.batch_times import BatchTimes
 from mlx_parallm.runtime.policy_weights import roll_back, update_weights
 from mlx_parallm.signature import WeightsVersion
-from mlx_parallm.steps import Steps
+from mlx_parallm.steps import LazySteps, Steps
 from mlx_parallm.types import PredictorInfo
 
 T = TypeVar("T")
@@ -88,18 +88,18 @@ class PacedBatch:
         self.seconds = 0.0  # that the batch has taken, without its pauses
         self.parts = 1
 
-    def run(self, steps: "Steps[T]") -> "Steps[T]":
+    def run(self, steps: "LazySteps[T]") -> "Steps[T]":
         used = longest = 0.0  # of the host's step; of a part of the batch
         while True:
             begun = time.perf_counter()
             try:
-                next(steps)
+                lazy = next(steps)
             except StopIteration as end:
                 self.seconds += time.perf_counter() - begun
                 found: T = end.value
                 return found
-            if self._host.slice_seconds < IDLE_SLICE:
-                mx.synchronize()  # rows wait for what a GPU still computes, too
+            if lazy is not None and self._host.slice_seconds < IDLE_SLICE:
+                mx.eval(lazy)
             seconds = time.perf_counter() - begun
             self.parts += 1
             self.seconds, used, longest = self.seconds + seconds, used + seconds, max(longest, seconds)

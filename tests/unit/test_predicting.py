@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, wait
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnavailableError
@@ -13,7 +14,7 @@ from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.runtime.batch_times import FIRST_COST, MAX_COST, RECENT, BatchTimes
 from mlx_parallm.runtime.predict_thread import PredictThread
 from mlx_parallm.runtime.predicting import LocalPredictor
-from mlx_parallm.steps import Steps
+from mlx_parallm.steps import LazySteps, Steps
 from mlx_parallm.types import PredictorInfo
 
 
@@ -213,6 +214,28 @@ def test_a_long_input_takes_several_steps() -> None:
         assert host._background.metrics.seconds < 1
         [group] = [one for one in model._times._groups.values() if round(one.cost) == 4]
         assert 0.024 <= group.seconds < 0.2
+    finally:
+        host.stop()
+
+
+class LazyLayers(Lengths):
+    def steps(self, batch: Sequence[Any]) -> LazySteps[list[Any]]:
+        x = mx.ones((600, 600))
+        for _ in range(5):
+            x = (x @ mx.ones((600, 600))) / 600
+            yield x
+        return [int(x[0, 0].item()) * found for found in self.predict(batch)]
+
+
+@pytest.mark.parametrize(("kind", "fewest", "most"), [(Impatient, 5, 9), (PredictThread, 1, 3)])
+def test_lazy_parts_are_computed_one_by_one_only_where_somebody_waits(
+    kind: type[PredictThread], fewest: int, most: int
+) -> None:
+    host = kind()
+    try:
+        model = LocalPredictor(LazyLayers(), host, max_queue_size=4)
+        assert model.predict(["xx"]).result(10) == [2]
+        assert fewest <= host.metrics.steps <= most
     finally:
         host.stop()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.device import device_kind
-from mlx_parallm.steps import Steps, run_through
+from mlx_parallm.steps import LazySteps, Steps, run_through
 
 COMPOSED_LENGTH = 512  # tokens up to which all scores of a batch are kept in memory
 Array = np.ndarray[Any, Any]
@@ -217,18 +217,19 @@ class Encoder:
         """Tokens (B, T), which of them are no padding (B, T), and their types -> hidden states (B, T, D)."""
         return run_through(self.steps(tokens, mask, token_types))
 
-    def steps(self, tokens: mx.array, mask: mx.array, token_types: mx.array | None = None) -> Steps[mx.array]:
-        """The same as a generator, which yields after each layer. A GPU still computes it then."""
+    def steps(self, tokens: mx.array, mask: mx.array, token_types: mx.array | None = None) -> LazySteps[mx.array]:
+        """The same as a generator, which yields after each layer."""
         assert tokens.shape[1] <= self.max_length, f"{tokens.shape[1]} tokens, and the limit is {self.max_length}"
         if self.packed is not None:
             hidden = yield from _padded(self.packed, tokens, mask, token_types)
             return mx.array(hidden)
-        masks, evaluate = Masks(mask.astype(mx.bool_)), mx.eval if device_kind() == "cpu" else mx.async_eval
+        masks, on_cpu = Masks(mask.astype(mx.bool_)), device_kind() == "cpu"
         x = self.embeddings(tokens, token_types)
         for layer in self.layers:
             x = layer(x, masks)
-            evaluate(x)
-            yield
+            if on_cpu:  # all layers together take so long there that rows may come meanwhile
+                mx.eval(x)
+            yield x
         return x if self.final_norm is None else self.final_norm(x)
 
     def pooled(self, hidden: mx.array) -> mx.array:

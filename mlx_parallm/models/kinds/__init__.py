@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_parallm.steps import Steps
+from mlx_parallm.steps import LazySteps
 from mlx_parallm.types import PredictorInfo
 
 
@@ -35,10 +35,9 @@ class Predictor(ABC):
     def warm_up(self) -> None:  # noqa: B027  (nothing, where nothing is compiled)
         """Runs once after loading: compiles what the first batches would otherwise wait for."""
 
-    def steps(self, batch: Sequence[Any]) -> Steps[list[Any]]:
+    def steps(self, batch: Sequence[Any]) -> LazySteps[list[Any]]:
         """`predict` as a generator: at each `yield` the engine's thread may do other work first. Override it for models
-        that may take longer than a decode step for a single input. What a GPU is to compute before a `yield` needs to
-        be launched there, not awaited: the caller waits for it where rows do."""
+        that may take longer than a decode step for a single input."""
         yield from ()
         return self.predict(batch)
 

@@ -22,7 +22,7 @@ from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.models.padding import padded_shape, warm_up_shapes
 from mlx_parallm.models.sentence import module_kind
 from mlx_parallm.models.text_tokenizer import TokenizerConfig, text_tokenizer
-from mlx_parallm.steps import Steps, run_through
+from mlx_parallm.steps import LazySteps, run_through
 from mlx_parallm.types import ClassifierInfo, TextTokens
 
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
@@ -103,7 +103,7 @@ class Classifier(Predictor):
     def predict(self, batch: Sequence[TextTokens]) -> list[NDArray[np.float32]]:
         return run_through(self.steps(batch))
 
-    def steps(self, batch: Sequence[TextTokens]) -> Steps[list[NDArray[np.float32]]]:
+    def steps(self, batch: Sequence[TextTokens]) -> LazySteps[list[NDArray[np.float32]]]:
         lengths = [len(item.tokens) for item in batch]
         self._check(batch, lengths)
         rows, longest = padded_shape(len(batch), max(lengths), self._backbone.max_length)
@@ -125,7 +125,7 @@ class Classifier(Predictor):
         if any(min(item.tokens) < 0 or max(item.tokens) >= size for item in batch):
             raise InvalidRequestError(f"token ids must be below {size}, and not negative", param="input")
 
-    def _forward(self, tokens: mx.array, segments: mx.array, lengths: mx.array) -> Steps[mx.array]:
+    def _forward(self, tokens: mx.array, segments: mx.array, lengths: mx.array) -> LazySteps[mx.array]:
         mask = mx.arange(tokens.shape[1]) < lengths[:, None]
         if isinstance(self._backbone, DecoderStates):
             hidden = self._backbone(tokens, mask)

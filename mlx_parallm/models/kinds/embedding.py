@@ -21,7 +21,7 @@ from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.models.padding import padded_shape, warm_up_shapes
 from mlx_parallm.models.sentence import SentenceFolder, module_kind, modules_of, normalized, pool, read_sentence_folder
 from mlx_parallm.models.text_tokenizer import text_tokenizer
-from mlx_parallm.steps import Steps, run_through
+from mlx_parallm.steps import LazySteps, run_through
 from mlx_parallm.types import EmbeddingInfo
 
 CHAT_MODELS = ("LMHead", "ChatGLM")  # which are called models, and have a head
@@ -92,7 +92,7 @@ class Embedder(Predictor):
     def predict(self, batch: Sequence[Sequence[int]]) -> list[Any]:
         return run_through(self.steps(batch))
 
-    def steps(self, batch: Sequence[Sequence[int]]) -> Steps[list[Any]]:
+    def steps(self, batch: Sequence[Sequence[int]]) -> LazySteps[list[Any]]:
         lengths = [len(tokens) for tokens in batch]
         self._check(batch, lengths)
         rows, longest = padded_shape(len(batch), max(lengths), self._states.max_length)

@@ -115,9 +115,9 @@ def serve(args: argparse.Namespace) -> int:
 
     logs.set_up(settings.http.log_level, settings.http.log_json)
     with progress("importing MLX and what else is needed", unknown):  # seconds
-        from mlx_parallm.serve import serve as run_server
+        from mlx_parallm.cluster.parallel_run import serve_rank
 
-    return run_server(settings)
+    return serve_rank(settings)
 
 
 def _run(args: argparse.Namespace) -> int:

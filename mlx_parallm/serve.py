@@ -7,9 +7,8 @@ import gc
 from collections.abc import Callable
 from functools import partial
 
-from mlx_parallm.cluster.parallel import Leader, end_at_once, group_config, join_group
-from mlx_parallm.cluster.parallel_follower import follow
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.platforms import raise_open_files
 from mlx_parallm.progress import progress, unknown
 from mlx_parallm.runtime.startup import start
@@ -23,29 +22,26 @@ from mlx_parallm.training.manager import TrainingManager
 REPORT_SECONDS = 10.0  # for which /health says which rank is gone, before the process ends
 
 
-def serve(config: ServeConfig, companion: Callable[[TrainingManager], int | None] | None = None) -> int:
+def serve(
+    config: ServeConfig,
+    companion: Callable[[TrainingManager], int | None] | None = None,
+    ranks: Ranks | None = None,
+) -> int:
     """Serves until a signal or, if so configured, the death of an engine; returns the exit code.
 
-    `companion` works beside it, on a thread, once it serves; the server stops when that returns a code.
+    `companion` works beside it, on a thread, once it serves; the server stops when that returns a code. `ranks` have
+    the other parts of the model.
     """
     logs.set_up(config.http.log_level, config.http.log_json)
-    member = join_group(config)
-    if member is not None:
-        config = group_config(config, member)
-        if not isinstance(member, Leader):
-            return follow(config, member)
     check_access(config)
     raise_open_files()
     listener = listen(config.http.host, config.http.port)
     dispatcher = Dispatcher()
-    runtime = start(config, dispatcher, progress=progress, ranks=member)
-    linger = 0.0 if member is None else REPORT_SECONDS
+    runtime = start(config, dispatcher, progress=progress, ranks=ranks)
+    linger = 0.0 if ranks is None else REPORT_SECONDS
     with progress("preparing the routes", unknown):
         gc.collect()
         gc.freeze()  # what the models brought along will not be garbage
         beside = None if companion is None else partial(companion, runtime.manager)
         server = HttpServer(runtime, config, dispatcher, listener, beside, linger)
-    code = server.run_until_stopped()
-    if member is not None and member.lost is not None:
-        end_at_once(code)  # the engine thread may wait for a rank that is gone
-    return code
+    return server.run_until_stopped()

@@ -14,7 +14,7 @@ add_flags = add_train_flags
 
 def run(args: argparse.Namespace) -> int:
     config = load_train_config({name: value for name, value in vars(args).items() if name != "run"})
-    from mlx_parallm.serve import serve
+    from mlx_parallm.cluster.parallel_run import serve_rank
     from mlx_parallm.training.report import chosen_boards
     from mlx_parallm.training.runs import fine_tune, train_policy, train_reward_model
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         work(manager, config)
         return None if config.run.keep_serving else 0
 
-    return serve(config, companion)
+    return serve_rank(config, companion)
 
 
 def _run_alone(config: TrainConfig, work: "Callable[[TrainingManager, TrainConfig], None]") -> int:

@@ -47,8 +47,8 @@ from mlx_parallm.server import logs
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.banner import ready_lines
 from mlx_parallm.server.errors import error_response
+from mlx_parallm.server.http_protocol import uvicorn_config
 from mlx_parallm.server.run import SWITCH_INTERVAL
-from mlx_parallm.server.sockets import uvicorn_config
 from mlx_parallm.server.state import Dispatcher, ServerState
 
 log = logging.getLogger(__name__)

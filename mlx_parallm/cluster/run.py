@@ -29,8 +29,9 @@ from mlx_parallm.platforms import raise_open_files
 from mlx_parallm.progress import say
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_access
+from mlx_parallm.server.http_protocol import uvicorn_config
 from mlx_parallm.server.run import LAST_BYTES_SECONDS
-from mlx_parallm.server.sockets import listen, uvicorn_config
+from mlx_parallm.server.sockets import listen
 
 log = logging.getLogger(__name__)
 

@@ -99,6 +99,18 @@ class EngineParts:
     recovery: Recovery
     intake: Intake
 
+    def resize(self, plan: MemoryPlan) -> MemoryPlan:
+        """Another share of the memory; returns what is used of it."""
+        base, prefix = self.base, self.compute.prefix
+        self.compute.runner.cache.max_bytes = plan.rows
+        if prefix is not None and base.config.cache.num_blocks is None:
+            prefix.set_max_bytes(plan.blocks)
+        base.allocator_cache.allow(base.thread, plan.kept)
+        used = replace(plan, blocks=0 if prefix is None else prefix.max_bytes)
+        base.metrics.memory, base.metrics.kv_bytes_limit = used, plan.rows
+        self.accounts.gauge()
+        return used
+
 
 def build(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> EngineParts:
     """Builds and warms up an engine within the memory that `plan` gives it; raises where that can't work."""

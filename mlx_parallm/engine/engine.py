@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -192,22 +192,11 @@ class Engine:
 
     def resize(self, plan: MemoryPlan) -> None:
         """Another share of the memory: rows that no longer fit wait, cached blocks that no longer fit are forgotten."""
-        self._thread.run_between_steps(lambda: self._resize(plan))
+        self.memory = self._thread.run_between_steps(partial(self._parts.resize, plan))
 
     def check_room(self, plan: MemoryPlan) -> None:
         """MemoryLimitError where no row would fit into that share."""
         check_room(self._parts.compute.runner.cache, plan, self.model.context_length)
-
-    def _resize(self, plan: MemoryPlan) -> None:
-        base, compute = self._parts.base, self._parts.compute
-        compute.runner.cache.max_bytes = plan.rows
-        prefix = compute.prefix
-        if prefix is not None and base.config.cache.num_blocks is None:
-            prefix.set_max_bytes(plan.blocks)
-        base.allocator_cache.allow(base.thread, plan.kept)
-        self.memory = replace(plan, blocks=0 if prefix is None else prefix.max_bytes)
-        base.metrics.memory, base.metrics.kv_bytes_limit = self.memory, plan.rows
-        self._parts.accounts.gauge()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance; the engine thread looks, between two steps."""

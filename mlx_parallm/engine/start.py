@@ -87,6 +87,10 @@ class StartingEngine:
         self._loaded: Future[LoadedModel] = Future()
         self._started: Future[Engine] = Future()
 
+    @property
+    def weight_bytes(self) -> int:
+        return self._loaded.result().model.weight_bytes if self._loaded.done() else 0
+
     def load(self) -> LoadedModel:
         """Starts the thread and waits until the weights are in memory."""
         self._thread.start()

@@ -66,6 +66,10 @@ class PoolEntry:
         """Bytes of its weights; 0: not known."""
         return self.bytes or (weight_bytes(self.path, device_kind()) if self.path is not None else 0)
 
+    @property
+    def needs_download(self) -> bool:
+        return is_hub_id(self.path)
+
     def download(self) -> None:
         """Fetches a model of the hub, and looks at its files; ModelLoadError."""
         folder = str(download(str(self.source)))

@@ -28,13 +28,14 @@ from mlx_parallm.errors import (
     QueueFullError,
     UnavailableError,
 )
-from mlx_parallm.models.hub import is_hub_id
 from mlx_parallm.models.memory import size_text
 from mlx_parallm.progress import StartProgress, silent
 from mlx_parallm.runtime.entries import PoolEntry
+from mlx_parallm.runtime.holds import Holds, pass_on
 from mlx_parallm.runtime.idle_watch import IdleWatch
-from mlx_parallm.runtime.known_models import LOOK_SECONDS, Holds, KnownModels, pass_on
+from mlx_parallm.runtime.known_models import LOOK_SECONDS, KnownModels
 from mlx_parallm.runtime.loading import Loader
+from mlx_parallm.runtime.memory_shares import MemoryShares
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.types import ModelStatus
 
@@ -54,7 +55,8 @@ class ModelPool:
     def __init__(self, config: ServeConfig, deliver: Callable[[StepEvents], None], ranks: Ranks | None = None) -> None:
         self._config = config
         self._split = ranks is not None
-        self._loader = Loader(config, deliver, ranks)
+        self._memory = MemoryShares(config)
+        self._loader = Loader(config, self._memory, deliver, ranks)
         self._changed = threading.Condition(threading.RLock())
         self._known = KnownModels(config)
         self._holds = Holds()
@@ -69,9 +71,9 @@ class ModelPool:
     def start(self, progress: StartProgress = silent) -> None:
         """Loads the models that the config names, as many as there is memory for; raises what is wrong with one."""
         for entry in self._known:
-            if is_hub_id(entry.path):
+            if entry.needs_download:
                 entry.download()
-            if not self._fits(entry.size) and (self._loader.engines or self._loader.predictors):
+            if not self._fits(entry.size) and (self._memory.engines or self._memory.predictors):
                 log.warning("%s does not fit beside the others: it is loaded when it is asked for", entry.name)
             else:
                 self._bring_up(entry, progress)
@@ -113,7 +115,7 @@ class ModelPool:
             entry = self._known.find(name)
             entry.used = time.monotonic()
             if entry.status == "ready":
-                self._holds.add(entry, future)
+                self._holds.begin(entry, future)
             elif entry.error is not None:
                 raise entry.failure()
             else:
@@ -211,13 +213,13 @@ class ModelPool:
         entry.status, entry.error, entry.used = "ready", None, time.monotonic()
         waiting, entry.waiting = entry.waiting, []
         for future in waiting:
-            self._holds.add(entry, future)
+            self._holds.begin(entry, future)
         self._changed.notify_all()
 
     def _is_fixed(self, entry: PoolEntry) -> bool:
         """Whether it is the one that trains, whose state is bound to it, or that other processes hold parts of."""
         training = self._split or self._config.trains or bool(self._config.training.rewards.named_reward_models())
-        return training and bool(self._loader.engines) and entry.model is self._loader.engines[0]
+        return training and bool(self._memory.engines) and entry.model is self._memory.engines[0]
 
     def _may_leave(self, entry: PoolEntry) -> bool:
         stays = entry.pinned or entry.has_changed or self._is_fixed(entry)
@@ -231,7 +233,7 @@ class ModelPool:
     # On the pool's thread.
 
     def _load(self, entry: PoolEntry) -> None:
-        if is_hub_id(entry.path):  # which may take hours, and must not hold up other models
+        if entry.needs_download:  # which may take hours, and must not hold up other models
             threading.Thread(target=self._download, args=(entry,), name="download", daemon=True).start()
             return
         begun = time.monotonic()
@@ -266,7 +268,7 @@ class ModelPool:
                 return self._bring_up(entry)
             except MemoryLimitError:
                 if not self._have_one_leave(entry):
-                    if self._loader.weight_bytes:
+                    if self._memory.weight_bytes:
                         raise self._no_room(entry) from None
                     raise
 
@@ -328,23 +330,23 @@ class ModelPool:
             self._changed.notify_all()
 
     def _fits(self, size: int) -> bool:
-        limit = self._loader.limit
-        return self._loader.weight_bytes + size <= limit - limit // ROOM_SHARE
+        limit = self._memory.limit
+        return self._memory.weight_bytes + size <= limit - limit // ROOM_SHARE
 
     def _make_room(self, entry: PoolEntry) -> None:
         """Has others leave, the longest unused first, until the model's weights fit beside the rest."""
-        size, limit = entry.size, self._loader.limit
+        size, limit = entry.size, self._memory.limit
         if size > limit:
             raise MemoryLimitError(
                 f"its weights take {size_text(size)}, and the process may hold {size_text(limit)} (--memory-limit)"
             )
         with self._changed:
             can_leave = sum(one.bytes for one in self._known if self._may_leave(one) or one.status == "unloading")
-        if self._loader.weight_bytes - can_leave + size > limit:
+        if self._memory.weight_bytes - can_leave + size > limit:
             raise self._no_room(entry)  # before any model is unloaded in vain
         while not self._fits(size) and self._have_one_leave(entry):
             continue
-        if self._loader.weight_bytes + size > limit:
+        if self._memory.weight_bytes + size > limit:
             raise self._no_room(entry)
 
     def _have_one_leave(self, entry: PoolEntry) -> bool:
@@ -387,7 +389,7 @@ class ModelPool:
         self._fail(entry, self._no_room(entry))
 
     def _no_room(self, entry: PoolEntry) -> UnavailableError:
-        size, limit, held = entry.size, self._loader.limit, self._loader.weight_bytes
+        size, limit, held = entry.size, self._memory.limit, self._memory.weight_bytes
         return UnavailableError(
             f"there is no memory for {entry.name!r}: its weights take {size_text(size)}, {size_text(limit - held)} of "
             f"{size_text(limit)} is left, and no other model can leave; unload or unpin one, or raise --memory-limit",

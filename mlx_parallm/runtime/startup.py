@@ -4,6 +4,7 @@ The server, `LLM`, `RLIntegratedServer` and `mlx_parallm_train` call `start`, an
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import StepEvents
@@ -83,13 +84,12 @@ def start(
     config.named_adapters()  # wrong ones are errors before any load
     pool = ModelPool(config, deliver, ranks)
     runtime = Runtime(config, pool)
-    try:
+    with ExitStack() as undo:
+        undo.callback(pool.stop)
         pool.start(progress)
         if learn and runtime.models:
             runtime.manager.start()
         elif not runtime.models and (config.trains or config.named_adapters()):
             raise ConfigError("training and adapters need a model that generates text: name it with --model-path")
-    except BaseException:
-        pool.stop()
-        raise
+        undo.pop_all()
     return runtime

@@ -1,11 +1,13 @@
-"""HTTP/1.1 as uvicorn and httptools read it, with a limit on what comes before a body, and errors as JSON.
+"""How uvicorn serves: HTTP/1.1 as httptools reads it, with a limit on what comes before a body, and errors as JSON.
 
 httptools itself takes headers of any size, and joins the pieces of one in quadratic time, on the event loop.
 """
 
 from http import HTTPStatus
+from typing import Any, Literal
 
 import orjson
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mlx_parallm.server.error_shapes import Failure, openai_error
@@ -49,3 +51,18 @@ class LimitedProtocol(HttpToolsProtocol):
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def uvicorn_config(app: Any, *, lifespan: Literal["on", "off"] = "on", **more: Any) -> uvicorn.Config:
+    """How every HTTP server of ours is run: uvicorn writes no log and installs no handlers of its own."""
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=LimitedProtocol,
+        ws="none",
+        lifespan=lifespan,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        **more,
+    )

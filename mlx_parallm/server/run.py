@@ -23,7 +23,7 @@ from mlx_parallm.progress import say
 from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.banner import ready_lines
-from mlx_parallm.server.sockets import uvicorn_config
+from mlx_parallm.server.http_protocol import uvicorn_config
 from mlx_parallm.server.state import Dispatcher, ServerState
 
 log = logging.getLogger(__name__)

@@ -1,15 +1,12 @@
-"""The socket that the server listens on, the certificate that it shows there, and how uvicorn serves on it."""
+"""The socket that the server listens on, and the certificate that it shows there."""
 
 import errno
 import socket
 import ssl
 from pathlib import Path
-from typing import Any, Literal
-
-import uvicorn
+from typing import Any
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.server.http_protocol import LimitedProtocol
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -50,18 +47,3 @@ def check_certificate(cert: str, key: str) -> None:
             f"tls_cert and tls_key: {cert} and {key} are no PEM certificate and its key without a password: "
             f"{error.reason or error}"
         ) from None
-
-
-def uvicorn_config(app: Any, *, lifespan: Literal["on", "off"] = "on", **more: Any) -> uvicorn.Config:
-    """How every HTTP server of ours is run: uvicorn writes no log and installs no handlers of its own."""
-    return uvicorn.Config(
-        app,
-        loop="uvloop",
-        http=LimitedProtocol,
-        ws="none",
-        lifespan=lifespan,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        **more,
-    )

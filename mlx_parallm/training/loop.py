@@ -210,6 +210,7 @@ class Loop:
         self._never_learnt = self._held_out if kept_apart is None else kept_apart
         self._level = config.level
         self._successes: list[float] = []
+        self._any_scored = False  # of the answers of this process
 
     def stop(self) -> None:
         self._stopping.set()
@@ -227,6 +228,11 @@ class Loop:
             if self._stopping.is_set():
                 break
             report = self._step(step)
+            if not self._any_scored:
+                raise ConfigError(
+                    f"no answer got a reward up to the end of step {step}, so nothing can be learnt: the warnings "
+                    "before this line say why"
+                )
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 self._evaluated(report)
             self._report(reports, report)
@@ -244,7 +250,7 @@ class Loop:
         sampling = SamplingParams(temperature=config.temperature, max_tokens=self._length, n=config.group_size)
         begun = time.perf_counter()
         # A salt for each step: nothing is reused from before, so a step is the same after a restart.
-        answers = self._sampler.sample(problems, sampling, session.name, chance.getrandbits(31), f"step {step}")
+        answers = self._sample(problems, sampling, chance.getrandbits(31), f"step {step}")
         drawn = time.perf_counter()
         trajectories = self._trajectories(step, answers, chance)
         reward = _mean(answer.score for group in answers for answer in group)
@@ -293,7 +299,12 @@ class Loop:
 
     def _held_out_answers(self) -> Groups:
         sampling = SamplingParams(temperature=0.0, max_tokens=self._length)
-        return self._sampler.sample(self._held_out, sampling, self._session.name, None, "held out")
+        return self._sample(self._held_out, sampling, None, "held out")
+
+    def _sample(self, problems: Sequence[Problem], sampling: SamplingParams, seed: int | None, salt: str) -> Groups:
+        groups: Groups = self._sampler.sample(problems, sampling, self._session.name, seed, salt)
+        self._any_scored |= any(answer.score is not None for group in groups for answer in group)
+        return groups
 
     def _problems(self, chance: random.Random, count: int, level: int, without: Sequence[Problem]) -> list[Problem]:
         known = {problem.key for problem in without}

@@ -286,6 +286,17 @@ def test_wrong_datasets_are_said(tiny_folder: Path, tmp_path: Path, flags: tuple
     assert "Traceback" not in done.stderr
 
 
+def test_a_run_whose_answers_get_no_reward_is_an_error(tiny_folder: Path, tmp_path: Path) -> None:
+    questions = rows(tmp_path / "rl.jsonl", 30, lambda some: {"prompt": some(5)})
+    arguments = [*command(tiny_folder, tmp_path, free_port()), "--dataset", questions, "--reward", "exact"]
+    done = forked.run([*arguments, "--steps", "3"], 60)
+    shown = " ".join((done.stderr + done.stdout).split())
+    assert done.returncode == 1
+    assert "the row has no field answer or reference" in shown
+    assert "no answer got a reward up to the end of step 1" in shown
+    assert "Traceback" not in shown
+
+
 def test_a_reward_model_is_trained_served_and_scores(tiny_folder: Path, tmp_path: Path) -> None:
     chance = random.Random(0)
     words = "the and ing ten sea wall tower other on in".split()

@@ -1,4 +1,4 @@
-"""Tiny random models that read images, as folders that mlx-vlm and the loader read: SmolVLM and Qwen2.5-VL in style.
+"""Tiny random models that read images, as folders that mlx-vlm and the loader read: SmolVLM and Qwen-VL in style.
 
 The folders have what real ones have: config, weights, tokenizer with the image marks, chat template, and the settings
 of the image processor. Needs mlx-vlm.
@@ -44,6 +44,14 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 PIXELS: dict[str, Any] = {
     "do_convert_rgb": True,
     "do_normalize": True,
@@ -56,7 +64,7 @@ PIXELS: dict[str, Any] = {
 
 
 def tiny_vision(kind: str, folder: Path, seed: int = 0) -> Path:
-    """`kind`: smolvlm or qwen2_5_vl."""
+    """`kind`: smolvlm, qwen2_vl, qwen2_5_vl, qwen3_vl or qwen3_vl_moe."""
     folder.mkdir(parents=True, exist_ok=True)
     smol = kind == "smolvlm"
     size = _save_tokenizer(folder, SMOL_MARKS if smol else QWEN_MARKS, SMOL_TEMPLATE if smol else QWEN_TEMPLATE)
@@ -94,10 +102,8 @@ def _smolvlm(folder: Path, size: int, first: int) -> dict[str, Any]:
 
 
 def _qwen(folder: Path, kind: str, size: int, first: int) -> dict[str, Any]:
-    grid = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 4096}
-    settings = PIXELS | grid | {"image_processor_type": "Qwen2VLImageProcessor"}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2_5_VLProcessor"}))
+    grid = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    settings = PIXELS | grid | {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 64, "max_pixels": 4096}
     vision = {
         "model_type": kind,
         "depth": 2,
@@ -110,18 +116,32 @@ def _qwen(folder: Path, kind: str, size: int, first: int) -> dict[str, Any]:
         "window_size": 16,
         "fullatt_block_indexes": [1],
     }
-    more = {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": 64} if kind == "qwen2_vl" else {}  # its output's
-    return TEXT | {
+    config = {
         "model_type": kind,
         "vocab_size": size,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-        "vision_config": vision | more,
         "vision_start_token_id": first,
         "vision_end_token_id": first + 1,
         "image_token_id": first + 2,
         "video_token_id": first + 3,
         "eos_token_id": SPECIAL.index("<|im_end|>"),
     }
+    text = TEXT | {"vocab_size": size, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    if kind.startswith("qwen3"):
+        settings |= {
+            "image_processor_type": "Qwen3VLImageProcessor",
+            "size": {"shortest_edge": 64, "longest_edge": 4096},
+        }
+        vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+        experts = MOE if "moe" in kind else {}
+        config["text_config"] = text | {"model_type": f"{kind}_text", "head_dim": 16} | experts
+    else:
+        config |= text
+    if kind == "qwen2_vl":
+        vision |= {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": 64}  # its output's
+    name = "Qwen3VLProcessor" if kind.startswith("qwen3") else "Qwen2_5_VLProcessor"
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": name}))
+    return config | {"vision_config": vision}
 
 
 def _save_tokenizer(folder: Path, marks: list[str], template: str) -> int:

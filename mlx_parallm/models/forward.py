@@ -26,7 +26,7 @@ class RowInputs:
     adapters: Any = None
     shifts: mx.array | None = None  # (B,): what is added to a token's number to get its position
     positions: mx.array | None = None  # (3, B, T): of each token, where they are not just shifted
-    features: mx.array | None = None  # (B, T, D): of images
+    features: mx.array | None = None  # (B, T, D), or several D wide: of images
     replaced: mx.array | None = None  # (B, T, 1): tokens whose embeddings those replace
 
     @property

@@ -26,7 +26,8 @@ from tests.tiny_vision import picture, tiny_vision
 
 # As on a GPU: steps overlap, are traced, and prompts are padded to round shapes.
 GPU = DeviceProfile(2, True, 64, max_padding=0.5, round_prompts=True, match_step=16, min_match=16, pass_tokens=48)
-KINDS = [("smolvlm", None), ("qwen2_5_vl", None), ("qwen2_vl", None), ("smolvlm", GPU), ("qwen2_5_vl", GPU)]
+PLAIN = ("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+KINDS = [*((kind, None) for kind in PLAIN), *((kind, GPU) for kind in ("smolvlm", "qwen2_5_vl", "qwen3_vl"))]
 COUNT = 10
 
 
@@ -193,7 +194,7 @@ def test_an_adapter_on_the_language_model(reader: Reader) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["smolvlm", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen2_5_vl", "qwen3_vl"])
 def test_rows_that_lose_their_place_and_a_fault_in_between(kind: str, tmp_path: Path) -> None:
     folder, saboteur = tiny_vision(kind, tmp_path / kind), Saboteur()
     room = 2 * 512 * 2 * 2 * 2 * 16 * 4  # two rows of 512 tokens: 2 layers, keys and values, 2 heads of 16, float32

@@ -35,7 +35,8 @@ class ImageEncoder:
         return " ".join(map(fingerprint, parts))
 
     def features(self, image: ImageInput) -> mx.array:
-        """(N, D): one for each place of the image in its prompt; not evaluated where they are new."""
+        """(N, D): one for each place of the image in its prompt; not evaluated where they are new. Wider where the
+        first layers have features of their own (`ImageTextModel`)."""
         features = self._kept.pop(image.digest, None)
         if features is None:
             features = self._encode(image)
@@ -53,7 +54,8 @@ class ImageEncoder:
         if "image_grid_thw" in arrays:
             tower = self._model.vision_tower
             pixels = arrays["pixel_values"].astype(tower.patch_embed.proj.weight.dtype)
-            return tower(pixels, arrays["image_grid_thw"], output_hidden_states=False)
+            found = tower(pixels, arrays["image_grid_thw"], output_hidden_states=False)
+            return found if isinstance(found, mx.array) else mx.concatenate([found[0], *found[1]], axis=-1)
         places = [number for number, token in enumerate(image.tokens) if token == self._image_token]
         found = self._model.get_input_embeddings(mx.array([list(image.tokens)]), **arrays)
         return found.inputs_embeds[0][mx.array(places)]

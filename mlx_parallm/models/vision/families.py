@@ -60,7 +60,7 @@ class TiledImages(Family):
 
 
 class GridImages(Family):
-    """Qwen2-VL and Qwen2.5-VL: an image as a grid of merged patches, which are at their row and column in RoPE too."""
+    """Qwen2-VL to Qwen3-VL: an image as a grid of merged patches, which are at their row and column in RoPE too."""
 
     three_axes = True
 
@@ -95,4 +95,6 @@ FAMILIES: dict[str, type[Family]] = {  # by the model_type of config.json
     "smolvlm": TiledImages,
     "qwen2_vl": GridImages,
     "qwen2_5_vl": GridImages,
+    "qwen3_vl": GridImages,
+    "qwen3_vl_moe": GridImages,
 }

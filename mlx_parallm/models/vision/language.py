@@ -13,31 +13,41 @@ from mlx_parallm.models.forward import PassState, RowInputs
 
 
 class ImageTextModel(nn.Module):
+    """Where features are several times as wide as embeddings (Qwen3-VL's DeepStack), the first part replaces these, and
+    each other is added to the states behind one of the first layers."""
+
     def __init__(self, language_model: nn.Module, three_axes: bool) -> None:
         super().__init__()
         self.language_model = language_model
+        _add_dense_features(language_model.get("model"))
         self.state_of_pass = PassState()
         self._three_axes = three_axes
 
     def __call__(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
         inputs = self.state_of_pass.inputs
-        embeddings = None if inputs is None else self._embeddings(tokens, inputs)
+        features = {} if inputs is None else self._features(tokens, inputs)
         language = self.language_model
         if not self._three_axes:
-            return language(tokens, inputs_embeds=embeddings, cache=cache).logits
+            return language(tokens, cache=cache, **features).logits
         # Past mlx-vlm's own way to positions, which reads the cache's offsets from the device at every step.
         positions = self._positions(tokens, cache, inputs)
-        hidden = language.model(tokens, inputs_embeds=embeddings, cache=cache, position_ids=positions)
+        hidden = language.model(tokens, cache=cache, position_ids=positions, **features)
         head = language.lm_head if "lm_head" in language else language.model.embed_tokens.as_linear
         return head(hidden)
 
-    def _embeddings(self, tokens: mx.array, inputs: RowInputs) -> mx.array | None:
+    def _features(self, tokens: mx.array, inputs: RowInputs) -> dict[str, Any]:
+        """What mlx-vlm's language models take beside tokens."""
         if inputs.features is None or inputs.replaced is None:
-            return None
+            return {}
         language = self.language_model
         embed = language.embed_tokens if "embed_tokens" in language else language.model.embed_tokens
         embeddings = embed(tokens)
-        return mx.where(inputs.replaced, inputs.features.astype(embeddings.dtype), embeddings)
+        found = inputs.features.astype(embeddings.dtype)
+        first, *others = mx.split(found, found.shape[-1] // embeddings.shape[-1], axis=-1)
+        features: dict[str, Any] = {"inputs_embeds": mx.where(inputs.replaced, first, embeddings)}
+        if others:
+            features["deepstack_visual_embeds"] = [mx.where(inputs.replaced, other, 0) for other in others]
+        return features
 
     def _positions(self, tokens: mx.array, cache: list[Any] | None, inputs: RowInputs | None) -> mx.array:
         """(3, B, T)"""
@@ -62,3 +72,12 @@ class ImageTextModel(nn.Module):
         if hasattr(self.language_model, "make_cache"):
             return self.language_model.make_cache()
         return [KVCache() for _ in self.layers]
+
+
+def _add_dense_features(backbone: nn.Module | None) -> None:
+    """mlx-vlm adds features to the states of single tokens, which it reads from the device for each layer. Ours have
+    zeros for all other tokens, and are added as they are."""
+    original = type(backbone)
+    if hasattr(original, "_deepstack_process"):
+        members = {"_deepstack_process": lambda _self, states, _places, features: states + features}
+        backbone.__class__ = type(original.__name__, (original,), members)

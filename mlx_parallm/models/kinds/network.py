@@ -4,6 +4,7 @@ An input is a block of rows: arrays by name, with the batch first. Blocks of sev
 computed together.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class NetworkPredictor(Predictor):
     def cost(self, item: Any) -> int:
         """Rows, times the sizes of dynamic axes."""
         return max(
-            int(np.prod([item[name].shape[axis] for axis in axes], dtype=np.int64))
+            math.prod(item[name].shape[axis] for axis in axes)
             for name, axes in zip(self._names, self._dynamic, strict=True)
         )
 

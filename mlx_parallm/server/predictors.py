@@ -40,6 +40,7 @@ class ServedPredictor:
 
     async def predict(self, inputs: Sequence[Any], request: Request) -> list[Any]:
         """An output for each input; what waits is taken back when the client leaves. The body must have been read."""
+        await asyncio.sleep(0)  # requests that have come in together reach the queue together, and share a batch
         answer = asyncio.wrap_future(self.client.predict(inputs, self.timeout))
         watcher = asyncio.ensure_future(client_left(request.receive))
         try:

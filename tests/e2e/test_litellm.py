@@ -16,7 +16,12 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "go",
-        "parameters": {"type": "object", "properties": {"to": {"enum": ["Rome"]}}, "required": ["to"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"to": {"enum": ["Rome"]}},
+            "required": ["to"],
+            "additionalProperties": False,  # a random model would go on with others until its answer is cut off
+        },
     },
 }
 

@@ -337,6 +337,7 @@ def test_the_cohere_client(server: ServerProcess, client: httpx.Client) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the package's own
 @pytest.mark.skipif(importlib.util.find_spec("litellm") is None, reason="litellm is not installed")
 def test_litellm_ranks(server: ServerProcess, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it looks for prices on the network

@@ -75,8 +75,8 @@ class ImageTextModel(nn.Module):
 
 
 def _add_dense_features(backbone: nn.Module | None) -> None:
-    """mlx-vlm adds features to the states of single tokens, which it reads from the device for each layer. Ours have
-    zeros for all other tokens, and are added as they are."""
+    """mlx-vlm asks the device at every layer which tokens are an image's, to add features to those. Ours are zero at
+    all other tokens, and are added to all."""
     original = type(backbone)
     if hasattr(original, "_deepstack_process"):
         members = {"_deepstack_process": lambda _self, states, _places, features: states + features}

@@ -14,6 +14,7 @@ Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinfor
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce")
 Schedule = Literal["constant", "linear", "cosine"]
 SCHEDULES = ("constant", "linear", "cosine")
+MIN_COMPARED = 5  # updates whose rewards are compared with those before, at least as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,41 @@ class RLConfig(UpdateConfig, Objective):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alarms:
+    """What brings the last good version back; 0 or None: never."""
+
+    kl: float | None = option(
+        10.0,
+        "KL divergence to the reference, in nats per token, above which the last good version is brought back; 0: off",
+        name="alarm_kl",
+        parse=float,
+    )
+    entropy: float | None = option(
+        1e-3,
+        "entropy of the policy, in nats per token, below which the last good version is brought back; 0: off",
+        name="alarm_entropy",
+        parse=float,
+    )
+    reward_drop: float | None = option(
+        3.0,
+        "fall of the median reward of five updates below that of the updates before, in robust standard deviations, "
+        "from which the last good version is brought back; 0: off",
+        name="alarm_reward_drop",
+        parse=float,
+    )
+    reward_updates: int = option(
+        50,
+        "updates before the last five with which --alarm-reward-drop compares; fewer forget a change of scale sooner",
+        name="alarm_reward_updates",
+        parse=int,
+    )
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "kl", "entropy", "reward_drop")
+        check_at_least(self, MIN_COMPARED, "reward_updates")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsConfig:
     """What scores answers."""
 
@@ -199,6 +235,7 @@ class TrainingConfig:
     rewards: RewardsConfig = group(RewardsConfig, "rewards", "rl_training")
     lora: LoRAConfig = group(LoRAConfig, "adapters that are trained", "model")
     rl: RLConfig = group(RLConfig, "updates", "rl_training")
+    alarms: Alarms = group(Alarms, "alarms of training", "rl_training")
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "trajectory_buffer_size")

@@ -257,7 +257,8 @@ class Loop:
         self._level = self._next_level(level, reward)
         # With the update's checkpoint: where to go on from.
         notes = {"step": step, "level": self._level, "successes": self._successes[-CURRICULUM_WINDOW:]}
-        update = session.update(trajectories, extra=notes) if trajectories else None
+        harder = self._level != level
+        update = session.update(trajectories, extra=notes, new_level=harder) if trajectories else None
         if update is None:
             session.extra = notes
         records = [answer.record for group in answers for answer in group]

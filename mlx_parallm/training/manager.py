@@ -154,6 +154,7 @@ class TrainingManager:
             follows_buffer=training.update_frequency > 0,
             buffer_size=training.trajectory_buffer_size,
             max_staleness=training.max_staleness,
+            alarms=training.alarms,
             memory=self._memory_of_one(),
         )
         session.start(resume=kept.resume, serve=serve)

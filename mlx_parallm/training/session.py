@@ -14,18 +14,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mlx_parallm.config.training import LoRAConfig, RLConfig
+from mlx_parallm.config.training import Alarms, LoRAConfig, RLConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError, ParallmError
 from mlx_parallm.lora.registry import KEPT_VERSIONS
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
-from mlx_parallm.training.alarms import Alarms, PolicyMonitor
+from mlx_parallm.training.alarms import PolicyMonitor
 from mlx_parallm.training.buffer import Buffer
 from mlx_parallm.training.checkpoints import BEST, LATEST, Checkpoint, Checkpoints, check_new_name
 from mlx_parallm.training.follower import BufferFollower
 from mlx_parallm.training.learner import LearnerState
-from mlx_parallm.training.session_store import Captured, SessionState, SessionStore
+from mlx_parallm.training.session_store import Captured, SessionState, SessionStore, captured
 from mlx_parallm.training.totals import Report, Totals
 from mlx_parallm.training.trainer import Trainer
 from mlx_parallm.training.trajectories import Trajectory
@@ -174,10 +174,12 @@ class Session:
         at_most: int | None = None,
         durable: bool = False,
         extra: Mapping[str, Any] | None = None,
+        new_level: bool = False,
     ) -> Report:
         """One update now, from these or from the buffer.
 
         `durable`: what it did is in a checkpoint before this returns. `extra`: is kept with it, in the next checkpoint.
+        `new_level`: what comes next is harder, so its rewards are not compared with those of before.
         """
         if checkpoint_name is not None:
             check_new_name(checkpoint_name)
@@ -191,6 +193,8 @@ class Session:
                 self.buffer.count(collected=len(trajectories))
             if extra is not None:
                 self.extra = dict(extra)
+            if new_level:
+                self.monitor.reset()
             self._mark_changed()
         self._save_after_update(report, checkpoint_name, durable)
         return report
@@ -241,7 +245,7 @@ class Session:
     def _roll_back_on(self, alarm: str, report: Report) -> None:
         report.rolled_back = alarm
         self.totals.rollbacks += 1
-        self.monitor.forget_recent()
+        self.monitor.forget_rewards()
         assert self.good is not None
         good = self.good
         self._on_engine(lambda: self.trainer.go_back(good.state))
@@ -354,28 +358,17 @@ class Session:
         assert self.store is not None
         policy = self._on_engine(self._policy)
         frozen = self.buffer.freeze(self.store.journal.rotate)
-        version, monitor = self.version, self.monitor
-        good = _other(None if self.good is None else self.good.state, policy.state)
-        served = _other(self.versions.state_of(version), policy.state)
-        state = SessionState(
-            updates=policy.state.updates,
+        return captured(
+            policy,
+            frozen,
+            self.versions,
+            self.good,
+            self.monitor,
+            self.totals,
             adapter=self.name,
-            good_updates=None if good is None else good.updates,
-            policy_version=version if served is None else None,
-            served_version=version,
-            served_updates=None if served is None else served.updates,
-            last_version=self.last_version,
-            journal=frozen.result,
-            best_reward=None if monitor.best_reward == -np.inf else monitor.best_reward,
-            recent_rewards=list(monitor.rewards),
-            recent_deviations=list(monitor.deviations),
-            totals=self.totals.state(),
-            counts=frozen.counts,
             seed=self.config.seed,
-            metrics=self.totals.metrics,
             extra=self.extra,
         )
-        return Captured(policy.state, policy.adapter, good, served, frozen.waiting, state)
 
     def adapter(self) -> Adapter:
         """The parameters as they are now."""
@@ -393,8 +386,3 @@ class Session:
             **self.buffer.status(),
             "available_checkpoints": [] if self.checkpoints is None else self.checkpoints.names(),
         }
-
-
-def _other(state: LearnerState | None, current: LearnerState) -> LearnerState | None:
-    """A state that is kept beside the current one; None where it is the same."""
-    return None if state is None or state.parameters is current.parameters else state

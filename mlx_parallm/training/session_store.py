@@ -6,6 +6,7 @@ has one where it keeps checkpoints. Any thread but the engine's.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +18,15 @@ import orjson
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ParallmError, UnavailableError
 from mlx_parallm.lora.weights import Adapter
+from mlx_parallm.training.alarms import PolicyMonitor
+from mlx_parallm.training.buffer import FrozenBuffer
 from mlx_parallm.training.checkpoints import BUFFER, LATEST, Checkpoint, Checkpoints, adapter_files, check_new_name
 from mlx_parallm.training.journal import Journal
 from mlx_parallm.training.learner import LearnerState
+from mlx_parallm.training.totals import Totals
 from mlx_parallm.training.trainer import Trainer
 from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.versions import GoodVersion, Policy, PolicyVersions
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +77,48 @@ class Captured:
     served: LearnerState | None
     waiting: list[Trajectory]
     state: SessionState
+
+
+def captured(
+    policy: Policy,
+    frozen: FrozenBuffer[int],
+    versions: PolicyVersions,
+    good_version: GoodVersion | None,
+    monitor: PolicyMonitor,
+    totals: Totals,
+    *,
+    adapter: str,
+    seed: int,
+    extra: Mapping[str, Any],
+) -> Captured:
+    """What the parts of a session hold now. `frozen`: its buffer, with the number of the journal's new file."""
+    version = versions.current
+    good = _other(None if good_version is None else good_version.state, policy.state)
+    served = _other(versions.state_of(version), policy.state)
+    state = SessionState(
+        updates=policy.state.updates,
+        adapter=adapter,
+        good_updates=None if good is None else good.updates,
+        policy_version=version if served is None else None,
+        served_version=version,
+        served_updates=None if served is None else served.updates,
+        last_version=versions.last,
+        journal=frozen.result,
+        best_reward=None if monitor.best_reward == -math.inf else monitor.best_reward,
+        recent_rewards=list(monitor.rewards),
+        recent_deviations=list(monitor.deviations),
+        totals=totals.state(),
+        counts=frozen.counts,
+        seed=seed,
+        metrics=totals.metrics,
+        extra=dict(extra),
+    )
+    return Captured(policy.state, policy.adapter, good, served, frozen.waiting, state)
+
+
+def _other(state: LearnerState | None, current: LearnerState) -> LearnerState | None:
+    """A state that is kept beside the current one; None where it is the same."""
+    return None if state is None or state.parameters is current.parameters else state
 
 
 @dataclass(frozen=True, slots=True)

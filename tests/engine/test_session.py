@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.train import LoopConfig
-from mlx_parallm.config.training import LoRAConfig, RLConfig
+from mlx_parallm.config.training import Alarms, LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
 from mlx_parallm.text.prompts import Conversation, Prompts
-from mlx_parallm.training.alarms import Alarms
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.ledger import Ledger
@@ -240,6 +239,21 @@ def random_trajectories(seed: int) -> list[Trajectory]:
         Trajectory(PROMPTS[place // 4], random.integers(3, 90, 6).tolist(), float(random.random()), str(place // 4))
         for place in range(8)
     ]
+
+
+def test_after_a_rollback_training_goes_on() -> None:
+    """Rewards of another scale give one alarm, not one in every five updates."""
+    with school() as one:
+        session = one.session(alarms=Alarms(kl=None, entropy=None), learning_rate=1e-4)
+        rolled_back = []
+        for number in range(24):
+            trajectories = random_trajectories(number)
+            for each in trajectories:
+                each.reward += 50.0 if number < 10 else 0.0
+            if session.update(trajectories).rolled_back:
+                rolled_back.append(number)
+        assert rolled_back == [12]
+        assert session.trainer.updates == 24 - 2, "the alarm takes its own update and the one before"
 
 
 @pytest.mark.long

@@ -14,6 +14,8 @@ Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinfor
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce")
 Schedule = Literal["constant", "linear", "cosine"]
 SCHEDULES = ("constant", "linear", "cosine")
+Reference = Literal["initial", "base"]
+REFERENCES = ("initial", "base")
 MIN_COMPARED = 5  # updates whose rewards are compared with those before, at least as many
 
 
@@ -77,7 +79,7 @@ class Objective:
     clip_high: float = option(
         0.2, "share by which the probability of a token (rloo, gspo: of an answer) may rise in an update", parse=float
     )
-    beta: float = option(0.0, "weight of the KL divergence to the model without the adapter", parse=float)
+    beta: float = option(0.0, "weight of the KL divergence to the reference (see --reference); 0: none", parse=float)
     # Left out are tokens whose ratio to the sampler's, or its inverse, is larger than the first of these, and answers
     # whose geometric mean of that (the larger of ratio and inverse, of each token) is larger than the second.
     token_limit: float | None = option(
@@ -138,12 +140,20 @@ class RLConfig(UpdateConfig, Objective):
     max_kl: float = option(
         1.0, "nats a token by which an update may move the policy; one that moves it further is refused", parse=float
     )
+    reference: Reference = option(
+        "initial",
+        "what the KL divergence is measured to; initial: the adapter that training begins with, by --init-adapter or "
+        "--lora-path, or the model where it begins with none; base: always the model without an adapter",
+        choices=REFERENCES,
+    )
     max_length: int | None = None  # for Dr. GRPO's weights; None: the most tokens that answers of the update could have
     max_parameter_norm: float = 1e4
 
     def __post_init__(self) -> None:
         UpdateConfig.__post_init__(self)
         Objective.__post_init__(self)
+        if self.reference not in REFERENCES:
+            raise ConfigError(f"reference must be initial or base, not {self.reference!r}")
         check_at_least(self, 1, "epochs", "max_length")
         check_positive(self, "max_kl", "max_parameter_norm")
 

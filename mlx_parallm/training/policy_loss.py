@@ -29,7 +29,7 @@ class LossTotals:
     clipped: float = 0.0
     entropy: float = 0.0  # by the drawn tokens' own log-probabilities
     mismatch: float = 0.0  # KL of the policy that learns to the one that drew
-    reference: float = 0.0  # KL to the model without the adapter
+    reference: float = 0.0  # KL to the reference
     ratio: float = 0.0
     ratio_squared: float = 0.0
     largest_gap: float = 0.0
@@ -59,23 +59,24 @@ class LossTotals:
 
 
 class PolicyLoss:
-    def __init__(self, tree: TrainableModel, reference: nn.Module, objective: Objective) -> None:
-        """`reference`: the model without the adapter."""
+    def __init__(self, tree: TrainableModel, base: nn.Module, objective: Objective) -> None:
+        """`base`: the model without the adapter."""
         self._tree = tree
-        self._reference = reference
+        self._base = base
         self._objective = objective
+        self.initial: Parameters | None = None  # what the divergence is measured to; None: the model without an adapter
 
     def __call__(self, parameters: Parameters, micro: Micro) -> tuple[mx.array, Values]:
         """The micro-batch's part of the loss, and what `LossTotals` and the check of an update need of it.
 
         Leaves the parameters in the model's own precision, as they are served: products of mixed precision are slow.
         """
-        objective, tree = self._objective, self._tree
-        tree.set_parameters({name: array.astype(tree.dtype) for name, array in parameters.items()})
+        objective = self._objective
+        reference = mx.stop_gradient(self.reference_logprobs(micro)) if objective.beta else None
+        self._put(parameters)
         mask = mx.array(micro.mask)
         new = self.logprobs(micro)
         old = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), mx.stop_gradient(new))
-        reference = mx.stop_gradient(self.reference_logprobs(micro)) if objective.beta else None
         tokens = losses(objective, new, old, mx.array(micro.advantage), mask, reference)
         weight = mx.array(micro.weight)[:, None]
         loss = mx.sum((tokens.policy + objective.beta * tokens.divergence) * weight)
@@ -102,7 +103,16 @@ class PolicyLoss:
         return self._logprobs(self._tree.module, micro)
 
     def reference_logprobs(self, micro: Micro) -> mx.array:
-        return self._logprobs(self._reference, micro)
+        """The same by the reference. Leaves its parameters in the tree, where it has some."""
+        if self.initial is None:
+            return self._logprobs(self._base, micro)
+        self._put(self.initial)
+        return self._logprobs(self._tree.module, micro)
+
+    def _put(self, parameters: Parameters) -> None:
+        """In the model's own precision."""
+        dtype = self._tree.dtype
+        self._tree.set_parameters({name: array.astype(dtype) for name, array in parameters.items()})
 
     def _logprobs(self, module: nn.Module, micro: Micro) -> mx.array:
         answers = mx.array(micro.answers)

@@ -125,6 +125,7 @@ class Session:
         if checkpoint is None or state is None:
             return None
         store.load(checkpoint)
+        store.load_reference(checkpoint)
         good = store.good_state(checkpoint)
         self.good = None if good is None else GoodVersion(None, good)
         self.extra = dict(state.extra)
@@ -290,6 +291,7 @@ class Session:
 
         def take() -> Policy:
             self.trainer.learner.set_parameters(self.trainer.tree.parameters_of(adapter))
+            self.trainer.measure_to(self.trainer.parameters)
             return self._policy()
 
         with self._lock:

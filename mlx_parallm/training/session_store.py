@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import mlx.core as mx
 import orjson
 
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ParallmError, UnavailableError
+from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.training.alarms import PolicyMonitor
 from mlx_parallm.training.buffer import FrozenBuffer
@@ -31,6 +33,7 @@ from mlx_parallm.training.versions import GoodVersion, Policy, PolicyVersions
 log = logging.getLogger(__name__)
 
 GOOD = "good."  # before the names of the last good version's arrays
+REFERENCE = "reference."  # before those of the adapter that training began with, where KL is measured to it
 SERVED = "served."  # before those of the version that is served, where the trainer has gone on without publishing
 LOOK_SECONDS = 0.2  # how often the saver looks whether it is to stop
 STOP_SECONDS = 60.0  # for the saver to end
@@ -218,6 +221,12 @@ class SessionStore:
         updates = SessionState.of_json(checkpoint.state).updates
         self._engine.run(lambda: self._trainer.load_state(checkpoint.arrays, updates))
 
+    def load_reference(self, checkpoint: Checkpoint) -> None:
+        """Has KL measured to what it was measured to then."""
+        arrays = _below(REFERENCE, checkpoint)
+        if arrays:
+            self._engine.run(lambda: self._trainer.measure_to({name: mx.array(one) for name, one in arrays.items()}))
+
     def good_state(self, checkpoint: Checkpoint) -> LearnerState | None:
         """The last good version, where it is another than the trainer's own state."""
         return self._earlier_state(checkpoint, GOOD, SessionState.of_json(checkpoint.state).good_updates)
@@ -227,8 +236,7 @@ class SessionStore:
         return self._earlier_state(checkpoint, SERVED, SessionState.of_json(checkpoint.state).served_updates)
 
     def _earlier_state(self, checkpoint: Checkpoint, prefix: str, updates: int | None) -> LearnerState | None:
-        named = checkpoint.arrays.items()
-        arrays = {name.removeprefix(prefix): array for name, array in named if name.startswith(prefix)}
+        arrays = _below(prefix, checkpoint)
         if not arrays or updates is None:
             return None
         return self._engine.run(lambda: self._trainer.snapshot_of(arrays, updates))
@@ -283,7 +291,8 @@ class SessionStore:
         for prefix, state in ((GOOD, captured.good), (SERVED, captured.served)):
             earlier = {} if state is None else self._trainer.state(state)
             arrays |= {f"{prefix}{name}": array for name, array in earlier.items()}
-        return arrays
+        reference = self._trainer.reference or {}
+        return arrays | {f"{REFERENCE}{name}": to_numpy(array) for name, array in reference.items()}
 
     def _save_after_changes(self) -> None:
         """Writes a checkpoint a while after each change."""
@@ -297,6 +306,11 @@ class SessionStore:
                     self.try_save(LATEST)
                 except UnavailableError:
                     return
+
+
+def _below(prefix: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    named = checkpoint.arrays.items()
+    return {name.removeprefix(prefix): array for name, array in named if name.startswith(prefix)}
 
 
 def _readable(entries: Sequence[Mapping[str, Any]]) -> Iterator[Trajectory]:

@@ -77,9 +77,9 @@ class Trainer:
         self.lora = lora
         mx.random.seed(config.seed)
         self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
-        reference = shared_tree(model)
+        base = shared_tree(model)
         self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters)
-        self.loss = PolicyLoss(self.tree, reference, config)
+        self.loss = PolicyLoss(self.tree, base, config)
         self.kept_snapshots = 0  # that somebody holds beside it
         self.activation_bytes = 0  # most that a micro-batch has taken
         self._shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # that have occurred, where they are rounded
@@ -106,7 +106,8 @@ class Trainer:
     @property
     def working_bytes(self) -> int:
         """Of what an update holds beside activations: those, their gradients, and all of it as it was before."""
-        return (2 + self.kept_snapshots) * self.nbytes + sum(array.nbytes for array in self.learner.stacks.values())
+        held = [*self.learner.stacks.values(), *(self.loss.initial or {}).values()]
+        return (2 + self.kept_snapshots) * self.nbytes + sum(array.nbytes for array in held)
 
     def check_memory(self, name: str, limit: int) -> None:
         """Whether learning fits into its memory, which is a part of this limit; `name`: of the adapter."""
@@ -120,6 +121,15 @@ class Trainer:
 
     def adapter(self) -> Adapter:
         return self.tree.adapter()
+
+    @property
+    def reference(self) -> Parameters | None:
+        """What the divergence is measured to, in place of the model without an adapter."""
+        return self.loss.initial
+
+    def measure_to(self, parameters: Parameters) -> None:
+        """Has the divergence measured to these parameters, unless the config says: to the model alone."""
+        self.loss.initial = parameters if self.config.reference == "initial" else None
 
     # An update.
 

@@ -256,6 +256,33 @@ def test_after_a_rollback_training_goes_on() -> None:
         assert session.trainer.updates == 24 - 2, "the alarm takes its own update and the one before"
 
 
+def test_the_divergence_is_measured_to_the_adapter_that_training_began_with(tmp_path: Path) -> None:
+    """And a restart finds it again; --reference base measures it to the model."""
+
+    def divergences(folder: Path, numbers: range, **options: object) -> list[float]:
+        with school() as one:
+            session = one.session(folder=folder, beta=0.05, alarms=Alarms(kl=None), **options)
+            if not session.trainer.updates:
+                random = np.random.default_rng(3)
+                parameters = {
+                    name: mx.array(0.1 * random.standard_normal(array.shape).astype(np.float32))
+                    for name, array in session.trainer.parameters.items()
+                }
+                session.trainer.tree.set_parameters(parameters)
+                adapter = session.trainer.adapter()
+                session.trainer.learner.restore()
+                session.begin_with(adapter)
+            found = [session.update(random_trajectories(number)).outcome.metrics["kl"] for number in numbers]
+            session.checkpoint()
+            return found
+
+    first, *later = divergences(tmp_path / "whole", range(3))
+    assert first == pytest.approx(0.0, abs=1e-6)
+    assert min(later) > 0.0
+    assert divergences(tmp_path / "cut", range(2)) + divergences(tmp_path / "cut", range(2, 3)) == [first, *later]
+    assert divergences(tmp_path / "base", range(1), reference="base")[0] > 0.05
+
+
 @pytest.mark.long
 def test_an_alarm_after_a_restart_goes_back_as_far_as_without(tmp_path: Path) -> None:
     calm, alarmed = Alarms(kl=None, entropy=None, reward_drop=None), Alarms(entropy=100.0)

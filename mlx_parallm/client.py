@@ -68,6 +68,7 @@ class Sample:
     policy_spans: list[tuple[int, int, int]]  # (first token, the one after the last, version)
     metadata: dict[str, Any]
     mixed_policy: bool = False  # several versions made it: each log-probability is of the one that its span names
+    logprobs_mode: str | None = None  # processed: after temperature, penalties and cuts such as top_p; raw: before them
 
 
 class InferenceClient:
@@ -128,7 +129,8 @@ class InferenceClient:
             if name in sampling:
                 raise InvalidRequestError(f"{name} is not for generate: it answers with one sample", param=name)
         answer = await self._post("/generate", {key: value for key, value in fields.items() if value is not None})
-        return Sample(**{**answer, "policy_spans": [tuple(span) for span in answer["policy_spans"]]})
+        known = {name: value for name, value in answer.items() if name in Sample.__slots__}  # a newer server tells more
+        return Sample(**{**known, "policy_spans": [tuple(span) for span in answer["policy_spans"]]})
 
     async def rollout(
         self,

@@ -138,37 +138,42 @@ class Ledger:
         self._tokens -= record.size
 
     def check(self, trajectory: Trajectory) -> None:
-        """Marks one off-policy that this server did not draw, or not with these log-probabilities."""
+        """Marks one off-policy that this server did not draw; one that it drew gets what was recorded of it.
+
+        Of an answer that its `request_id` names, the recorded log-probabilities count, whatever was sent: a client has
+        them after top_p and penalties. Without the name they tell whether it is that answer at all.
+        """
         record = self._drawn(trajectory)
         trajectory.off_policy = record is None
         if record is not None:
+            record = record.cut(len(trajectory.completion_ids))
             trajectory.temperature, trajectory.spans = record.temperature, record.spans
-            trajectory.logprobs = trajectory.logprobs or record.logprobs[: len(trajectory.completion_ids)]
+            trajectory.logprobs = record.logprobs
 
     def _drawn(self, trajectory: Trajectory) -> Record | None:
         with self._lock:
-            candidates = [self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))]
-            for name in _names(trajectory.request_id) if trajectory.request_id is not None else ():
-                # Perhaps the trajectory is only the beginning of one of these.
-                candidates += [self._by_name.get(ChoiceKey(name, index)) for index in range(MAX_CHOICES)]
-        return next((one for one in candidates if one is not None and _is_drawn(trajectory, one)), None)
+            same_text = self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))
+            named = [] if trajectory.request_id is None else self._named(trajectory.request_id, None, None)
+        # Perhaps the trajectory is only the beginning of one of these.
+        if (record := next((one for one in named if _has_text(trajectory, one)), None)) is not None:
+            return record
+        return same_text if same_text is not None and _has_logprobs(trajectory, same_text) else None
 
 
-def _is_drawn(trajectory: Trajectory, record: Record) -> bool:
+def _has_text(trajectory: Trajectory, record: Record) -> bool:
     length = len(trajectory.completion_ids)
-    same_text = (
+    return (
         tuple(trajectory.prompt_ids) == record.prompt_ids
         and tuple(trajectory.completion_ids) == record.completion_ids[:length]
     )
-    if trajectory.logprobs is None:
-        return same_text
-    learnt = trajectory.mask or [True] * length
-    gaps = (
-        abs(left - right)
-        for left, right, counts in zip(trajectory.logprobs, record.logprobs, learnt, strict=False)
-        if counts
-    )
-    return same_text and all(gap <= SAME_LOGPROB for gap in gaps)
+
+
+def _has_logprobs(trajectory: Trajectory, record: Record) -> bool:
+    """Where it counts, and as far as it has any."""
+    sent = trajectory.logprobs or ()
+    learnt = trajectory.mask or [True] * len(sent)
+    compared = zip(sent, record.logprobs, learnt, strict=False)
+    return all(abs(left - right) <= SAME_LOGPROB for left, right, counts in compared if counts)
 
 
 def _keys(record: Record) -> list[ChoiceKey]:

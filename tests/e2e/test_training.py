@@ -137,7 +137,6 @@ def test_what_the_server_never_drew_is_off_policy(client: httpx.Client) -> None:
             "prompt_ids": group["prompt_ids"],
             "completion_ids": sample["completion_ids"],
             "logprobs": [value - 0.3 for value in sample["logprobs"]],
-            "request_id": sample["request_id"],
             "reward": float(place),
         }
         for place, sample in enumerate(group["samples"])
@@ -145,6 +144,29 @@ def test_what_the_server_never_drew_is_off_policy(client: httpx.Client) -> None:
     found = post(client, "/v1/training/update", {"trajectories": made + twisted})
     assert found["metrics"]["off_policy"] == 4
     assert found["metrics"]["max_logprob_gap"] > 0.1
+
+
+def test_log_probabilities_after_a_cut_are_those_of_the_same_policy(client: httpx.Client) -> None:
+    """What /generate tells is after top_p; sent back with its request_id, it is known by what was recorded."""
+    trajectories = []
+    for place in range(4):
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 1.0, "top_p": 0.5, "request_id": f"cut-{place}"}
+        found = post(client, "/generate", body)
+        assert found["logprobs_mode"] == "processed"
+        trajectories.append(
+            {
+                "group_id": "cut",
+                "prompt_ids": found["prompt_ids"],
+                "completion_ids": found["completion_ids"],
+                "logprobs": found["logprobs"],
+                "request_id": found["request_id"],
+                "reward": float(place),
+            }
+        )
+    metrics = post(client, "/v1/training/update", {"trajectories": trajectories})["metrics"]
+    assert metrics["off_policy"] == 0
+    assert metrics["clip_fraction"] == 0
+    assert metrics["max_logprob_gap"] < 1e-3
 
 
 def test_feedback_on_earlier_answers(client: httpx.Client) -> None:

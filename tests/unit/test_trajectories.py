@@ -125,6 +125,27 @@ def test_what_was_not_drawn_here_is_off_policy() -> None:
         assert other.off_policy
 
 
+def test_what_was_recorded_wins_where_the_request_is_known() -> None:
+    """A client has log-probabilities after top_p, which are larger: that is no other policy."""
+    ledger = Ledger()
+    ledger(*_with_index(ended([5, 6], stop=9, n=2)))
+    cut = [-0.01, -0.05, 0.0]
+    for name in ("r", "r.0", "engine-r"):
+        sent = Trajectory([1, 2, 3], [5, 6, 9], 1.0, logprobs=cut, request_id=name)
+        ledger.check(sent)
+        assert not sent.off_policy
+        assert sent.logprobs == pytest.approx((-0.1, -0.2, -0.3))
+        assert (sent.temperature, sent.version) == (0.5, 3)
+    for other in (
+        Trajectory([1, 2, 3], [5, 6, 9], 1.0, logprobs=cut),
+        Trajectory([1, 2, 3], [5, 6, 9], 1.0, logprobs=cut, request_id="another"),
+        Trajectory([1, 2, 3], [5, 7, 9], 1.0, logprobs=cut, request_id="r"),
+    ):
+        ledger.check(other)
+        assert other.off_policy
+        assert other.logprobs == cut
+
+
 def one(group: str, reward: float = 0.0, version: int = 1) -> Trajectory:
     return Trajectory([1], [2], reward, group, spans=(PolicySpan(0, 1, version),))
 

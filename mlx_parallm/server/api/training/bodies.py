@@ -20,7 +20,12 @@ class TrajectoryBody(Body):
     group_id: str | int | None = Field(None, description="Those of one group are compared; default: by their prompt")
     prompt_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_TOKENS)
     completion_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_TOKENS)
-    logprobs: list[float] | None = Field(None, description="As they were drawn; without, it counts as off-policy")
+    logprobs: list[float] | None = Field(
+        None,
+        description="At the temperature of the draw, before the cuts of top_p, top_k and min_p and without penalties; "
+        "where request_id names an answer of this server, what was recorded of it counts instead; without either it "
+        "counts as off-policy",
+    )
     reward: float
     policy_version: int | None = Field(None, ge=0)
     request_id: str | None = None

@@ -129,6 +129,7 @@ class Session:
         good = store.good_state(checkpoint)
         self.good = None if good is None else GoodVersion(None, good)
         self.extra = dict(state.extra)
+        self.versions.abandoned = set(state.abandoned)
         self.monitor.restore(state.best_reward, state.recent_rewards, state.recent_deviations)
         self.totals.restore(state.totals)
         log.info(
@@ -190,7 +191,7 @@ class Session:
             if trajectories is None:
                 report = self._update_from_buffer(at_most or self._update_trajectories, publish)
             else:
-                report = self._update(trajectories, publish)
+                report = self._update(self.buffer.without_abandoned(trajectories, self.versions.abandoned), publish)
                 self.buffer.count(collected=len(trajectories))
             if extra is not None:
                 self.extra = dict(extra)
@@ -201,7 +202,7 @@ class Session:
         return report
 
     def _update_from_buffer(self, at_most: int, publish: bool) -> Report:
-        taken = self.buffer.take(at_most, self.version)
+        taken = self.buffer.take(at_most, self.version, self.versions.abandoned)
         try:
             return self._update(taken, publish)
         except BaseException:
@@ -217,7 +218,7 @@ class Session:
         version = self.version
         before = GoodVersion(version, self._on_engine(self.trainer.snapshot))
         self.good = self.good or before
-        ages = [version - one.version for one in trajectories if one.spans]
+        ages = [max(0, version - one.version) for one in trajectories if one.spans and not one.foreign]
         outcome = self.engine.work(self.trainer.update(trajectories, self.engine.is_serving)).result()
         outcome.metrics["staleness"] = float(np.mean(ages)) if ages else 0.0
         report = Report(version, outcome)
@@ -248,9 +249,11 @@ class Session:
         self.totals.rollbacks += 1
         self.monitor.forget_rewards()
         assert self.good is not None
-        good = self.good
+        good, alarming = self.good, self.version
         self._on_engine(lambda: self.trainer.go_back(good.state))
+        self.versions.abandon_after(alarming - 1 if good.number is None else good.number)
         report.version = self._serve_again(good.number)
+        self.buffer.drop_abandoned(self.versions.abandoned)
         log.error("%s: %s; back to version %d", self.name, alarm, report.version)
 
     def _serve_again(self, version: int | None) -> int:
@@ -339,6 +342,7 @@ class Session:
         with self._lock:
             checkpoint = self.checkpoints.load(name) if name is not None else self.checkpoints.of_version(version)
             self.store.load(checkpoint)
+            self.versions.abandon_after(checkpoint.served_version or 0)
             self.extra = dict(SessionState.of_json(checkpoint.state).extra)
             self._begin_anew()
             number = self.versions.publish(self._on_engine(self._policy))
@@ -349,6 +353,7 @@ class Session:
         """After somebody has taken the policy elsewhere: what was seen of the one before says nothing of it."""
         self.good = None
         self.monitor.reset()
+        self.buffer.drop_abandoned(self.versions.abandoned)
         self._mark_changed()
 
     def _mark_changed(self) -> None:

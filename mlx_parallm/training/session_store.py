@@ -50,6 +50,7 @@ class SessionState:
     served_version: int | None = None
     served_updates: int | None = None  # None: the served version's arrays are the trainer's own
     last_version: int = 0
+    abandoned: list[int] = field(default_factory=list)  # versions that rollbacks have left
     journal: int = 0  # the number of its first file that holds what came later
     best_reward: float | None = None
     recent_rewards: list[float] = field(default_factory=list)
@@ -106,6 +107,7 @@ def captured(
         served_version=version,
         served_updates=None if served is None else served.updates,
         last_version=versions.last,
+        abandoned=sorted(versions.abandoned),
         journal=frozen.result,
         best_reward=None if monitor.best_reward == -math.inf else monitor.best_reward,
         recent_rewards=list(monitor.rewards),

@@ -5,7 +5,7 @@ Sessions keep them in a buffer and hand them to the trainer in groups that are c
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,15 @@ class Trajectory:
     def version(self) -> int:
         """The oldest that drew any of it."""
         return min((span.version for span in self.spans), default=0)
+
+    def comes_from(self, versions: Collection[int]) -> bool:
+        """Whether any of these versions of the adapter that learns drew a part of it."""
+        return not self.foreign and any(span.version in versions for span in self.spans)
+
+    @property
+    def foreign(self) -> bool:
+        """Drawn here by another adapter than the one that learns, with versions of its own."""
+        return self.off_policy and self.source is not None
 
 
 def prompt_group(prompt: Sequence[int]) -> str:

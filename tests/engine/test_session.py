@@ -283,6 +283,52 @@ def test_the_divergence_is_measured_to_the_adapter_that_training_began_with(tmp_
     assert divergences(tmp_path / "base", range(1), reference="base")[0] > 0.05
 
 
+def test_answers_of_versions_that_a_rollback_has_left_are_dropped(tmp_path: Path) -> None:
+    """At once where they wait, and whenever they come later; after a restart too."""
+    with school() as one:
+        session = one.session(folder=tmp_path)
+        for seed in range(2):
+            assert session.update(one.trajectories(seed=seed)).published
+        kept, left = one.trajectories(seed=5), one.trajectories(seed=7)  # of version 3
+        session.rollback(2)
+        assert {each.version for each in left} == {3}
+        fresh = one.trajectories(seed=6)
+        assert {each.version for each in fresh} == {2}
+        session.buffer.add([*left[:4], *fresh])
+        report = session.update(at_most=99)
+        assert report.outcome.used + report.outcome.skipped == len(fresh)
+        assert report.outcome.metrics["staleness"] == 0.0
+        assert session.buffer.counts.stale == 4
+        assert session.version == 4
+        with pytest.raises(InvalidRequestError, match="a rollback has left"):
+            session.update(left)
+        report = session.update([*left, *fresh])
+        assert report.outcome.metrics["staleness"] == 2.0, "4 has taken the place of 3"
+        session.buffer.add(kept)
+        session.rollback(4)
+        assert len(session.buffer) == 0
+        session.checkpoint()
+    with school() as one:
+        session = one.session(folder=tmp_path)
+        assert session.versions.abandoned == {3, 5}
+        session.buffer.add(left)
+        with pytest.raises(InvalidRequestError, match="no trajectories"):
+            session.update()
+
+
+def test_answers_of_what_an_alarm_has_left_are_dropped() -> None:
+    with school() as one:
+        session = one.session(alarms=Alarms(kl=None, reward_drop=None))
+        for seed in range(3):
+            session.update(one.trajectories(seed=seed))
+        session.buffer.add(one.trajectories(seed=4))  # of version 4
+        session.monitor.alarms = Alarms(entropy=100.0)
+        assert session.update(one.trajectories(seed=5)).rolled_back
+        assert session.version == 3
+        assert len(session.buffer) == 0
+        assert session.buffer.counts.stale == 8
+
+
 @pytest.mark.long
 def test_an_alarm_after_a_restart_goes_back_as_far_as_without(tmp_path: Path) -> None:
     calm, alarmed = Alarms(kl=None, entropy=None, reward_drop=None), Alarms(entropy=100.0)

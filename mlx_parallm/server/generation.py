@@ -36,14 +36,15 @@ class Generation:
         prompts: TokenizedPrompts,
         sampling: Sequence[SamplingParams],
         *,
-        name: str,
         label: str,
-        answer_id: str = "",
+        answer_id: str,
+        http_id: str = "",
         timeout: float | None,
         caller: Caller = ANYBODY,
     ) -> None:
         self.served = served
         self.call = call
+        self.answer_id = answer_id  # what the answer calls itself
         self.version = version  # of the adapter that answers; None: the model alone
         self.score: Callable[[], asyncio.Future[dict[int, float]]] | None = None  # when all choices have ended well
         self.rewards: dict[int, float] | None = None  # by the choices' numbers, where they were to be scored
@@ -63,12 +64,13 @@ class Generation:
         self._submitted = self._ended = False
         self._requests = [
             Request(
-                id=f"{name}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
+                id=f"{answer_id}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
                 prompt=prompt,
                 sampling=params,
                 timeout=timeout,
                 label=label,
                 answer_id=answer_id,
+                http_id=http_id,
                 owner=caller.owner,
                 first=number * self.n,
                 images=prompts.images,

@@ -25,6 +25,11 @@ from mlx_parallm.types import Collection
 from mlx_parallm.validation import check_choices
 
 
+def answer_name(prefix: str, request: Request) -> str:
+    """An answer's id in dialects that make it from the request's."""
+    return f"{prefix}{request.scope['request_id']}"
+
+
 class GenerationService:
     def __init__(
         self, models: ModelTable, config: ServeConfig, tokenizers: TokenizerPool, training: TrainingClient
@@ -34,8 +39,9 @@ class GenerationService:
         self._tokenizers = tokenizers
         self._training = training
 
-    async def prepare(self, call: GenerationCall, request: Request, kind: str) -> Generation:
-        """What a call asks for, not handed to a model yet. `kind` begins its requests' names."""
+    async def prepare(self, call: GenerationCall, request: Request, answer_id: str) -> Generation:
+        """What a call asks for, not handed to a model yet. `answer_id`: what its dialect calls the answer; feedback
+        finds it by that name."""
         await self._models.use(call.model, request)
         served, version = self._models.version_of(call.model, call.lora_adapter, call.policy_version)
         caller = current_caller.get()
@@ -58,9 +64,9 @@ class GenerationService:
             version,
             prompts,
             sampling,
-            name=f"{kind}-{request_id}",
             label=call.request_id or request_id,
-            answer_id=request_id,
+            answer_id=answer_id,
+            http_id=request_id,
             timeout=self._config.request_timeout_seconds or None,
             caller=caller,
         )

@@ -19,7 +19,6 @@ from mlx_parallm.types import Request
 SAME_LOGPROB = 1e-3  # how far what a client sends back may be from the ledger
 MAX_CHOICES = 64
 MAX_KEPT_TOKENS = 1_000_000  # of answers that may still be rewarded, prompts included
-KINDS = ("chatcmpl-", "cmpl-", "gen-")  # before a request's id, in answers
 
 OwnKey = tuple[str, ChoiceKey]  # an owner, and its own name of a choice
 
@@ -101,14 +100,13 @@ class Ledger:
 
     def _named(self, request_id: str, index: int | None, owner: str | None) -> list[Record]:
         numbers = range(MAX_CHOICES) if index is None else (index,)
-        for name in _names(request_id):
-            if records := [one for number in numbers if (one := self._get(name, number, owner)) is not None]:
-                return records
-            label, _, number = name.rpartition(".")
-            if label and number.isdecimal() and index in (None, int(number)):
-                record = self._get(label, int(number), owner)
-                if record is not None and record.choices > 1:
-                    return [record]
+        if records := [one for number in numbers if (one := self._get(request_id, number, owner)) is not None]:
+            return records
+        label, _, number = request_id.rpartition(".")
+        if label and number.isdecimal() and index in (None, int(number)):
+            record = self._get(label, int(number), owner)
+            if record is not None and record.choices > 1:
+                return [record]
         return []
 
     def _get(self, name: str, index: int, owner: str | None) -> Record | None:
@@ -177,13 +175,9 @@ def _has_logprobs(trajectory: Trajectory, record: Record) -> bool:
 
 
 def _keys(record: Record) -> list[ChoiceKey]:
-    """All names of a record: the client's, the answer's id and the engine's."""
-    return [ChoiceKey(name, record.index) for name in (record.label, record.answer_id, record.request) if name]
-
-
-def _names(request_id: str) -> list[str]:
-    """What a request may be called: answers' ids have their kind in front."""
-    return [request_id, *(request_id.removeprefix(kind) for kind in KINDS if request_id.startswith(kind))]
+    """All names of a record: the client's, the answer's id, the HTTP request's and the engine's."""
+    names = (record.label, record.answer_id, record.http_id, record.request)
+    return [ChoiceKey(name, record.index) for name in names if name]
 
 
 def _text(prompt: Sequence[int], completion: Sequence[int]) -> bytes:

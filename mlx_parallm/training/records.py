@@ -70,6 +70,7 @@ class Record:
     choices: int = 1  # of its request
     mask: tuple[bool, ...] | None = None  # tokens that the model drew, where others wrote some; None: all
     answer_id: str = ""  # what the answer called itself
+    http_id: str = ""  # the request's X-Request-Id
     owner: str = ""  # the name of the key that asked
 
     @property
@@ -112,6 +113,7 @@ class Record:
             max_tokens=row.max_tokens,
             choices=sampling.n,
             answer_id=request.answer_id,
+            http_id=request.http_id,
             owner=request.owner,
         )
 

@@ -192,6 +192,26 @@ def test_feedback_on_earlier_answers(client: httpx.Client) -> None:
     assert status(client)["trajectories_ready"] == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"model": "default", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/responses", {"model": "default", "max_output_tokens": 16, "input": "hello"}),
+        ("/v1/chat/completions", {"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/completions", {"max_tokens": 4, "prompt": "hello"}),
+    ],
+)
+def test_feedback_finds_an_answer_by_the_id_that_its_dialect_gave_it(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    answer = client.post(path, json=body)
+    names = [answer.json()["id"], answer.headers["x-request-id"]]
+    before = status(client)["trajectories_collected"]
+    for name in names:
+        post(client, "/v1/training/feedback", {"request_id": name, "reward": 1.0})
+    assert status(client)["trajectories_collected"] == before + len(names)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["completions", "chat"])
 def test_collected_answers_are_scored_and_buffered(client: httpx.Client, stream: bool, route: str) -> None:

@@ -102,6 +102,11 @@ class Engine:
         """Takes requests that arrive at one moment: all or none."""
         self._parts.intake.submit_all(requests, on_delta)
 
+    def live_requests(self) -> list[Request]:
+        """Those that have not ended, at a moment between two steps: what was cancelled before has ended by then, and
+        its recorder was told."""
+        return self._thread.run_between_steps(self._parts.base.live.requests)
+
     def run(self, work: Callable[[], T]) -> T:
         """Has the engine thread do something short beside serving, and waits for it. Never on that thread itself."""
 

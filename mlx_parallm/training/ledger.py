@@ -98,6 +98,11 @@ class Ledger:
             )
         return records[0]
 
+    def missing(self, request_ids: Iterable[str]) -> set[str]:
+        """Those by which no answer is known yet."""
+        with self._lock:
+            return {name for name in request_ids if not self._named(name, None, None)}
+
     def _named(self, request_id: str, index: int | None, owner: str | None) -> list[Record]:
         numbers = range(MAX_CHOICES) if index is None else (index,)
         if records := [one for number in numbers if (one := self._get(request_id, number, owner)) is not None]:
@@ -178,6 +183,13 @@ def _keys(record: Record) -> list[ChoiceKey]:
     """All names of a record: the client's, the answer's id, the HTTP request's and the engine's."""
     names = (record.label, record.answer_id, record.http_id, record.request)
     return [ChoiceKey(name, record.index) for name in names if name]
+
+
+def is_called(request: Request, name: str) -> bool:
+    """Whether a client may mean this request, or one of its choices, by that name."""
+    names = {request.label, request.answer_id, request.http_id, request.id} - {""}
+    label, _, number = name.rpartition(".")
+    return name in names or (label in names and number.isdecimal())
 
 
 def _text(prompt: Sequence[int], completion: Sequence[int]) -> bytes:

@@ -6,7 +6,8 @@ rollouts work; with it, every answer is recorded, and may be rewarded later.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from mlx_parallm.training.atropos.client import AtroposClient, AtroposConfig
 from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.folder_lock import FolderLock
-from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger
+from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger, is_called
 from mlx_parallm.training.records import Record, RewardedRecord
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.rewards import Rewards
@@ -39,6 +40,8 @@ from mlx_parallm.training.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
 
+RECORD_SECONDS = 10.0  # for the ledger to hear of an answer that is being given
+LOOK_SECONDS = 0.02
 NOT_ENABLED = "this server does not train: start it with --enable-rl-training"
 
 
@@ -222,10 +225,34 @@ class TrainingManager:
     ) -> Session:
         """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
         self.session()
-        record = self.ledger.find(request_id, index, owner)
+        record = self.find_record(request_id, index, owner)
         session = self.session(adapter) if adapter is not None else self.session_of(record)
         self._keep(session, [RewardedRecord(record, reward, group_id or "")])
         return session
+
+    def find_record(self, request_id: str, index: int | None = None, owner: str | None = None) -> Record:
+        """An answer by a name of its request. One that is being given, or was ended by its text a moment ago, is waited
+        for."""
+        try:
+            return self.ledger.find(request_id, index, owner)
+        except NotFoundError:
+            self._await_end([request_id])
+        return self.ledger.find(request_id, index, owner)
+
+    def await_records(self, request_ids: Sequence[str]) -> None:
+        """Waits for the records of those requests that this server is answering; the others are known, or unknown."""
+        missing = self.ledger.missing(request_ids)
+        if missing:
+            self._await_end(missing)
+
+    def _await_end(self, names: Collection[str]) -> None:
+        deadline = time.monotonic() + RECORD_SECONDS
+        while True:
+            live = self.engine.live_requests()
+            names = [name for name in names if any(is_called(request, name) for request in live)]
+            if not names or time.monotonic() > deadline:
+                return
+            time.sleep(LOOK_SECONDS)
 
     def session_of(self, record: Record) -> Session:
         """Of the adapter that gave an answer."""

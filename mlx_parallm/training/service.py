@@ -6,7 +6,6 @@ manager's. Its calls block; the server makes them on threads of its own.
 
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,6 @@ from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
     InvalidRequestError,
-    NotFoundError,
     ParallmError,
     UnavailableError,
 )
@@ -39,8 +37,6 @@ from mlx_parallm.types import (
 from mlx_parallm.validation import check_ids
 
 log = logging.getLogger(__name__)
-
-RECORD_SECONDS = 10.0  # for the ledger to hear of an answer that its text has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +98,7 @@ class TrainingService:
         session = self._manager.session(adapter)
         taken = None
         if trajectories is not None:
+            self._manager.await_records([one.request_id for one in trajectories if one.request_id is not None])
             taken = [self._numbered(one, session, number) for number, one in enumerate(trajectories)]
             _check_distinct(taken)
         report = session.update(taken, publish=publish, checkpoint_name=checkpoint_name, durable=True)
@@ -206,7 +203,8 @@ class TrainingService:
 
     def _score(self, collection: Collection) -> dict[int, float]:
         try:
-            records = [self._recorded(request, index, tokens) for request, index, tokens in collection.choices]
+            found = self._manager.find_record
+            records = [found(request, index).cut(tokens) for request, index, tokens in collection.choices]
             items = [self._item(record, collection.metadata) for record in records]
             scores = self._manager.rewards.score(collection.scoring_function, items)
             rewarded = [
@@ -222,16 +220,6 @@ class TrainingService:
         finally:
             with self._lock:
                 self._collecting -= 1
-
-    def _recorded(self, request: str, index: int, tokens: int) -> Record:
-        deadline = time.monotonic() + RECORD_SECONDS
-        while True:
-            try:
-                return self._manager.ledger.find(request, index).cut(tokens)
-            except NotFoundError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
 
     def _item(self, record: Record, metadata: Mapping[str, Any]) -> Item:
         decode = self._manager.vocabulary.decode

@@ -251,6 +251,30 @@ def test_an_answer_ended_by_a_stop_string_is_learnt_from_as_the_client_saw_it(cl
     assert post(client, "/v1/training/update", {"trajectories": pair})["metrics"]["tokens"] == seen
 
 
+def test_feedback_right_after_a_stop_string_finds_the_answer(client: httpx.Client) -> None:
+    """The engine hears of the end later than the client."""
+    whole = Api(client).complete(prompt=PROMPT, max_tokens=12, ignore_eos=True)["choices"][0]["text"]
+    body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0, "stop": [whole[2:6]]}
+    for place in range(20):
+        answer = post(client, "/v1/completions", {**body, "request_id": f"stopped-{place}"})
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        post(client, "/v1/training/feedback", {"request_id": f"stopped-{place}", "reward": 1.0})
+    sent = [{"request_id": f"stopped-{place}", "group_id": "stopped", "reward": float(place)} for place in range(20)]
+    used = post(client, "/v1/training/update", {"trajectories": sent})
+    assert used["trajectories_used"] == 20
+    answer = client.post("/v1/training/feedback", json={"request_id": "never-asked", "reward": 1.0})
+    assert answer.status_code == 404
+
+
+def test_an_answer_that_is_being_given_is_waited_for(client: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "request_id": "running", "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        with httpx.Client(base_url=client.base_url, timeout=60) as other:
+            post(other, "/v1/training/feedback", {"request_id": "running", "reward": 1.0})
+
+
 def test_the_buffer_is_learnt_from(client: httpx.Client) -> None:
     ready = status(client)["trajectories_ready"]
     assert ready >= 6

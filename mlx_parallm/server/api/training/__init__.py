@@ -1,7 +1,8 @@
 """Training over HTTP: updates, status, feedback, checkpoints and rollouts.
 
-What blocks (an update, a rollout) runs on threads of its own, never on the event loop: others, that resume or stop the
-server, must never wait for one.
+What blocks runs on threads, never on the event loop: others, that resume or stop the server, must never wait for one.
+Updates, rollouts, feedback and checkpoints have threads of their own each, so that feedback, which takes milliseconds,
+never waits behind updates, which take seconds.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.types import RolloutCall, RolloutSample, SamplingParams
 from mlx_parallm.validation import check_ids
 
-THREADS = 16
+UPDATES, ROLLOUTS, FEEDBACK, CHECKPOINTS = 4, 16, 8, 2  # threads; updates of one adapter come one after another anyway
 
 T = TypeVar("T")
 
@@ -64,14 +65,14 @@ class TrainingRoutes:
         self._models = context.models
         self._tokenizers = context.tokenizers
         self._max_rows = context.config.batch.max_batch_size
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="training")
+        self._updates = ThreadPoolExecutor(UPDATES, thread_name_prefix="update")
+        self._rollouts = ThreadPoolExecutor(ROLLOUTS, thread_name_prefix="rollout")
+        self._feedback = ThreadPoolExecutor(FEEDBACK, thread_name_prefix="feedback")
+        self._checkpoints = ThreadPoolExecutor(CHECKPOINTS, thread_name_prefix="checkpoint")
 
     @property
     def _served(self) -> ServedModel:
         return self._models.default
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def update(self, body: UpdateBody) -> Response:
         """From the trajectories in the body, or those in the buffer. It is published unless it is refused: not finite,
@@ -85,7 +86,7 @@ class TrainingRoutes:
             publish=body.update_inference,
             checkpoint_name=body.checkpoint_name,
         )
-        report = await self._run(work)
+        report = await _run(self._updates, work)
         return JSONResponse(
             {
                 "policy_version": report.policy_version,
@@ -114,7 +115,8 @@ class TrainingRoutes:
         """The server has kept the answer's tokens and their log-probabilities: with this reward it is learnt from."""
         if body.adapter is not None:
             self._check_adapter(body.adapter)
-        report = await self._run(
+        report = await _run(
+            self._feedback,
             partial(
                 self._training.feedback,
                 body.request_id,
@@ -123,7 +125,7 @@ class TrainingRoutes:
                 group_id=body.group_id,
                 adapter=body.adapter,
                 owner=current_caller.get().rewards_answers_of,
-            )
+            ),
         )
         return JSONResponse(
             {
@@ -138,7 +140,7 @@ class TrainingRoutes:
     async def checkpoint(self, body: CheckpointBody = ALL_DEFAULT) -> Response:
         """Adapter, optimiser and counters, in a folder that is there whole or not at all."""
         self._check_adapter(body.adapter)
-        name, path = await self._run(partial(self._training.checkpoint, body.adapter, body.name))
+        name, path = await _run(self._checkpoints, partial(self._training.checkpoint, body.adapter, body.name))
         return JSONResponse({"status": "success", "checkpoint": name, "path": path})
 
     async def rollout(self, body: RolloutBody) -> Response:
@@ -165,7 +167,7 @@ class TrainingRoutes:
             submit=body.submit,
             cache_salt=caller.cache_salt(body.cache_salt),
         )
-        groups = await self._run(partial(self._training.rollout, call))
+        groups = await _run(self._rollouts, partial(self._training.rollout, call))
         caller.charge_output(sum(len(sample.completion_ids) for group in groups for sample in group))
         return JSONResponse({"groups": [_group(group) for group in groups]})
 
@@ -209,6 +211,10 @@ class TrainingRoutes:
             prompt, (), add_generation_prompt=None, continue_final_message=False, template_kwargs={}
         )
         return (await self._tokenizers.render(self._served, rendered, False)).tokens
+
+
+async def _run(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 def _group(group: Sequence[RolloutSample]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.vision.processor import ImageProcessor
 from mlx_parallm.steps import Steps
-from mlx_parallm.types import MemoryPlan, OnDelta, PauseMode, Request
+from mlx_parallm.types import MemoryPlan, OnDelta, PauseMode, Request, SamplingParams
 
 T = TypeVar("T")
 FLUSH_SECONDS = 30.0
@@ -93,6 +93,10 @@ class Engine:
     def check_grammar(self, grammar: str, param: str) -> None:
         """Raises InvalidRequestError, about the field `param`, unless the grammar can be followed."""
         self._parts.grammars.check(grammar, param)
+
+    def check_prompt(self, prompt: list[int], choices: int) -> None:
+        """Raises ContextLengthError where so many answers to this prompt can't be had."""
+        self._parts.intake.check(Request("", prompt, SamplingParams(n=choices)))
 
     def submit(self, request: Request, on_delta: OnDelta) -> None:
         """Takes a request or raises at once; its deltas come through `dispatch`, with the handler that takes them."""

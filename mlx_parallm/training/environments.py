@@ -191,6 +191,9 @@ class EpisodeSampler(TaskSampler):
                 self._wait(episode, stepped)
         answers: list[list[ScoredAnswer]] = [[] for _ in problems]
         for episode in episodes:
+            if not episode.records:  # there was no room for an answer
+                self._lose(InvalidRequestError(f"its {len(episode.prompt)} tokens leave no room for an answer"))
+                continue
             reward = None if episode.failed else episode.reward
             answers[episode.group].append(
                 ScoredAnswer(record=episode.record(), score=reward, parts=dict(episode.environment.metrics))

@@ -15,10 +15,11 @@ from typing import Any
 
 from mlx_parallm.config.train import LoopConfig
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, ContextLengthError
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.prompts import Conversation, Prompts
 from mlx_parallm.training.components import Component
+from mlx_parallm.training.problems import ProblemSource
 from mlx_parallm.training.records import Record
 from mlx_parallm.training.rewards import Item, Rewards
 from mlx_parallm.training.rollouts import RolloutSource
@@ -48,6 +49,7 @@ class StepReport:
     samples: list[str] = field(default_factory=list)
     components: Mapping[str, float] = field(default_factory=dict)  # the mean of each part of the reward
     held_out_components: Mapping[str, float] = field(default_factory=dict)
+    skipped_problems: int = 0  # whose prompts are too long, so far
 
     def parts(self) -> list[str]:
         """For a line in the terminal."""
@@ -82,6 +84,7 @@ class StepReport:
             "rollout_tokens": self.rollout_tokens,
             "update_seconds": self.update_seconds,
             "held_out": self.held_out,
+            "skipped_problems": self.skipped_problems,
         }
         entry |= {f"reward/{name}": value for name, value in self.components.items()}
         entry |= {f"held_out/{name}": value for name, value in self.held_out_components.items()}
@@ -120,6 +123,7 @@ class TaskSampler:
         components: Sequence[Component] = (),
     ) -> None:
         self.task = task
+        self._engine = engine
         self._components = components
         self._rollouts = rollouts
         self._rewards = rewards
@@ -131,6 +135,17 @@ class TaskSampler:
 
     def tokens(self, problem: Problem) -> list[int]:
         return self._prompts.chat(Conversation([dict(message) for message in problem.messages])).tokens
+
+    def misfit(self, problem: Problem, answers: int) -> str:
+        """Why so many answers to a problem can't be had: its prompt is too long. Empty: they can."""
+        tokens = self.tokens(problem)
+        try:
+            if len(tokens) >= self._engine.model.context_length:
+                raise ContextLengthError.of(self._engine.model.context_length, len(tokens))
+            self._rollouts.check_prompt(tokens, answers)
+        except ContextLengthError as error:
+            return error.message
+        return ""
 
     def sample(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
@@ -201,11 +216,12 @@ class Loop:
         self._stopping = threading.Event()
         task = sampler.task
         self._length = config.answer_tokens or task.max_tokens
+        self._problems = ProblemSource(task, lambda problem: sampler.misfit(problem, config.group_size))
         kept_apart = task.held_out()
         self._held_out = (
-            self._problems(random.Random(f"held-out {task.name}"), config.eval_problems, config.level, ())
+            self._problems.draw(random.Random(f"held-out {task.name}"), config.eval_problems, config.level, ())
             if kept_apart is None
-            else list(kept_apart)[: config.eval_problems]
+            else self._problems.fitting(kept_apart)[: config.eval_problems]
         )
         self._never_learnt = self._held_out if kept_apart is None else kept_apart
         self._level = config.level
@@ -246,7 +262,7 @@ class Loop:
         """Draws, scores and updates; decides about the level of the next step."""
         config, session, level = self._config, self._session, self._level
         chance = random.Random(f"{config.seed} {step}")
-        problems = self._problems(chance, config.prompts_per_step, level, self._never_learnt)
+        problems = self._problems.draw(chance, config.prompts_per_step, level, self._never_learnt)
         sampling = SamplingParams(temperature=config.temperature, max_tokens=self._length, n=config.group_size)
         begun = time.perf_counter()
         # A salt for each step: nothing is reused from before, so a step is the same after a restart.
@@ -272,6 +288,7 @@ class Loop:
             report=update,
             samples=[self._sampler.text(record) for record in records[:2]],
             components=_means(answers),
+            skipped_problems=self._problems.skipped,
         )
 
     def _trajectories(self, step: int, answers: Groups, chance: random.Random) -> list[Trajectory]:
@@ -306,18 +323,6 @@ class Loop:
         groups: Groups = self._sampler.sample(problems, sampling, self._session.name, seed, salt)
         self._any_scored |= any(answer.score is not None for group in groups for answer in group)
         return groups
-
-    def _problems(self, chance: random.Random, count: int, level: int, without: Sequence[Problem]) -> list[Problem]:
-        known = {problem.key for problem in without}
-        problems: list[Problem] = []
-        for _ in range(100 * count):
-            problem = self._sampler.task.problem(chance, level)
-            if problem.key not in known:
-                problems.append(problem)
-                known.add(problem.key)
-            if len(problems) == count:
-                return problems
-        raise ConfigError(f"task {self._sampler.task.name} has not {count} different problems beside the held-out ones")
 
     def _next_level(self, level: int, success: float) -> int:
         threshold = self._config.raise_level_at

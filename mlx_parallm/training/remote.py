@@ -137,6 +137,9 @@ class RemotePolicy:
 
     # Rollouts.
 
+    def check_prompt(self, prompt: list[int], answers: int) -> None:
+        """Nothing: only the server knows how much it can hold."""
+
     def draw(
         self,
         prompts: Sequence[list[int]],

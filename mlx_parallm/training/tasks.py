@@ -24,6 +24,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Problem:
     messages: tuple[Mapping[str, str], ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""  # where it comes from, as people may look it up
 
     @property
     def key(self) -> tuple[tuple[str, str], ...]:
@@ -218,4 +219,5 @@ class Rows(Task):
 def _problem(row: DatasetRow) -> Problem:
     messages = row.messages("prompt", "user")
     facts = {name: value for name, value in row.fields.items() if name != "prompt"}
-    return Problem(tuple({"role": one["role"], "content": one["content"]} for one in messages), facts)
+    asked = tuple({"role": one["role"], "content": one["content"]} for one in messages)
+    return Problem(asked, facts, f"{row.path}, line {row.line}")

@@ -1,5 +1,6 @@
 """Sessions and the loop on a real engine: what is published, what is rolled back, what a restart goes on with."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from mlx_parallm.models.loader import load
 from mlx_parallm.text.prompts import Conversation, Prompts
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.checkpoints import Checkpoints
+from mlx_parallm.training.components import parse_components
 from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.loop import Loop, StepReport, TaskSampler
 from mlx_parallm.training.model import answer_logits
@@ -26,7 +28,7 @@ from mlx_parallm.training.records import Record
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.tasks import Problem, Task
+from mlx_parallm.training.tasks import Problem, Rows, Task
 from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.types import SamplingParams
 from tests.engine.harness import Answer, Driver, as_served, driver_of
@@ -440,6 +442,26 @@ def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None
             cut = session.trainer.state()
     assert session.monitor.best_reward == best > -np.inf
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
+
+
+def test_a_prompt_that_is_too_long_is_skipped_counted_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"Say {word}.", "answer": word} for word in ("ape", "bat", "cow", "dog", "elk", "fox")]
+    rows[2]["prompt"] = "Say cow, " * 2000
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with school() as one:
+        task = Rows(str(path), 0.2)
+        rewards = parse_components(["length=3"], task)
+        sampler = TaskSampler(one.engine, one.rollouts, Rewards(), task, rewards)
+        config = LoopConfig(steps=2, prompts_per_step=4, group_size=2, eval_problems=1, answer_tokens=4)
+        reports = Loop(one.session(), sampler, config).run()
+    assert reports[-1].flat()["skipped_problems"] == 1
+    named = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
+    assert len(named) == 1
+    assert "questions.jsonl, line 3" in named[0]
+    assert "tokens" in named[0]
 
 
 @pytest.mark.long

@@ -138,7 +138,18 @@ class RLConfig(UpdateConfig, Objective):
         1, "optimiser steps on one batch of trajectories", name="train_epochs", key="epochs", parse=int
     )
     max_kl: float = option(
-        1.0, "nats a token by which an update may move the policy; one that moves it further is refused", parse=float
+        1.0,
+        "nats per token by which an update may move the policy; a step that moves it further is halved, and refused "
+        "where that does not help",
+        parse=float,
+    )
+    max_kl_tokens: int = option(
+        512,
+        "tokens of an update's answers, at least, by which --max-kl is measured, where there are so many",
+        parse=int,
+    )
+    max_kl_halvings: int = option(
+        3, "times that a step over --max-kl is halved before the update is refused; 0: refused at once", parse=int
     )
     reference: Reference = option(
         "initial",
@@ -155,6 +166,8 @@ class RLConfig(UpdateConfig, Objective):
         if self.reference not in REFERENCES:
             raise ConfigError(f"reference must be initial or base, not {self.reference!r}")
         check_at_least(self, 1, "epochs", "max_length")
+        check_at_least(self, 1, "max_kl_tokens")
+        check_at_least(self, 0, "max_kl_halvings")
         check_positive(self, "max_kl", "max_parameter_norm")
 
 

@@ -103,6 +103,11 @@ class Micro:
     def learnt(self) -> int:
         return int(self.mask.sum())
 
+    def first_tokens(self, tokens: int) -> "Micro":
+        """As few of its answers as have so many tokens to learn from; all where they have fewer."""
+        learnt = np.cumsum(self.mask.sum(axis=1))
+        return self.first(min(len(learnt), int(np.searchsorted(learnt, tokens)) + 1))
+
     def first(self, count: int) -> "Micro":
         """Some of its answers."""
         return Micro(

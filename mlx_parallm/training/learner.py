@@ -136,6 +136,10 @@ class Learner:
         """Others of the same names and shapes; the optimiser stays as it is."""
         self._set(self.by_shape.join(parameters))
 
+    def halve_step(self, before: LearnerState) -> None:
+        """Goes half of the way back to earlier parameters; the optimiser stays as it is."""
+        self._set({name: (array + before.stacks[name]) / 2 for name, array in self.stacks.items()})
+
     def restore(self) -> None:
         """Puts the parameters back where a loss has put others."""
         self._put(self.parameters)

@@ -38,7 +38,6 @@ from mlx_parallm.training.trajectories import Trajectory
 
 MIN_ROUNDED = 1024  # where shapes are rounded: smaller micro-batches would take no less time
 REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
-CHECKED = 2  # answers by which an update is checked; where shapes are rounded, all of the first micro-batch
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class CheckSample:
-    """A few answers by which an update is checked, and their log-probabilities before it."""
+    """Some answers by which an update is checked, and their log-probabilities before it."""
 
     micro: Micro
     logprobs: mx.array
@@ -66,7 +65,7 @@ class BatchLoss:
     """The result of a forward and backward pass over a batch."""
 
     totals: LossTotals
-    sample: CheckSample
+    samples: list[CheckSample]
 
 
 class Trainer:
@@ -162,18 +161,17 @@ class Trainer:
 
     def _learn(self, batch: Batch, before: LearnerState, metrics: dict[str, float]) -> Generator[None, None, None]:
         """All epochs and the check of the result; metrics are those of the first epoch."""
-        sample: CheckSample | None = None
+        samples: list[CheckSample] = []
         for _ in range(self.config.epochs):
             self.learner.clear_gradient()
             computed = yield from self.forward_backward(batch)
             norm = yield from self.optim_step()
-            if sample is None:
+            if not samples:
                 metrics |= computed.totals.metrics() | {"grad_norm": norm}
                 if self.config.beta:
                     metrics["kl"] = computed.totals.reference / max(computed.totals.tokens, 1.0)
-                sample = computed.sample
-        assert sample is not None
-        metrics |= yield from self._check(sample, before.stacks)
+                samples = computed.samples
+        metrics |= yield from self._check(samples, before)
 
     def batch(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Answers without an advantage are computed only for their divergence to the reference."""
@@ -186,13 +184,14 @@ class Trainer:
 
         def read(micro: Micro, values: Values) -> None:
             totals.add(LossTotals.read(values))
-            if not samples:
-                some = micro if self.rounded else micro.first(CHECKED)  # a shape that is known, or few
+            wanted = self.config.max_kl_tokens - sum(sample.micro.learnt for sample in samples)
+            if wanted > 0:
+                some = micro if self.rounded else micro.first_tokens(wanted)  # a shape that is known, or few
                 samples.append(CheckSample(some, values[LOGPROBS][: len(some.answers)]))
-                mx.eval(samples[0].logprobs)
+                mx.eval(samples[-1].logprobs)
 
         yield from self.learner.forward_backward(self._micros(batch), self.loss, read, self._measured)
-        return BatchLoss(totals, samples[0])
+        return BatchLoss(totals, samples)
 
     def optim_step(self) -> Generator[None, None, float]:
         """One step by the gradient that was accumulated; its norm."""
@@ -240,23 +239,43 @@ class Trainer:
 
     # Whether what came out may be served.
 
-    def _check(self, sample: CheckSample, before: Parameters) -> Generator[None, None, dict[str, float]]:
-        """Looks at the new parameters, and at what they make of some of the batch."""
-        metrics = {"parameter_norm": self._check_parameters(before)}
+    def _check(self, samples: Sequence[CheckSample], before: LearnerState) -> Generator[None, None, dict[str, float]]:
+        """Looks at the new parameters, and at what they make of some of the batch. A step that goes too far is halved,
+        a few times."""
+        metrics: dict[str, float] = {}
+        if not self.config.beta and self.updates % REFERENCE_EVERY == 0:  # else it is known of all answers
+            metrics["kl"] = yield from self._divergence(samples, self.loss.reference_logprobs)
+        for halvings in range(self.config.max_kl_halvings + 1):
+            metrics["parameter_norm"] = self._check_parameters(before.stacks)
+            # Of the old policy to the new: the old one drew the answers.
+            kl = yield from self._divergence(samples, self._new_logprobs)
+            if kl <= self.config.max_kl:
+                return metrics | {"update_kl": kl, "step_halvings": float(halvings)}
+            if halvings < self.config.max_kl_halvings:
+                self.learner.halve_step(before)
+        raise Refused(
+            f"it would move the policy by {kl:.3g} nats a token, over {self.config.max_kl:g}"
+            + (f", though its step was halved {halvings} times" if halvings else "")
+        )
+
+    def _new_logprobs(self, micro: Micro) -> mx.array:
+        """By the new parameters, in the precision in which they will serve."""
         stacks = {name: array.astype(self.tree.dtype) for name, array in self.learner.stacks.items()}
         self.tree.set_parameters(self.learner.by_shape.split(stacks))
-        after, mask = self.loss.logprobs(sample.micro), mx.array(sample.micro.mask)
-        count = mx.maximum(mx.sum(mask), 1)
-        if not self.config.beta and self.updates % REFERENCE_EVERY == 0:  # else it is known of all answers
-            reference = self.loss.reference_logprobs(sample.micro)
-            metrics["kl"] = number(mx.sum(divergence(sample.logprobs, reference) * mask) / count)
-        # Of the old policy to the new: the old one drew the answers.
-        kl = number(mx.sum(divergence(sample.logprobs, after) * mask) / count)
-        self.learner.restore()
-        yield
-        if not kl <= self.config.max_kl:
-            raise Refused(f"it would move the policy by {kl:.3g} nats a token, over {self.config.max_kl:g}")
-        return metrics | {"update_kl": kl}
+        return self.loss.logprobs(micro)
+
+    def _divergence(
+        self, samples: Sequence[CheckSample], logprobs: Callable[[Micro], mx.array]
+    ) -> Generator[None, None, float]:
+        """KL of the policy that drew some answers to another, in nats a token."""
+        total = count = 0.0
+        for sample in samples:
+            mask = mx.array(sample.micro.mask)
+            total += number(mx.sum(divergence(sample.logprobs, logprobs(sample.micro)) * mask))
+            count += sample.micro.learnt
+            self.learner.restore()
+            yield
+        return total / max(count, 1.0)
 
     def _check_parameters(self, before: Parameters) -> float:
         """Their norm."""

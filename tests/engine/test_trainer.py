@@ -314,6 +314,42 @@ def test_a_bad_update_is_undone(settings: dict[str, float], why: str) -> None:
     assert trainer.updates == 0
 
 
+def test_a_step_that_goes_too_far_is_halved_before_it_is_refused() -> None:
+    far = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-1, max_kl=1e3))
+    before = {name: np.array(array) for name, array in far.parameters.items()}
+    whole = run(far, made())
+    assert whole.adapter is not None
+    assert whole.metrics["step_halvings"] == 0
+    limit = whole.metrics["update_kl"] / 3
+    held = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-1, max_kl=limit))
+    outcome = run(held, made())
+    assert outcome.adapter is not None, outcome.reason
+    assert outcome.metrics["update_kl"] <= limit
+    share = 0.5 ** outcome.metrics["step_halvings"]
+    assert share < 1
+    for name, array in held.parameters.items():
+        expected = before[name] + share * (np.array(far.parameters[name]) - before[name])
+        assert np.allclose(np.array(array), expected, atol=1e-6), name
+    strict = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-1, max_kl=limit, max_kl_halvings=0))
+    assert "nats a token" in run(strict, made()).reason
+    assert strict.updates == 0
+    stuck = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-1, max_kl=1e-9))
+    assert "halved 3 times" in run(stuck, made()).reason
+    assert all(np.array_equal(before[name], np.array(array)) for name, array in stuck.parameters.items())
+
+
+def test_an_update_is_checked_by_enough_tokens() -> None:
+    for answers, tokens, expected in ((4, 512, None), (60, 100, 100)):
+        trainer = Trainer(tiny(), LORA, RLConfig(microbatch_tokens=64, max_kl_tokens=tokens))
+        batch = trainer.batch(made(size=answers))
+        samples = run_through(trainer.forward_backward(batch)).samples
+        looked_at = sum(sample.micro.learnt for sample in samples)
+        if expected is None:
+            assert looked_at == sum(len(one.completion_ids) for one in batch.trajectories), "all that there are"
+        else:
+            assert expected <= looked_at < expected + 10, "no answer more than needed"
+
+
 def test_rewards_and_logprobs_that_are_no_numbers_never_get_in() -> None:
     for wrong in ({"reward": float("nan")}, {"reward": 1.0, "logprobs": [float("inf")] * 2}):
         with pytest.raises(InvalidRequestError):

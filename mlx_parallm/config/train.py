@@ -189,8 +189,10 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
 
 def load_train_config(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> TrainConfig:
     """With the defaults of the mode that is asked for."""
-    mode = load_config(flags, environment, TrainConfig, DEFAULTS).mode
-    config = load_config(flags, environment, TrainConfig, {**DEFAULTS, **MODE_DEFAULTS[mode]})
+    first = load_config(flags, environment, TrainConfig, DEFAULTS)
+    mode = first.mode
+    schedule = {"total_steps": first.run.loop.steps} if mode == "rl" else {}
+    config = load_config(flags, environment, TrainConfig, {**DEFAULTS, **MODE_DEFAULTS[mode], **schedule})
     if mode == "rm" and config.run.pairs is None:
         raise ConfigError("--mode rm needs --pairs, a file of prompts with a better and a worse answer")
     if mode in ("sft", "dpo"):

@@ -55,8 +55,15 @@ class OptimizerConfig:
     schedule: Schedule = option(
         "constant", "learning-rate schedule after the warm-up", name="lr_schedule", key="schedule", choices=SCHEDULES
     )
-    warmup_steps: int = option(0, "updates over which the learning rate rises from 0", parse=int)
-    total_steps: int = option(1000, "updates at whose end the linear and cosine schedules have come to 0", parse=int)
+    warmup_steps: int = option(
+        0, "updates over which the learning rate rises from 0, which the first of them has, as in TRL", parse=int
+    )
+    total_steps: int = option(
+        1000,
+        "updates at whose end the linear and cosine schedules have come to 0; mlx_parallm_train takes --steps, or the "
+        "steps of all epochs (default: 1000)",
+        parse=int,
+    )
     weight_decay: float = option(0.0, "weight decay of AdamW", parse=float)
     max_grad_norm: float = option(1.0, "norm to which longer gradients are clipped", parse=float)
 

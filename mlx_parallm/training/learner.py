@@ -53,14 +53,25 @@ class Accumulated:
 class Learner:
     """`put` is handed the parameters, in float32 and by name, whenever they change."""
 
-    def __init__(self, parameters: Parameters, config: OptimizerConfig, put: Callable[[Parameters], None]) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        config: OptimizerConfig,
+        put: Callable[[Parameters], None],
+        *,
+        counts_updates: bool = False,  # the schedule's steps are updates, each of which may take several of ours
+    ) -> None:
         self.config = config
         self._put = put
         self.updates = 0  # that stand, by the count of whoever owns this
         learning = {name: array.astype(mx.float32) for name, array in parameters.items()}
         self.by_shape = Stacks(learning)
+        rate = schedule(config)
+        if callable(rate) and counts_updates:
+            of_update = rate
+            rate = lambda _: of_update(mx.array(self.updates))  # noqa: E731
         self.optimizer = optim.AdamW(
-            schedule(config), betas=[0.9, 0.999], eps=1e-8, weight_decay=config.weight_decay, bias_correction=True
+            rate, betas=[0.9, 0.999], eps=1e-8, weight_decay=config.weight_decay, bias_correction=True
         )
         self.accumulated = Accumulated()
         self.stacks: Parameters = {}
@@ -218,7 +229,7 @@ def schedule(config: OptimizerConfig) -> Any:
         main = optim.cosine_decay(rate, max(1, steps))
     if not config.warmup_steps:
         return main
-    warmup = optim.linear_schedule(rate / config.warmup_steps, rate, config.warmup_steps)
+    warmup = optim.linear_schedule(0.0, rate, config.warmup_steps)
     rest = main if callable(main) else (lambda _: mx.array(rate))
     return optim.join_schedules([warmup, rest], [config.warmup_steps])
 

@@ -77,7 +77,7 @@ class Trainer:
         mx.random.seed(config.seed)
         self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
         base = shared_tree(model)
-        self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters)
+        self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters, counts_updates=True)
         self.loss = PolicyLoss(self.tree, base, config)
         self.kept_snapshots = 0  # that somebody holds beside it
         self.activation_bytes = 0  # most that a micro-batch has taken
@@ -285,7 +285,7 @@ class Trainer:
         norm, step = number(mx.linalg.norm(mx.stack(norms))), number(mx.max(mx.stack(moved)))
         if not math.isfinite(norm):
             raise Refused("the parameters are not finite")
-        if step == 0.0 and self.config.learning_rate > 0:
+        if step == 0.0 and self.learner.learning_rate > 0:
             raise Refused("nothing has changed")
         if norm > self.config.max_parameter_norm:
             raise Refused(f"the parameters' norm is {norm:.3g}, over {self.config.max_parameter_norm:g}")

@@ -350,6 +350,17 @@ def test_an_update_is_checked_by_enough_tokens() -> None:
             assert expected <= looked_at < expected + 10, "no answer more than needed"
 
 
+def test_a_schedule_counts_updates_and_its_warm_up_begins_with_nothing() -> None:
+    config = RLConfig(learning_rate=1e-3, schedule="linear", warmup_steps=2, total_steps=6, epochs=2)
+    trainer = Trainer(tiny(), LORA, config)
+    rates = []
+    for seed in range(7):
+        outcome = run(trainer, made(seed=seed))
+        assert outcome.adapter is not None, outcome.reason
+        rates.append(outcome.metrics["learning_rate"])
+    assert rates == pytest.approx([0.0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0], abs=1e-9)
+
+
 def test_rewards_and_logprobs_that_are_no_numbers_never_get_in() -> None:
     for wrong in ({"reward": float("nan")}, {"reward": 1.0, "logprobs": [float("inf")] * 2}):
         with pytest.raises(InvalidRequestError):

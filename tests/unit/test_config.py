@@ -237,5 +237,7 @@ def test_a_mode_of_training_has_defaults_of_its_own() -> None:
     sft = load_train_config({"mode": "sft", "dataset": "x.jsonl"}, {})
     assert (sft.training.rl.schedule, sft.training.rl.batch_size, sft.training.adapters) == ("linear", 16, ["sft"])
     assert (sft.training.update_frequency, sft.checkpoints.checkpoint_interval) == (0, 20)
+    assert load_train_config({"steps": 40}, {}).training.rl.total_steps == 40
+    assert load_train_config({"steps": 40, "total_steps": 90}, {}).training.rl.total_steps == 90
     given = load_train_config({"mode": "sft", "dataset": "x.jsonl", "lr_schedule": "cosine"}, {})
     assert given.training.rl.schedule == "cosine"

@@ -16,6 +16,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 SCHEDULES = ("constant", "linear", "cosine")
 Reference = Literal["initial", "base"]
 REFERENCES = ("initial", "base")
+ALL_LINEAR = "all-linear"  # among the layers to train: all of the blocks'
 MIN_COMPARED = 5  # updates whose rewards are compared with those before, at least as many
 
 
@@ -27,18 +28,27 @@ class LoRAConfig:
     alpha: float = option(32.0, "scale of an adapter that is trained, times its rank", name="lora_alpha", parse=float)
     target_modules: tuple[str, ...] = option(
         ("q_proj", "v_proj"),
-        "layers that a trained adapter changes, by the last part of their names, with commas",
+        "layers that a trained adapter changes, by the last part of their names, with commas; all-linear: all linear "
+        "layers of the blocks; lm_head: the output layer, where the model has one of its own",
         name="lora_target_modules",
         parse=parse_list,
     )
     dora: bool = option(False, "train DoRA's magnitudes too", name="lora_dora", parse=parse_bool)
+    dropout: float = option(
+        0.0,
+        "share of the inputs of a trained adapter that is left out at random in its updates",
+        name="lora_dropout",
+        parse=float,
+    )
     layers: int | None = option(
         None, "train only the last so many blocks, which is faster (default: all)", name="lora_layers", parse=int
     )
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "rank")
-        check_at_least(self, 0, "layers")
+        check_at_least(self, 0, "layers", "dropout")
+        if self.dropout >= 1:
+            raise ConfigError(f"lora_dropout must be below 1, not {self.dropout:g}")
         names = tuple(name for entry in self.target_modules for name in entry.split(",") if name)
         object.__setattr__(self, "target_modules", names)
 
@@ -270,6 +280,11 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "trajectory_buffer_size")
         check_at_least(self, 0, "update_frequency", "max_staleness")
+        if self.lora.dropout and self.rl.gradient_checkpointing:
+            raise ConfigError(
+                "lora_dropout and gradient_checkpointing exclude each other: blocks that are computed twice would "
+                "leave out other inputs the second time"
+            )
         if not 0 < self.inference_share <= 1:
             raise ConfigError(f"inference_share must be above 0 and at most 1, not {self.inference_share}")
 

@@ -75,7 +75,8 @@ class PolicyLoss:
         reference = mx.stop_gradient(self.reference_logprobs(micro)) if objective.beta else None
         self._put(parameters)
         mask = mx.array(micro.mask)
-        new = self.logprobs(micro)
+        with self._tree.dropping_out():
+            new = self.logprobs(micro)
         old = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), mx.stop_gradient(new))
         tokens = losses(objective, new, old, mx.array(micro.advantage), mask, reference)
         weight = mx.array(micro.weight)[:, None]

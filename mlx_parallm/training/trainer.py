@@ -138,6 +138,8 @@ class Trainer:
         """`busy`: whether anybody waits meanwhile; while nobody does, micro-batches are larger."""
         self._busy = busy
         begun = time.perf_counter()
+        if self.lora.dropout:  # a run that goes on after a restart leaves out what it would have
+            mx.random.seed(self.config.seed + self.updates)
         batch = self.batch(trajectories)
         used = len(batch.trajectories)
         outcome = Outcome(_facts(trajectories, batch), used=used, skipped=len(trajectories) - used)
@@ -187,11 +189,15 @@ class Trainer:
             wanted = self.config.max_kl_tokens - sum(sample.micro.learnt for sample in samples)
             if wanted > 0:
                 some = micro if self.rounded else micro.first_tokens(wanted)  # a shape that is known, or few
-                samples.append(CheckSample(some, values[LOGPROBS][: len(some.answers)]))
+                samples.append(CheckSample(some, self._without_dropout(some, values[LOGPROBS][: len(some.answers)])))
                 mx.eval(samples[-1].logprobs)
 
         yield from self.learner.forward_backward(self._micros(batch), self.loss, read, self._measured)
         return BatchLoss(totals, samples)
+
+    def _without_dropout(self, micro: Micro, logprobs: mx.array) -> mx.array:
+        """Of answers whose log-probabilities are known with it, if there is one."""
+        return logprobs if not self.lora.dropout else self._new_logprobs(micro)
 
     def optim_step(self) -> Generator[None, None, float]:
         """One step by the gradient that was accumulated; its norm."""

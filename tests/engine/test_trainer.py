@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.training import LoRAConfig, RLConfig
+from mlx_parallm.config.training import LoRAConfig, RLConfig, TrainingConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.steps import run_through
 from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
@@ -359,6 +359,25 @@ def test_a_schedule_counts_updates_and_its_warm_up_begins_with_nothing() -> None
         assert outcome.adapter is not None, outcome.reason
         rates.append(outcome.metrics["learning_rate"])
     assert rates == pytest.approx([0.0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0], abs=1e-9)
+
+
+def test_dropout_is_of_updates_alone_and_repeats_itself() -> None:
+    lora = LoRAConfig(rank=4, alpha=8, dropout=0.5)
+    first, again = (Trainer(tiny(), lora, RLConfig(learning_rate=1e-2)) for _ in range(2))
+    plain = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2))
+    outcomes = [[run(trainer, made(seed=seed)) for seed in range(2)] for trainer in (first, again, plain)]
+    assert apart(first, again) == 0.0
+    assert apart(first, plain) > 0.0
+    assert outcomes[0][1].metrics["max_logprob_gap"] == 0.0, "nobody knows what they were drawn with"
+    micro = next(iter(plain._micros(plain.batch(made()))))
+    with first.tree.dropping_out():
+        some, other = (first.loss.logprobs(micro) for _ in range(2))
+    assert not mx.allclose(some, other)
+    assert mx.array_equal(first.loss.logprobs(micro), first.loss.logprobs(micro))
+    with pytest.raises(ConfigError, match="exclude each other"):
+        TrainingConfig(lora=lora, rl=RLConfig(gradient_checkpointing=True))
+    with pytest.raises(ConfigError, match="below 1"):
+        LoRAConfig(dropout=1.0)
 
 
 def test_rewards_and_logprobs_that_are_no_numbers_never_get_in() -> None:

@@ -55,7 +55,14 @@ def random_parameters(tree: TrainableModel, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "lora", [LoRAConfig(rank=4, alpha=8), LoRAConfig(rank=8, target_modules=ALL), LoRAConfig(rank=4, dora=True)]
+    "lora",
+    [
+        LoRAConfig(rank=4, alpha=8),
+        LoRAConfig(rank=8, target_modules=ALL),
+        LoRAConfig(rank=4, dora=True),
+        LoRAConfig(rank=4, target_modules=("all-linear", "lm_head")),
+        LoRAConfig(rank=4, target_modules=("lm_head",), dora=True),
+    ],
 )
 def test_rollouts_and_the_tree_give_the_same_logprobs(lora: LoRAConfig) -> None:
     """Before and after each of two publishes, from cached prompts too."""
@@ -111,6 +118,21 @@ def test_gradients_are_those_of_finite_differences(algorithm: str) -> None:
         assert (gradient * direction).sum().item() == pytest.approx(slope, rel=0.03, abs=0.02), name
 
 
-def test_layers_that_are_not_there() -> None:
-    with pytest.raises(ModelLoadError, match="no layer called wobble"):
-        TrainableModel(tiny(), LoRAConfig(target_modules=("wobble",)))
+@pytest.mark.parametrize("targets", [("wobble",), ("q_proj", "wobble"), ("q_prj",), ("lm_head",)])
+def test_layers_that_are_not_there(targets: tuple[str, ...]) -> None:
+    """Whatever else is named; the valid names are told, and the nearest."""
+    with pytest.raises(ModelLoadError, match=f"no layer called {targets[-1]}") as error:
+        TrainableModel(tiny(tie_word_embeddings=True), LoRAConfig(target_modules=targets))
+    assert "down_proj, gate_proj" in error.value.message
+    if targets == ("q_prj",):
+        assert "did you mean 'q_proj'?" in error.value.message
+    if targets == ("lm_head",):
+        assert "its output head is its embedding" in error.value.message
+
+
+def test_all_linear_layers() -> None:
+    names = {
+        path.rsplit(".", 2)[-2]
+        for path in TrainableModel(tiny(), LoRAConfig(target_modules=("all-linear",))).parameters()
+    }
+    assert names == set(ALL)

@@ -199,10 +199,7 @@ class Learner:
     def snapshot_of(self, arrays: dict[str, Any], updates: int) -> LearnerState:
         """A state to go back to, from the arrays that `state` returned."""
         parameters = {name: mx.array(array) for name, array in _below("parameters.", arrays).items()}
-        if {name: array.shape for name, array in parameters.items()} != {
-            name: array.shape for name, array in self.parameters.items()
-        }:
-            raise ConfigError("the checkpoint is of an adapter with other layers or another rank")
+        _check_shapes(_shapes(parameters), _shapes(self.parameters))
         kept = _below("optimizer.", arrays)
         paths = [path for path, _ in tree_flatten(self.optimizer.state)]
         if {name for path in paths for name in self.by_shape.paths(path)} != kept.keys():
@@ -213,6 +210,21 @@ class Learner:
         stacks = self.by_shape.join(parameters)
         mx.eval(stacks, optimizer)
         return LearnerState(self.by_shape.split(stacks), stacks, optimizer, updates)
+
+
+def _shapes(parameters: Parameters) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in parameters.items()}
+
+
+def _check_shapes(kept: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]]) -> None:
+    """ConfigError where a checkpoint is of another adapter than the one that learns."""
+    for name in sorted(own.keys() & kept.keys()):
+        if kept[name] != own[name]:
+            raise ConfigError(f"{name} has another rank or size there: {kept[name]}, and {own[name]} learns here")
+    if other := sorted(kept.keys() - own.keys()):
+        raise ConfigError(f"it has {len(other)} arrays that do not learn here, such as {other[0]} {kept[other[0]]}")
+    if missing := sorted(own.keys() - kept.keys()):
+        raise ConfigError(f"it lacks {len(missing)} arrays that learn here, such as {missing[0]} {own[missing[0]]}")
 
 
 def number(value: mx.array) -> float:

@@ -17,7 +17,7 @@ import mlx.core as mx
 import orjson
 
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ParallmError, UnavailableError
+from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.training.alarms import PolicyMonitor
@@ -221,7 +221,12 @@ class SessionStore:
     def load(self, checkpoint: Checkpoint) -> None:
         """Takes the trainer to where it was."""
         updates = SessionState.of_json(checkpoint.state).updates
-        self._engine.run(lambda: self._trainer.load_state(checkpoint.arrays, updates))
+        try:
+            self._engine.run(lambda: self._trainer.load_state(checkpoint.arrays, updates))
+        except ConfigError as error:
+            raise ConfigError(
+                f"checkpoint {checkpoint.path} can't be gone on from: {error.message}. {_remedy(checkpoint)}"
+            ) from None
 
     def load_reference(self, checkpoint: Checkpoint) -> None:
         """Has KL measured to what it was measured to then."""
@@ -308,6 +313,15 @@ class SessionStore:
                     self.try_save(LATEST)
                 except UnavailableError:
                     return
+
+
+def _remedy(checkpoint: Checkpoint) -> str:
+    ranks = [array.shape[1] for name, array in checkpoint.arrays.items() if name.endswith(".lora_a")]
+    rank = f"--lora-rank {ranks[0]}" if ranks else "its --lora-rank"
+    return (
+        f"Give {rank} and the --lora-target-modules, --lora-layers and --lora-dora that it was trained with, or "
+        "another --checkpoint-dir, or --no-resume to begin anew in this one"
+    )
 
 
 def _below(prefix: str, checkpoint: Checkpoint) -> dict[str, Any]:

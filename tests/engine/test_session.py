@@ -1,6 +1,7 @@
 """Sessions and the loop on a real engine: what is published, what is rolled back, what a restart goes on with."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -55,7 +56,9 @@ class School:
         self.engine.recorder = self.ledger
         self.rollouts = Rollouts(self.engine, self.ledger, 32)
 
-    def session(self, name: str = "policy", folder: Path | None = None, **options: object) -> Session:
+    def session(
+        self, name: str = "policy", folder: Path | None = None, lora: LoRAConfig = LORA, **options: object
+    ) -> Session:
         alarms = options.pop("alarms", None)
         interval = options.pop("checkpoint_interval", 1)
         seconds = options.pop("checkpoint_seconds", 60.0)
@@ -66,7 +69,7 @@ class School:
         found = Session(
             self.engine,
             name,
-            LORA,
+            lora,
             config,
             checkpoints=checkpoints,
             checkpoint_interval=interval,  # type: ignore[arg-type]
@@ -329,6 +332,22 @@ def test_answers_of_what_an_alarm_has_left_are_dropped() -> None:
         assert session.version == 3
         assert len(session.buffer) == 0
         assert session.buffer.counts.stale == 8
+
+
+def test_a_checkpoint_of_another_rank_or_of_other_layers_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    with school() as one:
+        session = one.session(folder=tmp_path)
+        session.update(random_trajectories(0))
+        session.checkpoint("mine")
+        for other, words in (
+            (LoRAConfig(rank=8, alpha=8), [r"\(64, 4\), and \(64, 8\) learns", "--lora-rank 4"]),
+            (LoRAConfig(rank=4, target_modules=("q_proj",)), ["do not learn here", "v_proj", "--lora-target-modules"]),
+            (LoRAConfig(rank=4, target_modules=("q_proj", "k_proj", "v_proj")), ["lacks", "k_proj", "--no-resume"]),
+        ):
+            with pytest.raises(ConfigError) as error:
+                one.session("other", folder=tmp_path, lora=other)
+            for word in [re.escape(str(tmp_path / "mine")), "--checkpoint-dir", *words]:
+                assert re.search(word, error.value.message), (word, error.value.message)
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 Reference = Literal["initial", "base"]
 REFERENCES = ("initial", "base")
 ALL_LINEAR = "all-linear"  # among the layers to train: all of the blocks'
+BUILT_IN_SCORERS = ("arithmetic", "format", "gsm8k", "length", "letters")  # that --environment may name
 MIN_COMPARED = 5  # updates whose rewards are compared with those before, at least as many
 
 
@@ -270,7 +271,10 @@ class TrainingConfig:
     )
     atropos_url: str | None = option(None, "URL of an Atropos API to take trajectories from")
     environment: str | None = option(
-        None, "Atropos environment to start, as FILE.py or a module, with its own flags behind it"
+        None,
+        "what scores collected answers whose requests name no scoring function: gsm8k or another built-in scorer, "
+        "which starts nothing; or an Atropos environment to start, as FILE.py or a module, with its own flags behind "
+        "it, which needs --atropos-url",
     )
     rewards: RewardsConfig = group(RewardsConfig, "rewards", "rl_training")
     lora: LoRAConfig = group(LoRAConfig, "adapters that are trained", "model")
@@ -287,6 +291,11 @@ class TrainingConfig:
             )
         if not 0 < self.inference_share <= 1:
             raise ConfigError(f"inference_share must be above 0 and at most 1, not {self.inference_share}")
+
+    @property
+    def built_in_scorer(self) -> str | None:
+        """The scorer that --environment names, where that is no environment of Atropos."""
+        return self.environment if self.environment in BUILT_IN_SCORERS else None
 
     @property
     def adapters(self) -> list[str]:

@@ -53,9 +53,11 @@ class GenerationService:
         if call.collect_trajectory and prompts.images is not None:
             param = "collect_trajectory"
             raise InvalidRequestError(f"{param}: images can't be learnt from", param=param, code="invalid_value")
+        scorer = None
         if call.collect_trajectory:
             adapter = None if version is None else version.name
-            self._training.check_collects(served.name, adapter, call.scoring_function)
+            scorer = call.scoring_function or self._training.scorer_for(call.metadata)
+            self._training.check_collects(served.name, adapter, scorer, call.metadata)
         caller.charge_prompt(sum(map(len, prompts.tokens)))
         request_id: str = request.scope["request_id"]
         generation = Generation(
@@ -71,8 +73,8 @@ class GenerationService:
             caller=caller,
         )
         request.scope["summary"] = generation.summary
-        if call.collect_trajectory and call.scoring_function is not None:  # else its reward comes later, as feedback
-            generation.score = partial(self._score, generation, call.scoring_function)
+        if scorer is not None:  # else its reward comes later, as feedback
+            generation.score = partial(self._score, generation, scorer)
         return generation
 
     def _score(self, generation: Generation, scoring_function: str) -> "asyncio.Future[dict[int, float]]":

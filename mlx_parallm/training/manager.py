@@ -7,7 +7,7 @@ rollouts work; with it, every answer is recorded, and may be rewarded later.
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from mlx_parallm.training.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
+from mlx_parallm.training.tasks import SCORERS
 from mlx_parallm.training.totals import Report
 from mlx_parallm.training.trajectories import Trajectory
 
@@ -213,6 +214,11 @@ class TrainingManager:
         return self.sessions[name]
 
     # Where trajectories come from.
+
+    def default_scorer(self, metadata: Mapping[str, Any]) -> str | None:
+        """What --environment names, for answers whose metadata have what it needs."""
+        name = self.config.training.built_in_scorer
+        return name if name is not None and not SCORERS[name].lacks(metadata) else None
 
     def feedback(
         self,

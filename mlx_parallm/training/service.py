@@ -185,14 +185,21 @@ class TrainingService:
 
     # Rewards for what was answered.
 
-    def check_collects(self, model: str, adapter: str | None, scoring_function: str | None) -> None:
+    def scorer_for(self, metadata: Mapping[str, Any]) -> str | None:
+        """The scoring function of --environment, for requests that name none and bring what it needs."""
+        manager = self._bound
+        return None if manager is None else manager.default_scorer(metadata)
+
+    def check_collects(
+        self, model: str, adapter: str | None, scoring_function: str | None, metadata: Mapping[str, Any]
+    ) -> None:
         """Raises unless the answers of this model with this adapter can be scored so, and learnt from."""
         manager = self._manager
         if model != manager.engine.model.name or not manager.enabled:
             raise InvalidRequestError(NOT_ENABLED, param="collect_trajectory", code="training_disabled")
         manager.check_trained(adapter)
         if scoring_function is not None:
-            manager.rewards.check(scoring_function)
+            manager.rewards.check(scoring_function, metadata)
 
     def collect(self, collection: Collection) -> "Future[dict[int, float]]":
         """Scores the answers of a call that has ended, and puts them into the buffer, elsewhere: their rewards, by the
@@ -249,7 +256,7 @@ class TrainingService:
         """A group of answers to each prompt."""
         manager = self._manager
         if call.scoring_function is not None:
-            manager.rewards.check(call.scoring_function)
+            manager.rewards.check(call.scoring_function, *(call.metadata or [{}]))
         if call.submit:
             manager.check_trained(call.adapter)
         label = f"rollout-{uuid.uuid4().hex[:12]}"

@@ -275,6 +275,21 @@ def test_an_answer_that_is_being_given_is_waited_for(client: httpx.Client) -> No
             post(other, "/v1/training/feedback", {"request_id": "running", "reward": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "2 + 2 =", "collect_trajectory": True, "scoring_function": "gsm8k"}),
+        ("/v1/rl/rollout", {"prompts": ["2 + 2 ="], "scoring_function": "gsm8k"}),
+        ("/v1/rl/rollout", {"prompts": ["2 + 2 ="], "scoring_function": "gsm8k", "metadata": [{"answer": "four"}]}),
+    ],
+)
+def test_a_score_without_what_it_needs_is_a_400(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    assert "metadata.answer" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "metadata"
+
+
 def test_the_buffer_is_learnt_from(client: httpx.Client) -> None:
     ready = status(client)["trajectories_ready"]
     assert ready >= 6
@@ -455,6 +470,21 @@ def test_several_adapters_learn_each_from_its_own(tiny_folder: Path, flags: list
         assert report["published"], report
         assert status(client)["policy_version"] == 1
         assert client.get("/v1/training/status", params={"adapter": "two"}).json()["policy_version"] == 2
+
+
+def test_gsm8k_scores_what_names_no_scoring_function_and_starts_nothing(
+    tiny_folder: Path, flags: list[str], tmp_path: Path
+) -> None:
+    flags = [*flags, "--checkpoint-dir", str(tmp_path / "own"), "--environment", "gsm8k"]
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        body = {"prompt": PROMPT, "max_tokens": 4, "n": 2, "collect_trajectory": True}
+        scored = post(client, "/v1/completions", {**body, "metadata": {"answer": 42}})
+        assert [choice["reward"] for choice in scored["choices"]] == [0.0, 0.0]
+        later = post(client, "/v1/completions", body)
+        assert [choice.get("reward") for choice in later["choices"]] == [None, None]
+        found = status(client)
+        assert found["environment"] is None
+        assert found["trajectories_collected"] == 2
 
 
 @pytest.mark.parametrize("field", ["prompt_ids", "completion_ids"])

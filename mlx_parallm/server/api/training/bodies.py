@@ -90,7 +90,7 @@ ALL_DEFAULT = CheckpointBody.model_validate({})
 class RolloutBody(Body):
     model_config = ConfigDict(
         json_schema_extra={
-            "example": {"prompts": ["2 + 2 ="], "n": 4, "max_tokens": 8, "scoring_function": "length", "submit": True}
+            "example": {"prompts": ["2 + 2 ="], "n": 4, "max_tokens": 8, "scoring_function": "format", "submit": True}
         }
     )
     model: str = Field("default", description="The model, or an adapter of it")

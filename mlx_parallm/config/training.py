@@ -10,8 +10,12 @@ from mlx_parallm.config.model import named_path
 from mlx_parallm.config.options import check_at_least, check_positive, group, option, parse_bool, parse_list
 from mlx_parallm.errors import ConfigError
 
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"]
-ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce")
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "rloo", "reinforce")
+RewardScaling = Literal["none", "group", "batch"]
+SCALINGS = ("none", "group", "batch")
+KLEstimator = Literal["k1", "k2", "k3"]
+ESTIMATORS = ("k1", "k2", "k3")
 Schedule = Literal["constant", "linear", "cosine"]
 SCHEDULES = ("constant", "linear", "cosine")
 Reference = Literal["initial", "base"]
@@ -98,6 +102,44 @@ class Objective:
         0.2, "share by which the probability of a token (rloo, gspo: of an answer) may rise in an update", parse=float
     )
     beta: float = option(0.0, "weight of the KL divergence to the reference (see --reference); 0: none", parse=float)
+    dual_clip: float | None = option(
+        10.0,
+        "ratio above which a token of a bad answer is not pushed down any further, TRL's delta; above 1 + --clip-high; "
+        "0: no limit",
+        parse=float,
+    )
+    reward_scaling: RewardScaling | None = option(
+        None,
+        "what rewards are divided by after their baseline: none, the standard deviation of their group, or of all of "
+        "the update (batch) (default: group; none with dr_grpo, rloo and reinforce)",
+        choices=SCALINGS,
+    )
+    kl_estimator: KLEstimator = option(
+        "k3", "estimator of the KL divergence that --beta weighs: k1, k2 or k3", choices=ESTIMATORS
+    )
+    kl_in_reward: bool = option(
+        False,
+        "subtract --beta times an answer's KL divergence to the reference from its reward, in place of a term of the "
+        "loss, as TRL's RLOO does",
+        parse=parse_bool,
+    )
+    entropy_bonus: float = option(
+        0.0, "weight of the entropy of the policy, in nats per token, that is subtracted from the loss", parse=float
+    )
+    importance_cap: float | None = option(
+        None,
+        "truncated importance sampling: tokens are weighted by the ratio of the policy at the update's begin to the "
+        "sampler, at most this, and clips look at what the update itself changes (default: off)",
+        parse=float,
+    )
+    mask_truncated: bool = option(
+        False,
+        "learn nothing from answers that were cut off at their longest allowed length, TRL's "
+        "mask_truncated_completions; their rewards still count in their group's mean",
+        parse=parse_bool,
+    )
+    sapo_temperature_pos: float = option(1.0, "temperature of sapo's gate for good answers", parse=float)
+    sapo_temperature_neg: float = option(1.05, "temperature of sapo's gate for bad answers", parse=float)
     # Left out are tokens whose ratio to the sampler's, or its inverse, is larger than the first of these, and answers
     # whose geometric mean of that (the larger of ratio and inverse, of each token) is larger than the second.
     token_limit: float | None = option(
@@ -114,11 +156,21 @@ class Objective:
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
-        check_at_least(self, 0, "clip_low", "clip_high", "beta")
+        if self.reward_scaling not in (None, *SCALINGS):
+            raise ConfigError(f"reward_scaling must be none, group or batch, not {self.reward_scaling!r}")
+        if self.kl_estimator not in ESTIMATORS:
+            raise ConfigError(f"kl_estimator must be k1, k2 or k3, not {self.kl_estimator!r}")
+        check_at_least(self, 0, "clip_low", "clip_high", "beta", "dual_clip", "entropy_bonus")
+        check_positive(self, "importance_cap", "sapo_temperature_pos", "sapo_temperature_neg")
+        unclipped = self.algorithm in ("cispo", "sapo", "reinforce")
+        if self.dual_clip and not unclipped and self.dual_clip <= 1 + self.clip_high:
+            raise ConfigError(
+                f"dual_clip must be above 1 + clip_high, {1 + self.clip_high:g}, and is {self.dual_clip:g}"
+            )
 
     @property
-    def clips(self) -> bool:
-        return self.algorithm != "reinforce"
+    def divergence_in_loss(self) -> bool:
+        return self.beta > 0 and not self.kl_in_reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +178,11 @@ class UpdateConfig(OptimizerConfig):
     """An optimiser, and how its updates are cut into pieces beside serving."""
 
     batch_size: int = option(
-        32, "trajectories or examples of an update, about", name="train_batch_size", key="batch_size", parse=int
+        32,
+        "trajectories or examples of a step of the optimiser, about; an update from more makes several steps",
+        name="train_batch_size",
+        key="batch_size",
+        parse=int,
     )
     microstep_seconds: float = option(
         0.5,

@@ -44,7 +44,6 @@ class Generation:
     ) -> None:
         self.served = served
         self.call = call
-        self.answer_id = answer_id  # what the answer calls itself
         self.version = version  # of the adapter that answers; None: the model alone
         self.score: Callable[[], asyncio.Future[dict[int, float]]] | None = None  # when all choices have ended well
         self.rewards: dict[int, float] | None = None  # by the choices' numbers, where they were to be scored
@@ -79,6 +78,11 @@ class Generation:
             for number, (prompt, params) in enumerate(zip(self.prompts, sampling, strict=True))
         ]
         self._first = {request.id: request.first for request in self._requests}
+
+    @property
+    def answer_id(self) -> str:
+        """What the answer calls itself."""
+        return self._requests[0].answer_id
 
     @property
     def prompt_tokens(self) -> int:

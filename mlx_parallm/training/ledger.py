@@ -152,6 +152,7 @@ class Ledger:
             record = record.cut(len(trajectory.completion_ids))
             trajectory.temperature, trajectory.spans = record.temperature, record.spans
             trajectory.logprobs = record.logprobs
+            trajectory.truncated = record.finish_reason == "length"
 
     def _drawn(self, trajectory: Trajectory) -> Record | None:
         with self._lock:

@@ -9,7 +9,7 @@ run apart. Sessions call it.
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,11 +17,12 @@ import numpy as np
 
 from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import available_memory, size_flag, size_text
-from mlx_parallm.training.batches import Batch, Micro
+from mlx_parallm.training.batches import Batch, BatchRules, Micro
 from mlx_parallm.training.budget import MAX_MICRO, MIN_MICRO, Budget
 from mlx_parallm.training.learner import (
     Learner,
@@ -32,7 +33,7 @@ from mlx_parallm.training.learner import (
     number,
 )
 from mlx_parallm.training.model import TrainableModel, shared_tree
-from mlx_parallm.training.objectives import divergence
+from mlx_parallm.training.objectives import Floats, divergence
 from mlx_parallm.training.policy_loss import LOGPROBS, LossTotals, PolicyLoss
 from mlx_parallm.training.trajectories import Trajectory
 
@@ -140,15 +141,20 @@ class Trainer:
         begun = time.perf_counter()
         if self.lora.dropout:  # a run that goes on after a restart leaves out what it would have
             mx.random.seed(self.config.seed + self.updates)
-        batch = self.batch(trajectories)
-        used = len(batch.trajectories)
-        outcome = Outcome(_facts(trajectories, batch), used=used, skipped=len(trajectories) - used)
+        facts = _facts(trajectories)
+        rewarded: Sequence[Trajectory] = trajectories
+        if self.config.beta and self.config.kl_in_reward:
+            rewarded, facts["kl"] = yield from self._with_divergence(trajectories)
+        batches = self.batches(rewarded)
+        used = sum(len(batch.trajectories) for batch in batches)
+        facts["flat_trajectories"] = float(sum(batch.flat for batch in batches))
+        outcome = Outcome(facts, used=used, skipped=len(trajectories) - used)
         if not used:
-            outcome.reason = "no group has answers with different rewards"
+            outcome.reason = "no group has answers with different rewards, of which something is to be learnt"
             return outcome
         try:
             with self.learner.undo_on_failure() as before:
-                yield from self._learn(batch, before, outcome.metrics)
+                yield from self._learn([batch for batch in batches if batch.trajectories], before, outcome.metrics)
         except Refused as error:
             outcome.reason = str(error)
             outcome.seconds = time.perf_counter() - begun
@@ -161,24 +167,84 @@ class Trainer:
         outcome.adapter = self.adapter()
         return outcome
 
-    def _learn(self, batch: Batch, before: LearnerState, metrics: dict[str, float]) -> Generator[None, None, None]:
-        """All epochs and the check of the result; metrics are those of the first epoch."""
+    def _learn(
+        self, batches: Sequence[Batch], before: LearnerState, metrics: dict[str, float]
+    ) -> Generator[None, None, None]:
+        """All epochs, a step for each batch, and the check of the result; metrics are those of the first epoch."""
         samples: list[CheckSample] = []
-        for _ in range(self.config.epochs):
-            self.learner.clear_gradient()
-            computed = yield from self.forward_backward(batch)
-            norm = yield from self.optim_step()
-            if not samples:
-                metrics |= computed.totals.metrics() | {"grad_norm": norm}
-                if self.config.beta:
-                    metrics["kl"] = computed.totals.reference / max(computed.totals.tokens, 1.0)
-                samples = computed.samples
+        totals, norms = LossTotals(), list[float]()
+        if self.config.importance_cap and len(batches) * self.config.epochs > 1:
+            for batch in batches:
+                yield from self._keep_proximal(batch)
+        for epoch in range(self.config.epochs):
+            for batch in batches:
+                self.learner.clear_gradient()
+                computed = yield from self.forward_backward(batch)
+                norm = yield from self.optim_step()
+                if epoch == 0:
+                    totals.add(computed.totals)
+                    norms.append(norm)
+                    samples = samples or computed.samples  # those of the first step: none had been made before it
+        metrics |= totals.metrics() | {"grad_norm": float(np.mean(norms)), "optimizer_steps": float(len(norms))}
+        metrics["loss"] /= len(batches)
+        if self.config.divergence_in_loss:
+            metrics["kl"] = totals.reference / max(totals.tokens, 1.0)
         metrics |= yield from self._check(samples, before)
 
+    def batches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
+        """The steps of an update, of about `batch_size` trajectories each."""
+        return Batch.all_of(trajectories, self._rules, self.config.batch_size)
+
     def batch(self, trajectories: Sequence[Trajectory]) -> Batch:
-        """Answers without an advantage are computed only for their divergence to the reference."""
+        """All of them in one step."""
+        return Batch.all_of(trajectories, self._rules, len(trajectories))[0]
+
+    @property
+    def _rules(self) -> BatchRules:
+        """Answers without an advantage are computed only for their divergence to the reference, or their entropy."""
         config = self.config
-        return Batch.of(trajectories, config.algorithm, config.max_length, keep_flat=config.beta > 0)
+        return BatchRules(
+            algorithm=config.algorithm,
+            scaling=config.reward_scaling,
+            max_length=config.max_length,
+            keep_flat=config.divergence_in_loss or config.entropy_bonus > 0,
+            mask_truncated=config.mask_truncated,
+        )
+
+    def _keep_proximal(self, batch: Batch) -> Generator[None, None, None]:
+        """Notes the log-probabilities of a batch's answers before the first step."""
+        found: dict[int, Floats] = {}
+        for micro in self._micros(batch):
+            logprobs = to_numpy(self._new_logprobs(micro).astype(mx.float32))
+            self.learner.restore()
+            for row, place in enumerate(micro.places.tolist()):
+                if place >= 0:
+                    found[place] = logprobs[row, : len(batch.trajectories[place].completion_ids)]
+            yield
+        batch.proximal = found
+
+    def _with_divergence(
+        self, trajectories: Sequence[Trajectory]
+    ) -> Generator[None, None, tuple[list[Trajectory], float]]:
+        """Answers with rewards that are less by the weight of their divergence; the mean of that, in nats a token.
+
+        Measured from the policy that drew them, or the current one where nobody knows that.
+        """
+        rules = replace(self._rules, keep_flat=True, mask_truncated=False)
+        [batch] = Batch.all_of(trajectories, rules, len(trajectories))
+        rewarded, total, tokens = list(trajectories), 0.0, 0
+        for micro in self._micros(batch):
+            reference = self.loss.reference_logprobs(micro)
+            drawn = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), self._new_logprobs(micro))
+            apart = divergence(drawn, reference, self.config.kl_estimator) * mx.array(micro.mask)
+            for place, kl in zip(micro.places.tolist(), to_numpy(mx.sum(apart, axis=1)).tolist(), strict=True):
+                if place >= 0:
+                    one = trajectories[place]
+                    rewarded[place] = replace(one, reward=one.reward - self.config.beta * kl)
+            total, tokens = total + number(mx.sum(apart)), tokens + micro.learnt
+            self.learner.restore()
+            yield
+        return rewarded, total / max(1, tokens)
 
     def forward_backward(self, batch: Batch) -> Generator[None, None, BatchLoss]:
         """Adds the gradient of a batch, which must not be empty, to what the learner has accumulated."""
@@ -318,12 +384,11 @@ class Trainer:
         self.go_back(self.snapshot_of(arrays, updates))
 
 
-def _facts(trajectories: Sequence[Trajectory], batch: Batch) -> dict[str, float]:
+def _facts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics that are known before anything is computed."""
     rewards = np.array([one.reward for one in trajectories], np.float32)
     return {
         "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
         "off_policy": float(sum(one.off_policy for one in trajectories)),
-        "flat_trajectories": float(batch.flat),
     }

@@ -34,6 +34,7 @@ class Trajectory:
     source: ChoiceKey | None = None  # the choice, of one that was drawn here
     max_tokens: int | None = None  # that the answer was allowed; None: nobody knows
     metadata: dict[str, Any] = field(default_factory=dict)
+    truncated: bool = False  # cut off at the longest length that it was allowed
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.completion_ids:
@@ -67,6 +68,7 @@ class Trajectory:
             request_id=record.id,
             source=record.key,
             max_tokens=record.max_tokens,
+            truncated=record.finish_reason == "length",
         )
 
     @classmethod

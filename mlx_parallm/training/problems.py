@@ -30,6 +30,16 @@ class ProblemSource:
 
     def draw(self, chance: random.Random, count: int, level: int, without: Iterable[Problem]) -> list[Problem]:
         """So many different ones of a level."""
+        problems = self.draw_some(chance, count, level, without)
+        if len(problems) == count:
+            return problems
+        left_out = f"; {self.skipped} have prompts that are too long" if self.skipped else ""
+        raise ConfigError(
+            f"task {self._task.name} has not {count} different problems beside the held-out ones{left_out}"
+        )
+
+    def draw_some(self, chance: random.Random, count: int, level: int, without: Iterable[Problem]) -> list[Problem]:
+        """The same; fewer where there are no more."""
         known = {problem.key for problem in without}
         problems: list[Problem] = []
         for _ in range(TRIES * count):
@@ -38,11 +48,8 @@ class ProblemSource:
                 problems.append(problem)
             known.add(problem.key)
             if len(problems) == count:
-                return problems
-        left_out = f"; {self.skipped} have prompts that are too long" if self.skipped else ""
-        raise ConfigError(
-            f"task {self._task.name} has not {count} different problems beside the held-out ones{left_out}"
-        )
+                break
+        return problems
 
     def fitting(self, problems: Sequence[Problem]) -> list[Problem]:
         return [problem for problem in problems if self.fits(problem)]

@@ -88,6 +88,11 @@ class Record:
         """Its tokens, the prompt's too."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
+    @property
+    def sampled(self) -> int:
+        """Tokens of the answer that the model drew itself."""
+        return len(self.completion_ids) if self.mask is None else sum(self.mask)
+
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Record":
         """As orjson wrote it."""

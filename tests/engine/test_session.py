@@ -483,6 +483,37 @@ def test_a_prompt_that_is_too_long_is_skipped_counted_and_named(
     assert "tokens" in named[0]
 
 
+class Sometimes(LowTokens):
+    """Every other problem gives all answers the same reward."""
+
+    def score(self, completion: str, metadata: object) -> float:
+        return float(sum(map(ord, completion)) % 7) if metadata["differs"] else 0.5  # type: ignore[index]
+
+    def problem(self, random: object, level: int) -> Problem:
+        asked = super().problem(random, level)
+        return Problem(asked.messages, {"differs": int(asked.messages[0]["content"][-1]) % 2 == 0})
+
+
+def test_problems_whose_answers_teach_nothing_give_way_to_others() -> None:
+    with school() as one:
+        for rounds in (0, 6):
+            sampler = TaskSampler(one.engine, one.rollouts, Rewards(), Sometimes())
+            config = LoopConfig(
+                steps=2, prompts_per_step=4, group_size=4, eval_problems=1, top_p=0.9, top_k=50, dynamic_sampling=rounds
+            )
+            _, *reports = Loop(one.session(f"policy-{rounds}"), sampler, config).run()
+            flat = [report.report.outcome.metrics["flat_trajectories"] for report in reports if report.report]
+            again = [report.flat()["resampled_problems"] for report in reports]
+            if rounds:
+                assert flat == [0.0, 0.0]
+                assert sum(again) > 0
+            else:
+                assert sum(flat) > 0
+                assert again == [0, 0]
+            drawn = one.ledger.records()[-1]
+            assert drawn.policy == f"policy-{rounds}"
+
+
 @pytest.mark.long
 def test_placebos_and_levels() -> None:
     with school() as one:

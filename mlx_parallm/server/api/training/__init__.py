@@ -158,6 +158,7 @@ class TrainingRoutes:
                 max_tokens=body.max_tokens,
                 temperature=body.temperature,
                 top_p=body.top_p,
+                top_k=body.top_k,
                 stop_token_ids=tuple(body.stop_token_ids),
             ),
             adapter=self._adapter(body.model),

@@ -99,6 +99,7 @@ class RolloutBody(Body):
     max_tokens: int = Field(128, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0: off")
     seed: int | None = Field(None, ge=0, lt=1 << 62)
     stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
     cache_salt: str = Field("", max_length=300, description="Cached prompts are shared by calls with the same one")

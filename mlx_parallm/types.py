@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024  # of one stop string
 INT64 = 2**63 - 1
 MAX_VERSION = 10**15  # that a client may give to an adapter: there are always newer ones
 

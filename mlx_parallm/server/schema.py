@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.types import MAX_STOPS
+from mlx_parallm.types import MAX_STOP_CHARS, MAX_STOPS
 
 MAX_TOOLS = 128
 MAX_PROMPTS = 1024
@@ -125,6 +125,8 @@ def _read_stop(value: Any) -> tuple[str, ...]:
         raise PydanticCustomError("stop", f"At most {MAX_STOPS} stop strings are allowed")
     if not all(strings):
         raise PydanticCustomError("stop", "A stop string must not be empty")
+    if max(map(len, strings), default=0) > MAX_STOP_CHARS:
+        raise PydanticCustomError("stop", f"A stop string has at most {MAX_STOP_CHARS} characters")
     return tuple(strings)
 
 

@@ -266,6 +266,7 @@ class Request:
     first: int = 0  # the number of its first choice among those of its call
     follow: bool = False  # goes on with a newer version from the step after it is published
     images: PromptImages | None = None
+    compiled_grammar: Any = None  # of sampling.grammar, by `check_grammar`; None: compiled when it is submitted
 
 
 @dataclass(frozen=True, slots=True)

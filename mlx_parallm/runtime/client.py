@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.metrics import EngineMetrics, PredictorMetrics
 from mlx_parallm.signature import WeightsVersion
+from mlx_parallm.text.grammar import CompiledGrammar
 from mlx_parallm.types import (
     AdapterRoute,
     AdapterVersion,
@@ -114,8 +115,9 @@ class ModelClient(Protocol):
         ...
 
     def cancel(self, request_id: str, index: int | None = None, visible: int | None = None) -> None: ...
-    def check_grammar(self, grammar: str, param: str) -> None:
-        """Raises InvalidRequestError, about the field `param`, unless the grammar can be followed."""
+    def check_grammar(self, grammar: str, param: str) -> CompiledGrammar:
+        """Compiles it, for `Request.compiled_grammar`, which may take seconds; raises InvalidRequestError about the
+        field `param` where it can't be followed, or is too complex."""
         ...
 
     def pause(self, mode: PauseMode, timeout: float) -> bool: ...

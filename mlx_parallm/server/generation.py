@@ -17,6 +17,7 @@ from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.recent_requests import AnswerSummary
 from mlx_parallm.server.tokenizers import TokenizedPrompts
+from mlx_parallm.text.grammar import CompiledGrammar
 from mlx_parallm.types import AdapterVersion, Delta, Request, SamplingParams
 
 
@@ -41,6 +42,7 @@ class Generation:
         answer_id: str = "",
         timeout: float | None,
         caller: Caller = ANYBODY,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         self.served = served
         self.call = call
@@ -72,6 +74,7 @@ class Generation:
                 owner=caller.owner,
                 first=number * self.n,
                 images=prompts.images,
+                compiled_grammar=grammar,
                 **_request_fields(call, version),
             )
             for number, (prompt, params) in enumerate(zip(self.prompts, sampling, strict=True))

@@ -42,7 +42,8 @@ class GenerationService:
         prompts = own_images(await self._tokenizers.prompts(call, served), caller.tenant)
         grammar = await compiled_grammar(call, served, prompts.inside_thinking, self._tokenizers)
         default = self._config.max_tokens
-        sampling = [sampling_for(call, served, len(prompt), grammar, default) for prompt in prompts.tokens]
+        text = None if grammar is None else grammar[0]
+        sampling = [sampling_for(call, served, len(prompt), text, default) for prompt in prompts.tokens]
         check_choices(call.sampling.n, self._config.max_batch_size)  # before anything is made for each of them
         if call.collect_trajectory and prompts.images is not None:
             param = "collect_trajectory"
@@ -63,6 +64,7 @@ class GenerationService:
             answer_id=request_id,
             timeout=self._config.request_timeout_seconds or None,
             caller=caller,
+            grammar=None if grammar is None else grammar[1],
         )
         request.scope["summary"] = generation.summary
         if call.collect_trajectory and call.scoring_function is not None:  # else its reward comes later, as feedback

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
@@ -23,8 +24,8 @@ LONG_TEXT = 4_000  # characters; about a millisecond of tokenising
 T = TypeVar("T")
 
 
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+def _threads(purpose: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, thread_name_prefix=purpose)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ def own_images(prompts: TokenizedPrompts, tenant: str | None) -> TokenizedPrompt
 
 @dataclass(frozen=True, slots=True)
 class TokenizerPool:
-    pool: ThreadPoolExecutor = field(default_factory=_threads)
+    pool: ThreadPoolExecutor = field(default_factory=partial(_threads, "tokenise"))
+    compilers: ThreadPoolExecutor = field(default_factory=partial(_threads, "grammar"))  # who hold up no others
     media: MediaLoader = field(default_factory=MediaLoader.of)
 
     async def prompts(self, call: GenerationCall, served: ServedModel) -> "TokenizedPrompts":
@@ -95,6 +97,9 @@ class TokenizerPool:
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+
+    async def compile(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.compilers, work)
 
     async def encode(
         self, served: ServedModel, text: str, add_special_tokens: bool, limit: int | None = None

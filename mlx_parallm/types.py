@@ -264,6 +264,7 @@ class Request:
     answer_id: str = ""  # what the answer calls it, where that is something else
     owner: str = ""  # the name of the key that it came with
     first: int = 0  # the number of its first choice among those of its call
+    rollout: bool = False  # gives way to requests that wait for a place
     follow: bool = False  # goes on with a newer version from the step after it is published
     images: PromptImages | None = None
     compiled_grammar: Any = None  # of sampling.grammar, by `check_grammar`; None: compiled when it is submitted
@@ -330,6 +331,8 @@ class RolloutCall:
     metadata: Sequence[Mapping[str, Any]] | None = None  # one for each prompt
     submit: bool = False
     cache_salt: str = ""
+    owner: str = ""  # the name of the key that it came with
+    timeout: float | None = None  # seconds for all of it
 
 
 @dataclass(frozen=True, slots=True)

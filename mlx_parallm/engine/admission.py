@@ -39,6 +39,8 @@ class Admission:
                 row_seed(seed, index),
                 max_tokens,
                 stop_ids,
+                owner=request.owner,
+                rollout=request.rollout,
                 follows=request.follow,
                 images=request.images,
             )

@@ -78,6 +78,10 @@ class Caller:
         `stated`: their client has said so. RateLimitError where answers being generated may use up the limit."""
         return 0 if self.usage is None or self.key is None else self.usage.expect(tokens, stated, self.key.limits)
 
+    def reserve_output(self, tokens: int) -> int:
+        """The same for answers whose tokens must all fit within the limit."""
+        return 0 if self.usage is None or self.key is None else self.usage.reserve(tokens, self.key.limits)
+
     def release_output(self, expected: int) -> None:
         if self.usage is not None:
             self.usage.expected -= expected

@@ -12,7 +12,7 @@ from functools import partial
 from starlette.requests import Request
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.runtime.client import TrainingClient
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.caller import current_caller
@@ -50,6 +50,8 @@ class GenerationService:
             raise InvalidRequestError(f"{param}: images can't be learnt from", param=param, code="invalid_value")
         if call.collect_trajectory:
             adapter = None if version is None else version.name
+            if adapter is not None and not caller.may_use_adapter(adapter):
+                raise ModelNotFoundError(f"there is no adapter {adapter!r} here", param="collect_trajectory")
             self._training.check_collects(served.name, adapter, call.scoring_function)
         caller.charge_prompt(sum(map(len, prompts.tokens)))
         request_id: str = request.scope["request_id"]

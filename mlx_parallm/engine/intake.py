@@ -56,8 +56,12 @@ class Intake:
         """From any thread: takes all requests or raises."""
         if self._thread.closed is not None:
             raise UnavailableError(self._thread.closed)
-        accepted = [(request, self._rows(request)) for request in requests]
         self._reserve(requests)
+        try:
+            accepted = [(request, self._rows(request)) for request in requests]
+        except BaseException:
+            self._release(requests)
+            raise
         arrival = time.monotonic()
 
         def add_all() -> None:
@@ -89,7 +93,10 @@ class Intake:
             share = 0 if owner is None or owners == 1 else self._max_queue_size // owners
             if queued + count > self._max_queue_size and waiting[owner] + count > share:
                 self._metrics.requests_rejected += count
-                raise QueueFullError(f"{queued} requests are waiting already: try again later")
+                raise QueueFullError(
+                    f"{queued} requests are waiting already, and the queue has room for {self._max_queue_size}, "
+                    f"not for {count} more: try again later"
+                )
             self._pending[owner] += count
 
     def _add(self, request: Request, rows: list[Row], arrival: float, on_delta: OnDelta) -> None:
@@ -105,8 +112,12 @@ class Intake:
                 self._ssd_transfers.fetch(job)
         else:
             self._metrics.deduplicated += 1
+        self._release([request])
+
+    def _release(self, requests: Sequence[Request]) -> None:
+        """They wait in the inbox no longer."""
         with self._pending_lock:
-            self._pending[_queue_of(request)] -= 1
+            self._pending[_queue_of(requests[0])] -= len(requests)
 
 
 def _queue_of(request: Request) -> str | None:

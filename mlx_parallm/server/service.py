@@ -24,6 +24,8 @@ from mlx_parallm.server.tokenizers import TokenizerPool, own_images
 from mlx_parallm.types import Collection
 from mlx_parallm.validation import check_choices
 
+MAX_ANSWERS = 8192  # of one request
+
 
 class GenerationService:
     def __init__(
@@ -45,6 +47,8 @@ class GenerationService:
         text = None if grammar is None else grammar[0]
         sampling = [sampling_for(call, served, len(prompt), text, default) for prompt in prompts.tokens]
         check_choices(call.sampling.n, self._config.max_batch_size)  # before anything is made for each of them
+        if len(prompts.tokens) * call.sampling.n > MAX_ANSWERS:
+            raise InvalidRequestError(f"n: at most {MAX_ANSWERS} answers fit in one request, of all prompts", param="n")
         if call.collect_trajectory and prompts.images is not None:
             param = "collect_trajectory"
             raise InvalidRequestError(f"{param}: images can't be learnt from", param=param, code="invalid_value")

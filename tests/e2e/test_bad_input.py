@@ -389,6 +389,6 @@ def test_millions_of_ids_do_not_hold_others_up(tiny_server: ServerProcess, count
     thread.join()
     assert (answer.status_code, answer.json()["error"]["code"]) == (
         400,
-        "invalid_value" if count > 1 << 22 else TOO_LONG,
+        "invalid_value" if count > 1 << 21 else TOO_LONG,
     )
     assert max(waits) < 2.0, "a probe waited for seconds"

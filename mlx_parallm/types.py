@@ -267,7 +267,7 @@ class Request:
     rollout: bool = False  # gives way to requests that wait for a place
     follow: bool = False  # goes on with a newer version from the step after it is published
     images: PromptImages | None = None
-    compiled_grammar: Any = None  # of sampling.grammar, by `check_grammar`; None: compiled when it is submitted
+    compiled_grammar: Any = None  # a CompiledGrammar, by `check_grammar`; None: compiled when it is submitted
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.metrics import EngineMetrics, PredictorMetrics
 from mlx_parallm.signature import WeightsVersion
-from mlx_parallm.text.grammar import CompiledGrammar
+from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.types import (
     AdapterRoute,
     AdapterVersion,

@@ -7,6 +7,7 @@ dialect has to: a model or an adapter that a key may not use is not there for it
 import json
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 
 from mlx_parallm.errors import PermissionDeniedError
 from mlx_parallm.server.keys import Key
@@ -43,6 +44,16 @@ class Caller:
     def rewards_answers_of(self) -> str | None:
         """Whose answers it may give rewards to; None: all."""
         return self.owner if self.key is not None and self.key.role == "user" else None
+
+    def visible_source(self, source: str) -> str:
+        """Where a model or an adapter came from, as this caller may know it: users see no paths of the server."""
+        is_path = source.startswith(("/", "~", "."))
+        return Path(source).name if is_path and self.key is not None and self.key.role == "user" else source
+
+    def visible_error(self, error: str) -> str:
+        """Why something has failed, which may name a path."""
+        hidden = self.key is not None and self.key.role == "user" and "/" in error
+        return "it can't be loaded; the server's log says why" if hidden else error
 
     def cache_salt(self, asked: str) -> str:
         """The salt of a request's cached prompts, from the one that it asks for: no request can ask for a tenant's."""

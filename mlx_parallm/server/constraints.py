@@ -5,7 +5,8 @@ from functools import partial
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.tokenizers import TokenizerPool
-from mlx_parallm.text.grammar import AnswerFormat, CompiledGrammar, answer_grammar
+from mlx_parallm.text.compiled_grammar import CompiledGrammar
+from mlx_parallm.text.grammar import AnswerFormat, answer_grammar
 
 
 async def compiled_grammar(

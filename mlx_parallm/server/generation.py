@@ -17,7 +17,7 @@ from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.recent_requests import AnswerSummary
 from mlx_parallm.server.tokenizers import TokenizedPrompts
-from mlx_parallm.text.grammar import CompiledGrammar
+from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.types import AdapterVersion, Delta, Request, SamplingParams
 
 
@@ -63,6 +63,7 @@ class Generation:
         self._expected = 0  # that they may have at most, reserved while they are generated
         self._open = len(self.choices)
         self._submitted = self._ended = False
+        shared = _request_fields(call, version) | {"images": prompts.images, "compiled_grammar": grammar}
         self._requests = [
             Request(
                 id=f"{name}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
@@ -73,9 +74,7 @@ class Generation:
                 answer_id=answer_id,
                 owner=caller.owner,
                 first=number * self.n,
-                images=prompts.images,
-                compiled_grammar=grammar,
-                **_request_fields(call, version),
+                **shared,
             )
             for number, (prompt, params) in enumerate(zip(self.prompts, sampling, strict=True))
         ]

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.grammar_process import PARSER_LIMITS, SECONDS, GrammarProcess
 from mlx_parallm.text.parsers import harmony
@@ -192,17 +193,6 @@ def _mark(text: str, vocabulary: Vocabulary) -> str:
         if token is not None:
             parts.append(f"<[{token}]>")
     return " ".join(parts)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CompiledGrammar:
-    """A grammar that matchers can be copied from, in no time."""
-
-    source: llguidance.LLMatcher
-    end_ids: frozenset[int]  # tokens that it allows at the end of its text
-
-    def matcher(self) -> llguidance.LLMatcher:
-        return self.source.deep_copy()
 
 
 class GrammarCompiler:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024  # of one stop string
 INT64 = 2**63 - 1
 MAX_VERSION = 10**15  # that a client may give to an adapter: there are always newer ones
 
@@ -264,8 +265,10 @@ class Request:
     http_id: str = ""  # its X-Request-Id
     owner: str = ""  # the name of the key that it came with
     first: int = 0  # the number of its first choice among those of its call
+    rollout: bool = False  # gives way to requests that wait for a place
     follow: bool = False  # goes on with a newer version from the step after it is published
     images: PromptImages | None = None
+    compiled_grammar: Any = None  # a CompiledGrammar, by `check_grammar`; None: compiled when it is submitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +332,8 @@ class RolloutCall:
     metadata: Sequence[Mapping[str, Any]] | None = None  # one for each prompt
     submit: bool = False
     cache_salt: str = ""
+    owner: str = ""  # the name of the key that it came with
+    timeout: float | None = None  # seconds for all of it
 
 
 @dataclass(frozen=True, slots=True)

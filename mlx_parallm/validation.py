@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.types import INT64, MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from mlx_parallm.types import INT64, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 
 # (field, lowest, highest, whether it must be a whole number)
 BOUNDS: tuple[tuple[str, float, float, bool], ...] = (
@@ -52,6 +52,8 @@ def _check_stops(sampling: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequestError("stop must hold strings that are not empty", param="stop")
     if len(sampling.stop) > MAX_STOPS:
         raise InvalidRequestError(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
+    if any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
+        raise InvalidRequestError(f"a stop string has at most {MAX_STOP_CHARS} characters", param="stop")
     for token in sampling.stop_token_ids:
         _check_token(token, vocab_size, "stop_token_ids")
 

@@ -4,6 +4,7 @@ It has no scheduler, no sampler and no HTTP server. It ends with rank 0: when th
 """
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -31,6 +32,7 @@ from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.loader import load
 from mlx_parallm.models.memory import wire_memory
+from mlx_parallm.server.run import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +60,14 @@ def follow(config: ServeConfig, member: GroupMember) -> int:
 
 def _leave_signals_to_rank_0() -> None:
     """It has requests to finish first, and its end is this one's; a second signal is obeyed."""
+    signals = StopSignals()
 
-    def first(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_DFL)
+    def on_signal(number: int, frame: Any) -> None:
+        if signals.ends_at_once():
+            os._exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, first)
+        signal.signal(number, on_signal)
 
 
 def _brought_up(config: ServeConfig, member: GroupMember) -> "Follower":

@@ -30,7 +30,7 @@ from mlx_parallm.progress import say
 from mlx_parallm.server import logs
 from mlx_parallm.server.access import check_access
 from mlx_parallm.server.http_protocol import uvicorn_config
-from mlx_parallm.server.run import LAST_BYTES_SECONDS
+from mlx_parallm.server.run import LAST_BYTES_SECONDS, StopSignals
 from mlx_parallm.server.sockets import listen
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class FrontServer(InnerServer):
         self._cluster = cluster
         self._secret = new_secret()
         self._shutdown: asyncio.Task[None] | None = None
+        self._signals = StopSignals()
         self._members = Members(self._secret, config.cluster.replicas, self._session)
         self._front = Front(self._members, config, self._secret)
         paths = (config.http.tls_cert, config.http.tls_key)
@@ -166,9 +167,11 @@ class FrontServer(InnerServer):
                 await asyncio.to_thread(self._cluster.deploy, wanted, url, self._secret)
 
     def _on_signal(self, number: int) -> None:
-        if self._shutdown is not None:
+        if self._signals.ends_at_once():
             log.warning("a second signal: ending at once")
             os._exit(128 + number)
+        if self._shutdown is not None:
+            return
         patience = self._settings.http.drain_timeout_seconds
         log.info("%s: no new requests; running ones have %gs", signal.Signals(number).name, patience)
         self._front.draining = True

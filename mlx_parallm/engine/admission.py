@@ -6,6 +6,7 @@ from collections.abc import Callable
 from mlx_parallm.engine.rows import Row, row_seed
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.text.grammar import GrammarCompiler
 from mlx_parallm.types import Request
 from mlx_parallm.validation import check_choices, check_ids, check_sampling
@@ -39,14 +40,17 @@ class Admission:
                 row_seed(seed, index),
                 max_tokens,
                 stop_ids,
+                owner=request.owner,
+                rollout=request.rollout,
                 follows=request.follow,
                 images=request.images,
             )
             for index in range(sampling.n)
         ]
         if sampling.grammar is not None:
+            grammar: CompiledGrammar = request.compiled_grammar or self._grammars.compile(sampling.grammar)
             for row in rows:
-                row.matcher, row.end_ids = self._grammars.matcher(sampling.grammar), self._grammars.end_ids
+                row.matcher, row.end_ids = grammar.matcher(), grammar.end_ids
         return rows
 
     def _room(self, request: Request) -> int:

@@ -196,6 +196,7 @@ def _limits(base: BaseParts, cache: BatchCache, prefix: Prefix | None) -> Limits
         round_to=PROMPT_STEP if profile.round_prompts and cache.stages_many else 1,
         pass_tokens=profile.pass_tokens if isinstance(prefix, BlockPrefix) else 0,
         max_adapters=config.adapters.max_loras,
+        rollout_rows=max(1, round(config.batch.max_batch_size * (1 - config.serving_share))),
     )
 
 

@@ -25,6 +25,7 @@ from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.vision.processor import ImageProcessor
 from mlx_parallm.steps import Steps
+from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.types import MemoryPlan, OnDelta, PauseMode, Request, SamplingParams
 
 T = TypeVar("T")
@@ -90,9 +91,9 @@ class Engine:
         """Whether there are requests that run or wait."""
         return not self._parts.compute.scheduler.idle
 
-    def check_grammar(self, grammar: str, param: str) -> None:
-        """Raises InvalidRequestError, about the field `param`, unless the grammar can be followed."""
-        self._parts.grammars.check(grammar, param)
+    def check_grammar(self, grammar: str, param: str) -> CompiledGrammar:
+        """Compiles it, or raises InvalidRequestError about the field `param`: it can't be followed, or too complex."""
+        return self._parts.grammars.check(grammar, param)
 
     def check_prompt(self, prompt: list[int], choices: int) -> None:
         """Raises ContextLengthError where so many answers to this prompt can't be had."""

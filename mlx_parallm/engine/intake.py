@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from mlx_parallm.engine.admission import Admission
@@ -48,7 +49,7 @@ class Intake:
         self._idle = idle
         self._metrics = metrics
         self._max_queue_size = max_queue_size
-        self._pending = 0  # requests in the inbox
+        self._pending: Counter[str | None] = Counter()  # requests in the inbox by their owner; None: rollouts
         self._pending_lock = threading.Lock()
 
     def check(self, request: Request) -> None:
@@ -59,8 +60,12 @@ class Intake:
         """From any thread: takes all requests or raises."""
         if self._thread.closed is not None:
             raise UnavailableError(self._thread.closed)
-        accepted = [(request, self._rows(request)) for request in requests]
-        self._reserve(len(accepted))
+        self._reserve(requests)
+        try:
+            accepted = [(request, self._rows(request)) for request in requests]
+        except BaseException:
+            self._release(requests)
+            raise
         arrival = time.monotonic()
 
         def add_all() -> None:
@@ -79,13 +84,24 @@ class Intake:
             row.recorded = request.images is None and self._recording.wants(request)  # training sees tokens alone
         return rows
 
-    def _reserve(self, count: int) -> None:
+    def _reserve(self, requests: Sequence[Request]) -> None:
+        """Rollouts have a queue of their own size. Where several keys wait, each has its part of the queue, whoever was
+        there first."""
+        count, owner = len(requests), _queue_of(requests[0])
         with self._pending_lock:
-            waiting = self._pending + self._scheduler.queued
-            if waiting + count > self._max_queue_size:
+            waiting = Counter(self._pending)
+            for job in list(self._scheduler.waiting):
+                waiting[None if job.rollout else job.owner] += 1
+            queued = waiting[None] if owner is None else waiting.total() - waiting[None]
+            owners = len({owner, *(other for other, number in waiting.items() if number and other is not None)})
+            share = 0 if owner is None or owners == 1 else self._max_queue_size // owners
+            if queued + count > self._max_queue_size and waiting[owner] + count > share:
                 self._metrics.requests_rejected += count
-                raise QueueFullError(f"{waiting} requests are waiting already: try again later")
-            self._pending += count
+                raise QueueFullError(
+                    f"{queued} requests are waiting already, and the queue has room for {self._max_queue_size}, "
+                    f"not for {count} more: try again later"
+                )
+            self._pending[owner] += count
 
     def _add(self, request: Request, rows: list[Row], arrival: float, on_delta: OnDelta) -> None:
         """On the engine thread."""
@@ -100,5 +116,13 @@ class Intake:
                 self._ssd_transfers.fetch(job)
         else:
             self._metrics.deduplicated += 1
+        self._release([request])
+
+    def _release(self, requests: Sequence[Request]) -> None:
+        """They wait in the inbox no longer."""
         with self._pending_lock:
-            self._pending -= 1
+            self._pending[_queue_of(requests[0])] -= len(requests)
+
+
+def _queue_of(request: Request) -> str | None:
+    return None if request.rollout else request.owner

@@ -38,6 +38,7 @@ class LiveRequests:
         for index, row in enumerate(shared or rows):
             reader = Reader(request, index, arrival, on_delta)
             row.readers.append(reader)
+            row.rollout = row.rollout and request.rollout
             entries.append((row, reader))
         self._entries[request.id] = entries
         return shared is None

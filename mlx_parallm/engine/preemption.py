@@ -19,14 +19,19 @@ class Preemption:
         self._metrics = metrics
 
     def make_room(self) -> None:
-        """When the rows' next tokens would not fit, the last in line gives up its place and is computed again later."""
+        """When the rows' next tokens would not fit, the last in line gives up its place and is computed again later.
+        So do rollouts that hold more places than they may while requests wait."""
         running = self._scheduler.running
         while len(running) > 1 and not self._runner.cache.fits(len(running), max(row.length for row in running) + 1):
-            row = self._scheduler.victim()
-            running.remove(row)
-            self._runner.leave(row)
-            self.requeue(row)
-            self._metrics.preemptions += 1
+            self._preempt(self._scheduler.victim())
+        for row in self._scheduler.displaced():
+            self._preempt(row)
+
+    def _preempt(self, row: Row) -> None:
+        self._scheduler.running.remove(row)
+        self._runner.leave(row)
+        self.requeue(row)
+        self._metrics.preemptions += 1
 
     def requeue(self, row: Row) -> None:
         """A row without a place waits for one; what it has generated becomes part of its prompt."""

@@ -61,6 +61,8 @@ class Row:
     cached: int | None = None  # prompt tokens that were not computed; None before it began
     adapter: Any = None  # the registry's Version, which this row holds
     policies: list[tuple[int, Any]] = field(default_factory=list)  # adapters so far, each with its first token's number
+    owner: str = ""  # the name of the key that it came with
+    rollout: bool = False  # gives way to requests: nobody but rollouts reads it
     follows: bool = False
     images: PromptImages | None = None
 
@@ -171,6 +173,14 @@ class Job:
     @property
     def content(self) -> list[int]:
         return self.rows[0].content(self.tokens)
+
+    @property
+    def rollout(self) -> bool:
+        return all(row.rollout for row in self.rows)
+
+    @property
+    def owner(self) -> str:
+        return next((row.owner for row in self.rows), "")
 
     @property
     def next_image(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Who runs next: priorities, FIFO inside one, a token budget per step. No MLX; the engine thread owns it.
+"""What the next step computes, under a token budget; `turns` says who goes next. No MLX; the engine thread owns it.
 
 `plan()` says what the next step computes: pieces of prompts under the budget, and one token for every running row.
 A long prompt is computed alone, piece by piece, with a decode step after each; short prompts of similar length are
@@ -8,10 +8,11 @@ beside the running rows waits at the head of the queue, so that rows behind it c
 
 import bisect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.engine.rows import Job, Plan, Prefill, Row
+from mlx_parallm.engine.turns import displaced, next_job
 
 BEGUN = 1 << 62  # requeued rows are numbered below every new job
 FETCH_SECONDS = 0.1  # between two looks at the clock, while nothing but the SSD is at work
@@ -26,6 +27,7 @@ class Limits:
     gather_seconds: float  # 0: admit at every step
     max_padding: float | None  # share that padding may add to prompts computed together; None: one by one
     max_adapters: int = 1  # in one batch
+    rollout_rows: int = 1  # that rollouts may hold while requests wait
     chunk_seconds: float = 2.5  # prompts aim to take no longer between two decode steps; only slow devices notice
     round_to: int = 1  # prompts are computed in pieces of whole multiples of so many tokens
     pass_tokens: int = 0  # rather than start a pass of its own for a prompt, compute so many cached tokens again
@@ -114,11 +116,9 @@ class Scheduler:
             budget -= pieces[0].count
         gathered = self.admitting and self._may_gather()  # once the first has waited long enough, all go
         while gathered and budget > 0 and not self.partial:
-            job = next((job for job in self.waiting if not self._fetching(job)), None)
-            if job is None:
-                break
             started = [*(piece.jobs[0] for piece in pieces), *whole]
-            if not self._admissible(job, started):
+            job = self._next_job(started)
+            if job is None or not self._admissible(job, self.running, started):
                 break
             self.look_up(job)
             too_long = started and job.remaining > budget and (budget < MIN_PIECE or self.running)
@@ -162,8 +162,21 @@ class Scheduler:
             return True
         return self.seconds_until_admission() <= 0
 
-    def _admissible(self, job: Job, admitted: list[Job]) -> bool:
-        beside = [*self.running, *(row for other in admitted for row in other.rows)]
+    def _next_job(self, started: Sequence[Job]) -> Job | None:
+        beside = [*self.running, *(row for job in started for row in job.rows)]
+        if len(beside) >= self.limits.max_rows:
+            return None
+        return next_job([job for job in self.waiting if not self._fetching(job)], beside, self.limits.rollout_rows)
+
+    def displaced(self) -> list[Row]:
+        """Rows of rollouts whose places go to requests that wait."""
+        if not self.waiting or not self.admitting or self.partial or not self._may_gather():
+            return []
+        ready = [job for job in self.waiting if not self._fetching(job)]
+        return displaced(ready, self.running, self.limits.rollout_rows, self._budget(), self._admissible)
+
+    def _admissible(self, job: Job, running: Sequence[Row], admitted: Sequence[Job]) -> bool:
+        beside = [*running, *(row for other in admitted for row in other.rows)]
         rows = len(beside) + len(job.rows)
         if rows > self.limits.max_rows:
             return False
@@ -173,7 +186,7 @@ class Scheduler:
         adapters = {row.adapter for row in (*beside, *job.rows) if row.adapter is not None}
         if len(adapters) > self.limits.max_adapters:
             return False
-        lengths = [row.length for row in self.running] + [len(other.tokens) for other in (*admitted, job)]
+        lengths = [row.length for row in running] + [len(other.tokens) for other in (*admitted, job)]
         return self.fits(rows, max(lengths) + 1) or not beside
 
     def _worth_waiting(self, job: Job, other: Job) -> bool:

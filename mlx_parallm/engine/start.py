@@ -121,9 +121,7 @@ class StartingEngine:
             loop.run()
         if self._ranks is not None and self._thread.failure is None:
             self._ranks.close()
-        # MLX aborts the process at exit when a thread leaves streams behind.
         mx.synchronize()
-        mx.clear_streams()
         self._allocator_cache.release(self._thread)
 
     def _bring_up(self) -> EngineLoop | None:

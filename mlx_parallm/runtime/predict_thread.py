@@ -56,6 +56,4 @@ class PredictThread:
                 self._background.step(serving=False)
         self._background.close()
         self._thread.empty_inbox()
-        # MLX aborts the process at exit when a thread leaves streams behind.
         mx.synchronize()
-        mx.clear_streams()

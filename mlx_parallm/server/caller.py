@@ -7,6 +7,7 @@ dialect has to: a model or an adapter that a key may not use is not there for it
 import json
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 
 from mlx_parallm.errors import PermissionDeniedError
 from mlx_parallm.server.keys import Key
@@ -44,6 +45,16 @@ class Caller:
         """Whose answers it may give rewards to; None: all."""
         return self.owner if self.key is not None and self.key.role == "user" else None
 
+    def visible_source(self, source: str) -> str:
+        """Where a model or an adapter came from, as this caller may know it: users see no paths of the server."""
+        is_path = source.startswith(("/", "~", "."))
+        return Path(source).name if is_path and self.key is not None and self.key.role == "user" else source
+
+    def visible_error(self, error: str) -> str:
+        """Why something has failed, which may name a path."""
+        hidden = self.key is not None and self.key.role == "user" and "/" in error
+        return "it can't be loaded; the server's log says why" if hidden else error
+
     def cache_salt(self, asked: str) -> str:
         """The salt of a request's cached prompts, from the one that it asks for: no request can ask for a tenant's."""
         if self.tenant is not None:
@@ -77,6 +88,10 @@ class Caller:
         """Reserves what answers may have at most, and returns what `release_output` is to be told when they have ended.
         `stated`: their client has said so. RateLimitError where answers being generated may use up the limit."""
         return 0 if self.usage is None or self.key is None else self.usage.expect(tokens, stated, self.key.limits)
+
+    def reserve_output(self, tokens: int) -> int:
+        """The same for answers whose tokens must all fit within the limit."""
+        return 0 if self.usage is None or self.key is None else self.usage.reserve(tokens, self.key.limits)
 
     def release_output(self, expected: int) -> None:
         if self.usage is not None:

@@ -1,7 +1,7 @@
 """Messages and tools as OpenAI's clients send them, for every route that takes them, and the conversation they make."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.call import ImageSource
-from mlx_parallm.server.schema import MAX_TOOLS, Body
+from mlx_parallm.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, few
 from mlx_parallm.text.prompts import Conversation, Message, check_template_kwargs
 
 IMAGE_PARTS = ("image_url", "input_image")
@@ -67,7 +67,9 @@ class MessageToolCall(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = Field(None, validate_default=True, description="Text, or parts")
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = Field(
+        None, validate_default=True, description="Text, or parts"
+    )
     name: str | None = None
     tool_calls: list[MessageToolCall] = Field(default_factory=list, max_length=MAX_TOOLS, description="An assistant's")
     tool_call_id: str | None = Field(
@@ -90,6 +92,9 @@ class ChatMessage(Body):
         return value
 
 
+ChatMessages = Annotated[list[ChatMessage], few(MAX_MESSAGES)]
+
+
 class FunctionDefinition(Body):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -105,7 +110,7 @@ class ToolDefinition(Body):
 class TemplateBody(Body):
     """What a chat template takes."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: ChatMessages = Field(min_length=1)
     tools: list[ToolDefinition] = Field(default_factory=list, max_length=MAX_TOOLS)
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn; the default")
     continue_final_message: bool = Field(False, description="Go on writing the last message")

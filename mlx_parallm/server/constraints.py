@@ -5,12 +5,13 @@ from functools import partial
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.tokenizers import TokenizerPool
+from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.text.grammar import AnswerFormat, answer_grammar
 
 
 async def compiled_grammar(
     call: GenerationCall, served: ServedModel, inside_thinking: bool, pool: TokenizerPool
-) -> str | None:
+) -> tuple[str, CompiledGrammar] | None:
     """None where the output is free. It is compiled once here, off the event loop, so that errors are the client's."""
     structure, param, chat = call.structure, "tools", call.chat
     grammar = None if structure is None else structure.grammar
@@ -28,5 +29,4 @@ async def compiled_grammar(
         return None
     if structure is not None and not (chat is not None and chat.must_call and chat.conversation.tools):
         param = structure.param
-    await pool.run(partial(served.client.check_grammar, grammar, param))
-    return grammar
+    return grammar, await pool.compile(partial(served.client.check_grammar, grammar, param))

@@ -17,6 +17,7 @@ from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.recent_requests import AnswerSummary
 from mlx_parallm.server.tokenizers import TokenizedPrompts
+from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.types import AdapterVersion, Delta, Request, SamplingParams
 
 
@@ -41,6 +42,7 @@ class Generation:
         http_id: str = "",
         timeout: float | None,
         caller: Caller = ANYBODY,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         self.served = served
         self.call = call
@@ -61,6 +63,7 @@ class Generation:
         self._expected = 0  # that they may have at most, reserved while they are generated
         self._open = len(self.choices)
         self._submitted = self._ended = False
+        shared = _request_fields(call, version) | {"images": prompts.images, "compiled_grammar": grammar}
         self._requests = [
             Request(
                 id=f"{answer_id}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
@@ -72,8 +75,7 @@ class Generation:
                 http_id=http_id,
                 owner=caller.owner,
                 first=number * self.n,
-                images=prompts.images,
-                **_request_fields(call, version),
+                **shared,
             )
             for number, (prompt, params) in enumerate(zip(self.prompts, sampling, strict=True))
         ]

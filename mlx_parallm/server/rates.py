@@ -113,6 +113,14 @@ class KeyUsage:
         self.expected += expected
         return expected
 
+    def reserve(self, tokens: int, limits: KeyLimits) -> int:
+        """The same for answers that must fit, with all that is being generated. RateLimitError."""
+        if limits.tokens_per_minute is None:
+            return 0
+        _check(self.tokens, self.expected + tokens, limits.tokens_per_minute, "tokens")
+        self.expected += tokens
+        return tokens
+
     def headers(self, limits: KeyLimits) -> dict[str, str]:
         """OpenAI's headers for each limit that there is."""
         told: dict[str, str] = {}

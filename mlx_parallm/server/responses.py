@@ -50,7 +50,7 @@ class AnswerWriter(StreamWriter, Protocol):
     def answer(self, results: Sequence[Collected]) -> Any: ...
 
 
-BeforeEnd = Callable[[], Awaitable[None]]
+BeforeEnd = Callable[[ParallmError | None], Awaitable[None]]
 
 
 async def respond(
@@ -58,12 +58,12 @@ async def respond(
 ) -> Response:
     """Runs a generation: as a stream where the call asks for one, else until the answer is whole.
 
-    `before_end` is awaited when the answer is complete, before the client is told so."""
+    `before_end` is awaited when the answer is complete or has failed, before the client is told so."""
     if generation.call.stream:
         return EventStream(generation, writer, before_end)
     answer = writer.answer(await Collector(generation).collect(request.receive))
     if before_end is not None:
-        await before_end()
+        await before_end(None)
     return JSONResponse(answer)
 
 
@@ -113,9 +113,9 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         while not self._left:
+            if self._ended and self._before_end is not None:
+                await self._before_end(self._error)
             data, more = self._take()
-            if not more and self._before_end is not None:
-                await self._before_end()
             await send({"type": "http.response.body", "body": data, "more_body": more})
             if not more:
                 return

@@ -1,8 +1,7 @@
 """The HTTP server's process: a socket, an event loop, and a shutdown in order. `serve` and `integrated` run it.
 
-The first SIGTERM or SIGINT stops
-admission (503) and waits for running requests; a second ends the process there and then. SIGHUP has the keys file read
-and the audit log opened anew, where there is one of them.
+The first SIGTERM or SIGINT stops admission (503) and waits for running requests; another, more than a second later,
+ends the process there and then. SIGHUP has the keys file read and the audit log opened anew, where there is one.
 """
 
 import asyncio
@@ -11,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +32,24 @@ Companion = Callable[[], int | None]
 
 # The engine thread builds its graphs in Python: it must not wait 5 ms for another thread to give way.
 SWITCH_INTERVAL = 0.0005
+SAME_SIGNAL_SECONDS = 1.0  # within which several signals are one
 LAST_BYTES_SECONDS = 5  # for responses to be written out once the engines have stopped
+
+
+class StopSignals:
+    """Tells a second signal, which ends the process at once, from the same one that came twice: a process group's comes
+    from the terminal, the shell and the supervisor alike."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first: float | None = None
+
+    def ends_at_once(self) -> bool:
+        """For each signal that comes."""
+        now = self._clock()
+        if self._first is None:
+            self._first = now
+        return now - self._first > SAME_SIGNAL_SECONDS
 
 
 class HttpServer(uvicorn.Server):
@@ -57,6 +74,7 @@ class HttpServer(uvicorn.Server):
         self._state = ServerState()
         self._exit_code = 0
         self._shutdown: asyncio.Task[None] | None = None
+        self._signals = StopSignals()
         self._app = create_app(runtime, config, dispatcher, self._state)
         cert, key = (None if path is None else str(Path(path).expanduser()) for path in self._certificate)
         super().__init__(
@@ -129,9 +147,11 @@ class HttpServer(uvicorn.Server):
             self._on_signal(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
-        if self._shutdown is not None:
+        if self._signals.ends_at_once():
             log.warning("a second signal: ending at once")
             os._exit(128 + number)
+        if self._shutdown is not None:
+            return
         log.info("%s: no new requests; running ones have %gs", signal.Signals(number).name, self._patience)
         self._state.draining = True
         self._shutdown = asyncio.ensure_future(self._drain())

@@ -12,11 +12,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.types import MAX_STOPS
+from mlx_parallm.types import MAX_STOP_CHARS, MAX_STOPS
 
 MAX_TOOLS = 128
+MAX_MESSAGES = 8192  # of a conversation
 MAX_PROMPTS = 1024
-MAX_TOKENS = 1 << 22  # of a prompt: more than any context
+MAX_TOKENS = 1 << 21  # of a prompt: more than any context
 # Answers of a real server, by the name of their class.
 EXAMPLES: dict[str, Any] = json.loads(files("mlx_parallm.server").joinpath("examples.json").read_text())
 
@@ -30,6 +31,11 @@ class Body(BaseModel):
         if isinstance(data, dict):
             return {key: value for key, value in data.items() if value is not None}
         return data
+
+
+def few(most: int) -> Any:
+    """For lists of which each entry is work: so many, and the first that is wrong is the one that is told of."""
+    return Field(max_length=most, fail_fast=True)
 
 
 class AnswerBody(BaseModel):
@@ -125,6 +131,8 @@ def _read_stop(value: Any) -> tuple[str, ...]:
         raise PydanticCustomError("stop", f"At most {MAX_STOPS} stop strings are allowed")
     if not all(strings):
         raise PydanticCustomError("stop", "A stop string must not be empty")
+    if max(map(len, strings), default=0) > MAX_STOP_CHARS:
+        raise PydanticCustomError("stop", f"A stop string has at most {MAX_STOP_CHARS} characters")
     return tuple(strings)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from starlette.requests import Request
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.runtime.client import TrainingClient
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.caller import current_caller
@@ -23,6 +23,8 @@ from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.tokenizers import TokenizerPool, own_images
 from mlx_parallm.types import Collection
 from mlx_parallm.validation import check_choices
+
+MAX_ANSWERS = 8192  # of one request
 
 
 def answer_name(prefix: str, request: Request) -> str:
@@ -48,14 +50,19 @@ class GenerationService:
         prompts = own_images(await self._tokenizers.prompts(call, served), caller.tenant)
         grammar = await compiled_grammar(call, served, prompts.inside_thinking, self._tokenizers)
         default = self._config.max_tokens
-        sampling = [sampling_for(call, served, len(prompt), grammar, default) for prompt in prompts.tokens]
+        text = None if grammar is None else grammar[0]
+        sampling = [sampling_for(call, served, len(prompt), text, default) for prompt in prompts.tokens]
         check_choices(call.sampling.n, self._config.max_batch_size)  # before anything is made for each of them
+        if len(prompts.tokens) * call.sampling.n > MAX_ANSWERS:
+            raise InvalidRequestError(f"n: at most {MAX_ANSWERS} answers fit in one request, of all prompts", param="n")
         if call.collect_trajectory and prompts.images is not None:
             param = "collect_trajectory"
             raise InvalidRequestError(f"{param}: images can't be learnt from", param=param, code="invalid_value")
         scorer = None
         if call.collect_trajectory:
             adapter = None if version is None else version.name
+            if adapter is not None and not caller.may_use_adapter(adapter):
+                raise ModelNotFoundError(f"there is no adapter {adapter!r} here", param="collect_trajectory")
             scorer = call.scoring_function or self._training.scorer_for(call.metadata)
             self._training.check_collects(served.name, adapter, scorer, call.metadata)
         caller.charge_prompt(sum(map(len, prompts.tokens)))
@@ -71,6 +78,7 @@ class GenerationService:
             http_id=request_id,
             timeout=self._config.request_timeout_seconds or None,
             caller=caller,
+            grammar=None if grammar is None else grammar[1],
         )
         request.scope["summary"] = generation.summary
         if scorer is not None:  # else its reward comes later, as feedback

@@ -13,9 +13,9 @@ from pydantic_core import PydanticCustomError
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.caller import current_caller
-from mlx_parallm.server.chat_messages import ChatMessage, conversation
+from mlx_parallm.server.chat_messages import ChatMessage, ChatMessages, conversation
 from mlx_parallm.server.predictors import ServedPredictor
-from mlx_parallm.server.schema import MAX_TOKENS, Body
+from mlx_parallm.server.schema import MAX_TOKENS, Body, few
 from mlx_parallm.server.tokenizers import LONG_TEXT, TokenizerPool
 from mlx_parallm.text.templates import render_chat
 from mlx_parallm.types import INT64, TextTokens
@@ -65,9 +65,9 @@ def _as_list(value: Any) -> Any:
 
 TextInput = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[int], Field(max_length=MAX_TOKENS), Tag("<tokens>")]
+    | Annotated[list[int], few(MAX_TOKENS), Tag("<tokens>")]
     | Annotated[TextPair, BeforeValidator(_as_pair), Tag("<pair>")]
-    | Annotated[list[ChatMessage], Tag("<chat>")],
+    | Annotated[ChatMessages, Tag("<chat>")],
     Discriminator(
         _form,
         custom_error_type="input",
@@ -76,7 +76,7 @@ TextInput = Annotated[
         ),
     ),
 ]
-TextInputs = Annotated[list[TextInput], BeforeValidator(_as_list), Field(min_length=1, max_length=MAX_INPUTS)]
+TextInputs = Annotated[list[TextInput], few(MAX_INPUTS), Field(min_length=1), BeforeValidator(_as_list)]
 
 
 class TruncationBody(Body):

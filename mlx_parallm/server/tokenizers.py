@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
@@ -19,12 +20,13 @@ from mlx_parallm.types import ImageInput, PromptImages
 from mlx_parallm.validation import check_ids
 
 LONG_TEXT = 4_000  # characters; about a millisecond of tokenising
+VERY_LONG_TEXT = 400_000  # about half a second
 
 T = TypeVar("T")
 
 
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+def _threads(purpose: str, count: int = 2) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix=purpose)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ def own_images(prompts: TokenizedPrompts, tenant: str | None) -> TokenizedPrompt
 
 @dataclass(frozen=True, slots=True)
 class TokenizerPool:
-    pool: ThreadPoolExecutor = field(default_factory=_threads)
+    pool: ThreadPoolExecutor = field(default_factory=partial(_threads, "tokenise"))
+    long_pool: ThreadPoolExecutor = field(default_factory=partial(_threads, "tokenise-long", 1))
+    compilers: ThreadPoolExecutor = field(default_factory=partial(_threads, "grammar"))  # who hold up no others
     media: MediaLoader = field(default_factory=MediaLoader.of)
 
     async def prompts(self, call: GenerationCall, served: ServedModel) -> "TokenizedPrompts":
@@ -61,19 +65,9 @@ class TokenizerPool:
             if images is not None:
                 return await self.run(lambda: _placed(prompt, images, served))
             return TokenizedPrompts([prompt.tokens if keep is None else prompt.tokens[-keep:]], prompt.inside_thinking)
-        prompts: list[list[int]] = []
-        for text in call.prompts:
-            if isinstance(text, str):
-                tokens = await self.encode(served, text, call.add_special_tokens is not False, limit)
-                tokens = tokens or served.beginning()
-            else:
-                tokens = text
-            prompts.append(tokens if keep is None else tokens[-keep:])
-        for number, prompt_ids in enumerate(prompts):
-            if len(prompt_ids) >= served.context_length:
-                raise ContextLengthError.of(served.context_length, len(prompt_ids))
-            check_ids(prompt_ids, served.model.vocab_size, "prompt" if len(prompts) == 1 else f"prompt.{number}")
-        return TokenizedPrompts(prompts)
+        work = partial(_tokens_of, call, served, limit)
+        size = sum(len(text) if isinstance(text, str) else len(text) // 16 for text in call.prompts)
+        return TokenizedPrompts(work() if size < LONG_TEXT else await self.run(work, size))
 
     async def _images(
         self, sources: Sequence[ImageSource], served: ServedModel, keep: int | None
@@ -93,8 +87,13 @@ class TokenizerPool:
             )
         return await self.media.read(sources, reader, served.context_length)
 
-    async def run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+    async def run(self, work: Callable[[], T], size: int = 0) -> T:
+        """`size`: characters. Very long texts wait for each other alone."""
+        pool = self.pool if size < VERY_LONG_TEXT else self.long_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    async def compile(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.compilers, work)
 
     async def encode(
         self, served: ServedModel, text: str, add_special_tokens: bool, limit: int | None = None
@@ -102,7 +101,7 @@ class TokenizerPool:
         def work() -> list[int]:
             return served.prompts.encode(text, add_special_tokens=add_special_tokens, limit=limit)
 
-        return work() if len(text) < LONG_TEXT else await self.run(work)
+        return work() if len(text) < LONG_TEXT else await self.run(work, len(text))
 
     async def render(
         self, served: ServedModel, conversation: Conversation, add_special_tokens: bool, limit: int | None = None
@@ -110,7 +109,25 @@ class TokenizerPool:
         def work() -> Prompt:
             return served.prompts.chat(conversation, add_special_tokens=add_special_tokens, limit=limit)
 
-        return work() if conversation.size() < LONG_TEXT else await self.run(work)
+        size = conversation.size()
+        return work() if size < LONG_TEXT else await self.run(work, size)
+
+
+def _tokens_of(call: GenerationCall, served: ServedModel, limit: int | None) -> list[list[int]]:
+    prompts: list[list[int]] = []
+    keep = call.truncate_prompt_tokens
+    for text in call.prompts:
+        if isinstance(text, str):
+            special = call.add_special_tokens is not False
+            tokens = served.prompts.encode(text, add_special_tokens=special, limit=limit) or served.beginning()
+        else:
+            tokens = text
+        prompts.append(tokens if keep is None else tokens[-keep:])
+    for number, prompt_ids in enumerate(prompts):
+        if len(prompt_ids) >= served.context_length:
+            raise ContextLengthError.of(served.context_length, len(prompt_ids))
+        check_ids(prompt_ids, served.model.vocab_size, "prompt" if len(prompts) == 1 else f"prompt.{number}")
+    return prompts
 
 
 def _placed(prompt: Prompt, images: Sequence[ImageInput], served: ServedModel) -> TokenizedPrompts:

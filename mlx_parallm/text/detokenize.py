@@ -8,6 +8,7 @@ table look-up per token; no text is ever decoded twice.
 import codecs
 import json
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -158,14 +159,17 @@ class WindowDecoder:
 
 
 class Prefixes:
-    """Knows how much of a text's end could be the beginning of one of some strings."""
+    """Knows how much of a text's end could be the beginning of one of some strings.
 
-    __slots__ = ("_beginnings", "_longest", "strings")
+    Each string has its failure function (Knuth, Morris and Pratt): memory and time are linear in what is looked for and
+    in what is looked through.
+    """
+
+    __slots__ = ("_failures", "strings")
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.strings = tuple(strings)
-        self._beginnings = frozenset(string[:end] for string in strings for end in range(1, len(string)))
-        self._longest = max(map(len, self._beginnings), default=0)
+        self._failures = [_failure(string) for string in self.strings]
 
     def find(self, text: str) -> tuple[int, str] | None:
         """The first of the strings in the text; of two that begin at one place, the first given."""
@@ -178,17 +182,52 @@ class Prefixes:
 
     def held(self, text: str) -> int:
         """How many characters at the end must wait, since one of the strings may have begun there."""
-        for size in range(min(self._longest, len(text)), 0, -1):
-            if text[-size:] in self._beginnings:
-                return size
-        return 0
+        return max(self.matched([0] * len(self.strings), text), default=0)
+
+    def matched(self, before: Sequence[int], text: str) -> list[int]:
+        """How many characters of each string the end of the text is, where the text before it ended with `before`."""
+        columns = zip(self.strings, self._failures, before, strict=True)
+        return [_matched(string, failure, size, text) for string, failure, size in columns]
+
+
+def _failure(string: str) -> list[int]:
+    """For each beginning of the string, the length of the longest shorter one that it ends with."""
+    failure, size = [0] * len(string), 0
+    for place in range(1, len(string)):
+        while size and string[place] != string[size]:
+            size = failure[size - 1]
+        size += string[place] == string[size]
+        failure[place] = size
+    return failure
+
+
+def _matched(string: str, failure: list[int], size: int, text: str) -> int:
+    place = 0 if size else max(len(text) - len(string) + 1, 0)
+    while place < len(text):
+        if not size:  # on to where it may begin
+            place = text.find(string[0], place)
+            if place < 0:
+                return 0
+        while size and text[place] != string[size]:
+            size = failure[size - 1]
+        size += text[place] == string[size]
+        if size == len(string):
+            size = failure[-1]
+        place += 1
+    return size
+
+
+@lru_cache(maxsize=64)
+def _stop_prefixes(strings: tuple[str, ...]) -> Prefixes:
+    """Those of a request's stop strings, which all of its choices share."""
+    return Prefixes(strings)
 
 
 class TextStream:
     """The text of one choice as its tokens arrive. After `stopped`, nothing more comes out of it."""
 
     __slots__ = (
-        "_count", "_decoder", "_hidden", "_include_stop", "_min_tokens", "_stops", "_withheld",
+        "_count", "_decoder", "_hidden", "_include_stop", "_matched", "_min_tokens", "_stops", "_withheld",
         "decoded", "show_special", "stopped",
     )  # fmt: skip
 
@@ -210,7 +249,8 @@ class TextStream:
         else:
             self._decoder = WindowDecoder(vocabulary, () if trim else prompt_tail[-8:])
         self._hidden = vocabulary.special - frozenset(visible) if skip_special else frozenset()
-        self._stops = Prefixes(stop) if stop else None
+        self._stops = _stop_prefixes(tuple(stop)) if stop else None
+        self._matched = [0] * len(stop)  # characters of each stop string that the text ends with
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._count = 0
@@ -254,14 +294,14 @@ class TextStream:
 
     def _until_stop(self, text: str) -> str:
         assert self._stops is not None
-        text = self._withheld + text
+        new, text = text, self._withheld + text
         self._withheld = ""
         if self._count < self._min_tokens:
             return text
         if found := self._stops.find(text):
             at, self.stopped = found
             return text[: at + len(self.stopped) * self._include_stop]
-        held = self._stops.held(text)
-        if held:
+        self._matched = self._stops.matched(self._matched, new)
+        if held := max(self._matched):
             text, self._withheld = text[:-held], text[-held:]
         return text

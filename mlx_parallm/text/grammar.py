@@ -1,9 +1,10 @@
 """Grammars that outputs must follow, through llguidance: JSON, schemas, patterns, choices, forced tool calls.
 
-The server builds a grammar text here and has `GrammarCompiler.check` refuse bad ones before the engine sees them;
-the engine's runner asks the same compiler for a matcher per row, on its own thread.
+The server builds a grammar text here and has `GrammarCompiler.check` compile it before the engine sees it, on a thread
+for that alone; rows get copies of the result.
 """
 
+import hashlib
 import json
 import re
 import threading
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import llguidance
-import llguidance.hf
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.text.detokenize import Vocabulary
+from mlx_parallm.text.grammar_process import PARSER_LIMITS, SECONDS, GrammarProcess
 from mlx_parallm.text.parsers import harmony
 from mlx_parallm.text.parsers.calls import Tool
 from mlx_parallm.text.parsers.chat import Thinking
@@ -27,6 +30,10 @@ from mlx_parallm.text.parsers.tool_format import ToolFormat
 # Room for any sensible indentation, but no endless run of spaces, which small models fall into.
 _WHITESPACE = r"[ \n\r\t]{1,32}"
 _MOST_CALLS = 16
+_MOST_ERROR = 2_000  # characters of an error that are looked at
+_MOST_KEPT = 128  # compiled grammars, and refused ones
+MAX_GRAMMAR = 1 << 18  # characters, of a whole grammar with the schemas of all tools
+TOO_COMPLEX = f"it is too complex: compiling it takes more than {SECONDS:g} seconds or too much memory"
 
 Schema = Mapping[str, Any] | bool
 
@@ -189,7 +196,7 @@ def _mark(text: str, vocabulary: Vocabulary) -> str:
 
 
 class GrammarCompiler:
-    """Makes matchers for one model's tokens. Compiled grammars are kept and copied; any thread may call."""
+    """Compiles grammars for one model's tokens, and keeps them. Any thread may call; none waits for another's."""
 
     def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, eos_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
@@ -197,42 +204,78 @@ class GrammarCompiler:
         # llguidance needs a token for the end of a text: a model without one lends it the last of its vocabulary,
         # which rows never draw.
         self.end_ids = frozenset(eos_ids) or frozenset({vocab_size - 1})
-        self._tokens: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # why, by digests
+        self._lock = threading.Lock()  # of these two, held for no longer than a look
+        self._tools: tuple[llguidance.LLTokenizer, GrammarProcess] | None = None
+        self._tools_lock = threading.Lock()
 
-    def check(self, grammar: str, param: str) -> None:
-        """Compiles a grammar, which may take a second the first time, or raises what is wrong with it."""
+    def check(self, grammar: str, param: str) -> CompiledGrammar:
+        """For grammars of clients: compiles one within the limits of `grammar_process`, or raises what is wrong."""
+        if (known := self._known(grammar)) is not None:
+            return known
+        digest = hashlib.blake2b(grammar.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
-            error = self._compile(grammar, param).get_error()
-        if error:
+            error = self._refused.get(digest)
+        if error is None:
+            error = self._try_out(grammar, param)
+        if not error:
+            return self.compile(grammar, param)
+        with self._lock:
+            self._refused[digest] = error
+            _trim(self._refused)
+        raise InvalidRequestError(f"{param} can't be enforced: {error}", param=param)
+
+    def compile(self, grammar: str, param: str = "grammar") -> CompiledGrammar:
+        """However long it takes: for grammars that were checked, and for those who wait for no one but themselves."""
+        if (known := self._known(grammar)) is not None:
+            return known
+        tokens, _ = self._text_tools(param)
+        limits = llguidance.LLParserLimits(**PARSER_LIMITS)
+        matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
+        if error := matcher.get_error():
             raise InvalidRequestError(f"{param} can't be enforced: {explain(error)}", param=param)
-
-    def matcher(self, grammar: str) -> llguidance.LLMatcher:
+        compiled = CompiledGrammar(matcher, self.end_ids)
         with self._lock:
-            return self._compile(grammar, "grammar").deep_copy()
-
-    def _compile(self, grammar: str, param: str) -> llguidance.LLMatcher:
-        compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            compiled = llguidance.LLMatcher(self._ll_tokenizer(param), grammar, log_level=0)
-        if not compiled.is_error():
             self._compiled[grammar] = compiled
-        while len(self._compiled) > 128:
-            self._compiled.popitem(last=False)
+            _trim(self._compiled)
         return compiled
 
-    def _ll_tokenizer(self, param: str) -> llguidance.LLTokenizer:
-        if self._tokens is None:
-            tokenizer = self._tokenizer._tokenizer  # the Hugging Face tokenizer inside mlx-lm's wrapper
-            if not isinstance(tokenizer, PreTrainedTokenizerFast):
-                raise InvalidRequestError(
-                    f"{param} needs a grammar, which this model's tokenizer can't follow: "
-                    f"it is a {type(tokenizer).__name__} with no tokenizer.json",
-                    param=param,
-                )
-            self._tokens = llguidance.hf.from_tokenizer(tokenizer, self._vocab_size, sorted(self.end_ids))
-        return self._tokens
+    def _known(self, grammar: str) -> CompiledGrammar | None:
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+            return self._compiled.get(grammar)
+
+    def _try_out(self, grammar: str, param: str) -> str:
+        """What is wrong with it, in words for its client; empty: nothing."""
+        if len(grammar) > MAX_GRAMMAR:
+            return f"it is too large, with {len(grammar)} characters of at most {MAX_GRAMMAR}"
+        error = self._text_tools(param)[1].try_out(grammar)
+        return TOO_COMPLEX if error is None else error and explain(error)
+
+    def _text_tools(self, param: str) -> tuple[llguidance.LLTokenizer, GrammarProcess]:
+        with self._tools_lock:
+            if self._tools is None:
+                tokenizer = self._tokenizer._tokenizer  # the Hugging Face tokenizer inside mlx-lm's wrapper
+                if not isinstance(tokenizer, PreTrainedTokenizerFast):
+                    raise InvalidRequestError(
+                        f"{param} needs a grammar, which this model's tokenizer can't follow: "
+                        f"it is a {type(tokenizer).__name__} with no tokenizer.json",
+                        param=param,
+                    )
+                backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+                backend.no_padding()
+                backend.no_truncation()
+                text, end_ids = backend.to_str(), sorted(self.end_ids)
+                tokens = llguidance.LLTokenizer(text, self._vocab_size, end_ids)
+                self._tools = tokens, GrammarProcess(text, self._vocab_size, end_ids)
+            return self._tools
+
+
+def _trim(kept: "OrderedDict[Any, Any]") -> None:
+    while len(kept) > _MOST_KEPT:
+        kept.popitem(last=False)
 
 
 # What llguidance says, and what that means to somebody who sent a schema.
@@ -251,7 +294,7 @@ _REASONS = (
 
 def explain(error: str) -> str:
     """llguidance's message without its listing of a grammar that the user never wrote."""
-    lines = [line.strip() for line in error.split("\n<state>")[0].splitlines()]
+    lines = [line.strip() for line in error[:_MOST_ERROR].split("\n<state>")[0].splitlines()]
     told = " ".join(line for line in lines if line and not re.match(r"\d+ \|", line)).strip()
     told = re.sub(r"\s*\^$", "", told)
     told = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", told)

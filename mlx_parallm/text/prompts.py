@@ -64,7 +64,8 @@ class Conversation:
 
     def size(self) -> int:
         """About how many characters there are to render."""
-        return sum(len(message.get("content") or "") for message in self.messages) + 500 * len(self.tools)
+        texts = sum(len(message.get("content") or "") for message in self.messages)
+        return texts + 100 * len(self.messages) + 500 * len(self.tools)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,28 @@ Blocks until all have ended: for threads of training, never the event loop.
 import threading
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ConfigError, ParallmError, QueueFullError, UnavailableError
+from mlx_parallm.errors import ConfigError, ParallmError, QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.records import ChoiceKey, Record
 from mlx_parallm.types import Delta, Request, SamplingParams
 
 CHECK_SECONDS = 1.0  # between looks at whether the engine still runs
 RETRY_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutClient:
+    """For whom answers are drawn: they end with it, or when its time is over, and a full queue is an error."""
+
+    owner: str = ""  # the name of its key
+    timeout: float | None = None  # seconds for all answers together
+    left: "Future[None] | None" = None  # done when it has left
 
 
 class RolloutSource(Protocol):
@@ -57,8 +67,10 @@ class Rollouts:
         salt: str = "",
         label: str = "",
         redraw: bool = True,
+        client: RolloutClient | None = None,
     ) -> list[list[Record]]:
-        """`sampling.n` answers to each prompt, handed in at one moment where the queue has room for them.
+        """`sampling.n` answers to each prompt, handed in at one moment where the queue has room for them; those for a
+        client some at a time.
 
         What a pause aborts is drawn again once the engine goes on; without `redraw`, that is an error.
         """
@@ -72,7 +84,7 @@ class Rollouts:
         left = dict(zip(samplings, prompts, strict=True))
         records: dict[ChoiceKey, Record] = {}
         while left:
-            waiting = _Waiting(dict.fromkeys(left, sampling.n))
+            waiting = _Waiting(dict.fromkeys(left, sampling.n), None if client is None else client.timeout)
             requests = [
                 Request(
                     id=name,
@@ -82,21 +94,30 @@ class Rollouts:
                     cache_salt=salt,
                     adapter=adapter,
                     record=True,
+                    rollout=True,
                     label=name,
+                    owner="" if client is None else client.owner,
                 )
                 for name, prompt in left.items()
             ]
-            records |= self._drawn(requests, waiting)
+            records |= self._drawn(requests, waiting, client)
             if waiting.aborted and not redraw:
                 raise UnavailableError("the rollout was aborted by a pause: send it again")
             left = {name: prompt for name, prompt in left.items() if name in waiting.aborted}
         return [[records[ChoiceKey(name, index)] for index in range(sampling.n)] for name in samplings]
 
-    def _drawn(self, requests: list[Request], waiting: "_Waiting") -> dict[ChoiceKey, Record]:
+    def _drawn(
+        self, requests: list[Request], waiting: "_Waiting", client: RolloutClient | None
+    ) -> dict[ChoiceKey, Record]:
         names = [request.id for request in requests]
         self._ledger.listen(names, waiting.on_record)
         try:
-            self._submit(requests, waiting)
+            if client is None:
+                self._submit(requests, waiting)
+            else:
+                if client.left is not None:
+                    client.left.add_done_callback(lambda _: waiting.fail(UnavailableError("the client has left")))
+                self._feed(requests, waiting)
             return waiting.wait(self._engine)
         except BaseException:
             for name in names:
@@ -116,13 +137,30 @@ class Rollouts:
             else:
                 requests = requests[room:]
 
+    def _feed(self, requests: list[Request], waiting: "_Waiting") -> None:
+        """Never more than a batch and its successors at a time: a client's rollout leaves the queue to others."""
+        window = max(1, 2 * self._max_rows // requests[0].sampling.n)
+        for number, request in enumerate(requests):
+            waiting.wait_until_open(self._engine, number - window)
+            while True:
+                try:
+                    self._engine.submit_all([request], waiting.on_delta)
+                except QueueFullError:
+                    if not number:
+                        raise
+                    waiting.sleep(RETRY_SECONDS)
+                else:
+                    break
+
 
 class _Waiting:
     """Records as they come in, requests that were aborted, and the first error."""
 
-    def __init__(self, choices: dict[str, int]) -> None:
+    def __init__(self, choices: dict[str, int], timeout: float | None = None) -> None:
         """`choices`: that each request has."""
         self._choices = choices
+        self._timeout = timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
         self._changed = threading.Condition()
         self._records: dict[ChoiceKey, Record] = {}
         self._error: ParallmError | None = None
@@ -142,18 +180,46 @@ class _Waiting:
                     self._error = delta.error
                 self._changed.notify_all()
 
+    def fail(self, error: ParallmError) -> None:
+        """From any thread: nobody waits any longer."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def sleep(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait(seconds)
+            self._check()
+
+    def wait_until_open(self, engine: Engine, ended: int) -> None:
+        """Until so many requests have ended."""
+        if ended > 0:
+            self._wait_for(engine, lambda: sum(self._ended(name) for name in self._choices) >= ended)
+
     def wait(self, engine: Engine) -> dict[ChoiceKey, Record]:
         """Those of requests that were not aborted, when all have ended. A pause may take any time."""
+        self._wait_for(engine, lambda: all(map(self._ended, self._choices)))
         with self._changed:
-            while not self._changed.wait_for(lambda: self._error is not None or self._all_ended(), CHECK_SECONDS):
-                if engine.failure is not None:
-                    raise UnavailableError(f"the engine has died: {engine.failure}")
-            if self._error is not None:
-                raise self._error
             return {key: record for key, record in self._records.items() if key.request not in self.aborted}
 
-    def _all_ended(self) -> bool:
-        return all(
-            name in self.aborted or all(ChoiceKey(name, index) in self._records for index in range(count))
-            for name, count in self._choices.items()
-        )
+    def _wait_for(self, engine: Engine, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._error is not None or condition(), self._patience()):
+                if engine.failure is not None:
+                    raise UnavailableError(f"the engine has died: {engine.failure}")
+                self._check()
+            self._check()
+
+    def _patience(self) -> float:
+        left = CHECK_SECONDS if self._deadline is None else self._deadline - time.monotonic()
+        return max(0.0, min(CHECK_SECONDS, left))
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise RequestTimeoutError(f"the rollout took longer than {self._timeout:g} seconds")
+
+    def _ended(self, name: str) -> bool:
+        count = self._choices[name]
+        return name in self.aborted or all(ChoiceKey(name, index) in self._records for index in range(count))

@@ -22,6 +22,7 @@ from mlx_parallm.errors import (
 from mlx_parallm.training.manager import NOT_ENABLED, TrainingManager
 from mlx_parallm.training.records import ChoiceKey, PolicySpan, Record, RewardedRecord
 from mlx_parallm.training.rewards import Item
+from mlx_parallm.training.rollouts import RolloutClient
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.trajectories import Trajectory, prompt_group
 from mlx_parallm.types import (
@@ -252,8 +253,8 @@ class TrainingService:
 
     # Rollouts and scores.
 
-    def rollout(self, call: RolloutCall) -> list[list[RolloutSample]]:
-        """A group of answers to each prompt."""
+    def rollout(self, call: RolloutCall, left: "Future[None] | None" = None) -> list[list[RolloutSample]]:
+        """A group of answers to each prompt. `left`: done when their client has gone, which ends them."""
         manager = self._manager
         if call.scoring_function is not None:
             manager.rewards.check(call.scoring_function, *(call.metadata or [{}]))
@@ -268,6 +269,7 @@ class TrainingService:
             salt=call.cache_salt,
             label=label,
             redraw=False,
+            client=RolloutClient(call.owner, call.timeout, left),
         )
         groups = self._scored(drawn, call)
         if call.submit:

@@ -58,7 +58,15 @@ def nested(levels: int) -> Any:
 
 DEEP = {"type": "function", "function": {"name": "f", "parameters": nested(300)}}
 
+LONG_STOP = "x" * 1025
+
 TABLE = [
+    # stop strings that are too long to look for
+    chat("stop", stop=LONG_STOP),
+    text("stop", stop=["a", LONG_STOP]),
+    Bad("/generate", {"text": "a", "sampling_params": {"stop": LONG_STOP}}, "sampling_params.stop"),
+    Bad("/generate", {"prompt": "a", "stop": [LONG_STOP], "use_beam_search": False}, "stop"),
+    Bad("/generate/", {"prompts": ["a"], "generation_kwargs": {"stop": LONG_STOP}}, "stop"),
     # nested so deeply that nothing can be made of it
     chat(None, chat_template_kwargs={"x": nested(300)}),  # type: ignore[arg-type]
     chat(None, tools=[DEEP]),  # type: ignore[arg-type]
@@ -381,6 +389,6 @@ def test_millions_of_ids_do_not_hold_others_up(tiny_server: ServerProcess, count
     thread.join()
     assert (answer.status_code, answer.json()["error"]["code"]) == (
         400,
-        "invalid_value" if count > 1 << 22 else TOO_LONG,
+        "invalid_value" if count > 1 << 21 else TOO_LONG,
     )
     assert max(waits) < 2.0, "a probe waited for seconds"

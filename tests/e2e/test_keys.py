@@ -351,3 +351,16 @@ def test_changes_stand_in_the_audit_log(tenants: Tenants) -> None:
     assert lines[0]["request_id"] == "change-1"
     assert lines[0]["time"].endswith("+00:00")
     assert tenants.audit.stat().st_mode & 0o777 == 0o600
+
+
+def test_users_see_names_and_no_paths(tenants: Tenants, tiny_folder: Path) -> None:
+    user, admin = tenants.add("path-user"), tenants.add("path-admin", "admin")
+    for path, post in (("/v1/models", None), ("/server_info", None), ("/api/show", {"model": "small"})):
+        seen = {
+            name: (client.get(path) if post is None else client.post(path, json=post)).text
+            for name, client in (("user", user), ("admin", admin))
+        }
+        assert str(tiny_folder.parent) in seen["admin"], path
+        assert "/tiny-llama" not in seen["user"], path
+        assert str(tiny_folder.parent) not in seen["user"], path
+    assert "/" not in user.get("/v1/models/few").json()["root"]

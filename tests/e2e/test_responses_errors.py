@@ -1,12 +1,14 @@
 """Malformed requests to `/v1/responses`, each with the status and the place that the answer must name."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.servers import ServerProcess
+from tests.support.servers import ServerProcess, ours, running
 
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
@@ -208,3 +210,22 @@ def test_an_error_in_a_stream_is_an_event(client: httpx.Client) -> None:
     assert client.post("/resume").status_code == 200
     assert "event: response.failed" in text
     assert '"status":"failed"' in text
+
+
+def test_what_can_not_be_stored_is_not_said_to_be(tiny_folder: Path, tmp_path: Path) -> None:
+    """Where its folder should be is a file; and what was stored by then is asked for again once the disk works."""
+    (tmp_path / "file").write_text("")
+    flags = ["--responses-dir", str(tmp_path / "file" / "responses")]
+    body: dict[str, Any] = {"input": "hi", "max_output_tokens": 2}
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        answer = client.post("/v1/responses", json=body).json()
+        assert (answer["status"], answer["store"]) == ("incomplete", False)
+        streamed = client.post("/v1/responses", json=body | {"stream": True}).text
+        last = json.loads([line for line in streamed.splitlines() if line.startswith("data: ")][-1][6:])
+        assert (last["response"]["status"], last["response"]["store"]) == ("incomplete", False)
+        refused = client.post("/v1/responses", json=body | {"background": True})
+        assert (refused.status_code, "can't be stored" in refused.text) == (503, True)
+        (tmp_path / "file").unlink()
+        answer = client.post("/v1/responses", json=body).json()
+        assert answer["store"]
+        assert client.get(f"/v1/responses/{answer['id']}").json()["id"] == answer["id"]

@@ -283,6 +283,9 @@ def test_a_second_signal_ends_at_once(tiny_folder: Path) -> None:
             eventually(lambda: not free_slots(other))
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
+        server.process.send_signal(signal.SIGTERM)  # the same, by way of its process group
+        time.sleep(1.0)
+        assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) == 128 + signal.SIGTERM
         thread.join()

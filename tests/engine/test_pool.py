@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import threading
 import time
@@ -397,3 +398,13 @@ def test_who_waits_when_the_server_stops_is_told(models: Path) -> None:
         assert isinstance(future.exception(60), UnavailableError | None)
     stopping.join(60)
     assert not stopping.is_alive()
+
+
+def test_models_that_come_and_go_leave_no_thread_behind(models: Path, started: Callable[..., Runtime]) -> None:
+    """MLX keeps an OS thread for every thread that has computed."""
+    runtime, counts = started(model_dir=str(models)), []
+    for _ in range(4):
+        runtime.pool.release(runtime.pool.acquire("one").result(60))
+        runtime.pool.unload("one", 10)
+        counts.append(len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 0)
+    assert counts[-1] == counts[0]

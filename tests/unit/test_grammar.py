@@ -3,6 +3,9 @@
 import importlib
 import json
 import pkgutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import mlx_lm.tool_parsers
@@ -60,7 +63,7 @@ CALLS = tool_grammar(TOOLS, OURS, VOCABULARY, name=None, parallel=True)
 def accepts(grammar: str, text: str) -> bool:
     """Whether the grammar takes the text, and the end of it."""
     COMPILER.check(grammar, "grammar")
-    matcher = COMPILER.matcher(grammar)
+    matcher = COMPILER.compile(grammar).matcher()
     return all(matcher.consume_token(token) for token in TOKENIZER.encode(text)) and matcher.is_accepting()
 
 
@@ -113,7 +116,7 @@ def test_regex_and_choice() -> None:
 
 
 def test_mask_ends_with_the_end() -> None:
-    matcher = COMPILER.matcher(regex_grammar("ab?"))
+    matcher = COMPILER.compile(regex_grammar("ab?")).matcher()
     mask = allocate_token_bitmask(1, len(TOKENIZER) + 7)
 
     def allowed() -> set[int]:
@@ -153,9 +156,57 @@ def test_a_tokenizer_without_json_is_refused() -> None:
         GrammarCompiler(slow, 10, [1]).check(regex_grammar("a"), "guided_regex")
 
 
+def test_what_compiles_for_too_long_is_refused_in_time_and_leaves_no_process() -> None:
+    """llguidance compiles an `allOf` of patterns in exponential time: this one for minutes."""
+    patterns = [{"pattern": f"[a-z]*{chr(97 + i)}[a-z]{{3}}"} for i in range(24)]
+    schema = {"type": "object", "properties": {"x": {"type": "string", "allOf": patterns}}}
+    compiler = GrammarCompiler(TOKENIZER, len(TOKENIZER) + 7, [EOS])
+    compiler.check(regex_grammar("a"), "guided_regex")  # the process is there
+    for _ in range(2):
+        begun = time.monotonic()
+        with pytest.raises(InvalidRequestError, match=r"too complex: compiling it takes more than 1\.5 seconds"):
+            compiler.check(json_grammar(schema), "response_format")
+        seconds = time.monotonic() - begun
+    assert seconds < 0.1  # it is known by now
+    tools = compiler._tools
+    assert tools is not None
+    assert tools[1]._process is not None
+    process = tools[1]._process
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    assert not children.exists() or not children.read_text().split()
+    del compiler, tools
+    assert process.wait(10) == 0
+
+
+def test_a_grammar_is_checked_while_another_compiles() -> None:
+    patterns = [{"pattern": f"[a-z]*{chr(97 + i)}[a-z]{{3}}"} for i in range(24)]
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(COMPILER.check, json_grammar({"type": "string", "allOf": patterns}), "x")
+        time.sleep(0.1)
+        for index in range(5):
+            assert COMPILER.check(regex_grammar(f"a{index}"), "x").matcher()
+        assert not slow.done()
+        assert isinstance(slow.exception(), InvalidRequestError)
+
+
+def test_a_process_that_has_died_is_started_again() -> None:
+    compiler = GrammarCompiler(TOKENIZER, len(TOKENIZER) + 7, [EOS])
+    compiler.check(regex_grammar("a"), "x")
+    assert compiler._tools is not None
+    assert compiler._tools[1]._process is not None
+    compiler._tools[1]._process.kill()
+    compiler._tools[1]._process.wait()
+    assert compiler.check(regex_grammar("b"), "x").matcher()
+
+
+def test_a_grammar_that_is_too_large_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"too large, with .* characters of at most 262144"):
+        COMPILER.check(json_grammar({"enum": ["x" * 300_000]}), "response_format")
+
+
 def test_matchers_are_independent() -> None:
     grammar = regex_grammar("ab")
-    first, second = COMPILER.matcher(grammar), COMPILER.matcher(grammar)
+    first, second = COMPILER.compile(grammar).matcher(), COMPILER.compile(grammar).matcher()
     assert first.consume_tokens(TOKENIZER.encode("ab"))
     assert second.consume_tokens(TOKENIZER.encode("a"))
     assert first.is_accepting()

@@ -167,7 +167,7 @@ def test_names_with_internal_addresses_are_refused_and_resolved_once(port: int) 
         asked.append(host)
         return ["93.184.215.14"] if len(asked) > 1 else ["127.0.0.1"]
 
-    with pytest.raises(InvalidRequestError, match=r"127\.0\.0\.1, which is no public address"):
+    with pytest.raises(InvalidRequestError, match=r"rebound.example has no public address"):
         fetch(f"http://rebound.example:{port}/png", resolver=rebinding)
     assert asked == ["rebound.example"]
 
@@ -362,3 +362,14 @@ def test_files_in_the_allowed_folder_alone(tmp_path: Path) -> None:
             asyncio.run(closed._bytes(url))
     for one in (loader, closed):
         one.threads.shutdown()
+
+
+@pytest.mark.parametrize(
+    "address",
+    (
+        "192.0.0.8 192.0.0.9 192.0.0.255 192.88.99.1 192.175.48.1 192.31.196.1 192.52.193.1 "
+        "2001:1::1 2002:808:808::1 2620:4f:8000::1 3fff::1 5f00::1 100:0:0:1::1 64:ff9b::c000:8"
+    ).split(),
+)
+def test_what_the_registries_of_special_addresses_list_is_not_public(address: str) -> None:
+    assert not is_public(address)

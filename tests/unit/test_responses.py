@@ -1,6 +1,7 @@
 """Parts of `/v1/responses` without a server: items to messages, text to items, and the store."""
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 from collections.abc import Awaitable
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 from pydantic import TypeAdapter
 
-from mlx_parallm.errors import InvalidRequestError, UnavailableError
+from mlx_parallm.errors import InvalidRequestError, NotFoundError, UnavailableError
 from mlx_parallm.server.api.responses.bodies import ResponseBody
 from mlx_parallm.server.api.responses.conversation import PlacedItem, PromptMessage, prompt_messages, shortened
 from mlx_parallm.server.api.responses.items import InputItem, stored_items
@@ -124,8 +125,8 @@ def test_what_is_left_out_first() -> None:
     talk = [PromptMessage({"role": role, "content": str(number)}) for number, role in enumerate(roles)]
     cuts = ["".join(entry.message["content"] for entry in cut) for cut in shortened(talk)]
     assert cuts == ["034567", "0367"]
-    assert shortened(talk[:1]) == []
-    assert shortened(talk[:2]) == []
+    assert len(shortened(talk[:1])) == 0
+    assert len(shortened(talk[:2])) == 0
 
 
 def test_stored_items_have_ids_of_their_own() -> None:
@@ -228,7 +229,9 @@ def test_a_grammar_is_told() -> None:
 def response(name: str, previous: str | None = None, text: str = "answer") -> StoredResponse:
     answer = {"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [], "text": text}
     given = {"id": f"in_{name}", "type": "message", "role": "user", "content": [], "text": "question"}
-    return StoredResponse({"id": name, "previous_response_id": previous, "output": [answer]}, [given])
+    return StoredResponse(
+        {"id": name, "status": "completed", "previous_response_id": previous, "output": [answer]}, [given]
+    )
 
 
 def done(work: Awaitable[T]) -> T:
@@ -258,7 +261,7 @@ def test_a_chain_over_a_restart(folder: Path) -> None:
     assert ids(done(store.chain("me", "b"))) == ["in_a", "msg_a", "in_b", "msg_b"]
     found = done(store.get("me", "c"))
     assert found == response("c", "b")
-    assert done(store.item("me", "in_b")) == response("b").input[0]
+    assert done(store.items("me", ["in_b"])) == {"in_b": response("b").input[0]}
     done(store.close())
 
 
@@ -267,7 +270,7 @@ def test_only_its_owner_finds_a_response(folder: Path) -> None:
     store.put("me", response("a"))
     for owner in ("you", ""):
         assert done(store.get(owner, "a")) is None
-        assert done(store.item(owner, "msg_a")) is None
+        assert done(store.items(owner, ["msg_a"])) == {}
         assert not done(store.delete(owner, "a"))
         with pytest.raises(InvalidRequestError):
             done(store.chain(owner, "a"))
@@ -288,7 +291,7 @@ def test_a_chain_with_a_gap_is_refused(folder: Path) -> None:
         done(store.chain("me", "c"))
     assert caught.value.code == "previous_response_not_found"
     assert "'a'" in caught.value.message
-    assert done(store.item("me", "msg_a")) is None
+    assert done(store.items("me", ["msg_a"])) == {}
     done(store.close())
 
 
@@ -340,6 +343,80 @@ def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
     store.put("me", response("a"))
     with pytest.raises(UnavailableError):
         done(store.get("me", "a"))
+    done(store.close())
+
+
+def test_a_damaged_row_is_told_of_and_the_others_stay(folder: Path) -> None:
+    store = ResponseStore(folder, 10_000_000)
+    for name, previous in (("a", None), ("b", "a"), ("c", None)):
+        assert store.put("me", response(name, previous)).result()
+    with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as connection, connection:
+        connection.execute("UPDATE responses SET input = ? WHERE id = 'a'", (b"[]",))  # JSON, but another
+        connection.execute("UPDATE responses SET output = ? WHERE id = 'c'", (b"{\xff",))
+    for name in ("a", "c"):
+        with pytest.raises(NotFoundError, match="is damaged on the server's disk"):
+            done(store.get("me", name))
+    with pytest.raises(InvalidRequestError, match="'a' is damaged") as caught:
+        done(store.chain("me", "b"))
+    assert caught.value.code == "previous_response_not_found"
+    assert done(store.items("me", ["msg_c", "msg_b"])) == {"msg_b": response("b").response["output"][0]}
+    assert done(store.get("me", "b")) == response("b", "a")
+    done(store.close())
+
+
+def test_a_file_of_an_earlier_release_is_read_on(folder: Path) -> None:
+    store = ResponseStore(folder, 10_000_000)
+    store.put("me", response("a"))
+    done(store.close())
+    with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as connection, connection:
+        for column in ("digest", "server"):
+            connection.execute(f"ALTER TABLE responses DROP COLUMN {column}")
+    store = ResponseStore(folder, 10_000_000)
+    assert done(store.get("me", "a")) == response("a")
+    assert store.put("me", response("b", "a")).result()
+    assert len(done(store.chain("me", "b"))) == 4
+    done(store.close())
+
+
+def test_the_newest_of_two_items_with_one_id_counts(folder: Path) -> None:
+    store = ResponseStore(folder, 10_000_000)
+    for name, text in (("a", "old"), ("b", "new")):
+        stored = response(name, text=text)
+        stored.response["output"][0]["id"] = "msg_same"
+        store.put("me", stored)
+    assert done(store.items("me", ["msg_same"]))["msg_same"]["text"] == "new"
+    done(store.delete("me", "b"))
+    assert done(store.items("me", ["msg_same"]))["msg_same"]["text"] == "old"
+    done(store.close())
+
+
+def test_a_response_in_progress_is_abandoned_when_its_server_has_ended(folder: Path) -> None:
+    def begun(name: str) -> StoredResponse:
+        found = response(name)
+        return StoredResponse({**found.response, "status": "in_progress"}, found.input)
+
+    one, other = ResponseStore(folder, 10_000_000), ResponseStore(folder, 10_000_000)
+    one.put("me", begun("a")).result()
+    other.put("me", begun("b")).result()
+    for store in (one, other):
+        for name in "ab":
+            found = done(store.get("me", name))
+            assert found is not None
+            assert not found.abandoned
+    done(other.close())
+    assert [done(one.get("me", name)).abandoned for name in "ab"] == [False, True]  # type: ignore[union-attr]
+    done(one.close())
+
+
+def test_what_the_disk_does_not_take_is_not_said_to_be_kept(folder: Path) -> None:
+    store = ResponseStore(folder, 10_000_000)
+    assert store.put("me", response("a")).result()
+    store._open().execute("PRAGMA max_page_count = 16")  # SQLite's own way to a full disk
+    results = [store.put("me", response(f"r{number}", text="x" * 20_000)).result() for number in range(4)]
+    assert results[-1] is False
+    assert [done(store.get("me", f"r{number}")) is not None for number in range(4)] == results
+    store._open().execute("PRAGMA max_page_count = 100000")
+    assert store.put("me", response("b")).result()  # there is room again
     done(store.close())
 
 

@@ -1,5 +1,7 @@
 """Incremental text equals text decoded at once, whatever the tokenizer; stop strings end it where they begin."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -148,6 +150,33 @@ def test_prefixes() -> None:
     assert marks.find("a</think><tool>") == (1, "</think>")
     assert marks.find("nothing") is None
     assert [marks.held(text) for text in ("a<", "a</th", "<tool", "b", "")] == [1, 4, 5, 0, 0]
+
+
+@unhurried
+@given(
+    st.text(alphabet="ab", max_size=20),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=3),
+    st.integers(0, 20),
+)
+def test_what_is_held_is_the_longest_beginning_of_a_string(text: str, strings: list[str], cut: int) -> None:
+    beginnings = {string[:size] for string in strings for size in range(1, len(string))}
+    longest = max((size for size in range(1, len(text) + 1) if text[-size:] in beginnings), default=0)
+    marks = Prefixes(strings)
+    assert marks.held(text) == longest
+    first, second = text[:cut], text[cut:]
+    assert max(marks.matched(marks.matched([0] * len(strings), first), second)) == longest
+
+
+def test_the_memory_of_stop_strings_is_linear() -> None:
+    """All beginnings of these would be 2 GB."""
+    strings = [letter * 65_536 for letter in "abcd"]
+    tracemalloc.start()
+    stream = TextStream(BYTES, strings)
+    out = "".join(streamed(stream, BYTES.tokenizer.encode("aab" * 2_000)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert out == "aab" * 2_000
+    assert peak < 20_000_000
 
 
 def test_which_tokenizers_have_bytes_per_token() -> None:

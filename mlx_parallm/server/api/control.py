@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from mlx_parallm import __version__
 from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestTimeoutError
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import DEFAULT, adapter_names
@@ -121,10 +122,11 @@ class Control:
 
     async def server_info(self) -> Response:
         """The models with their adapters, the limits, and whether it is paused."""
+        caller = current_caller.get()
         models = [
             {
                 "id": served.name,
-                "model_path": served.model.source,
+                "model_path": caller.visible_source(served.model.source),
                 "precision": served.model.precision,
                 "max_model_len": served.context_length,
                 "vocab_size": served.model.vocab_size,
@@ -138,7 +140,7 @@ class Control:
         return JSONResponse(
             {
                 "version": __version__,
-                "model_path": first.model.source,
+                "model_path": caller.visible_source(first.model.source),
                 "served_model_name": first.name,
                 "weight_version": str(first.adapters.policy_version),
                 "max_batch_size": config.batch.max_batch_size,

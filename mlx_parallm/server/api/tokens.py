@@ -1,6 +1,6 @@
 """`/tokenize` and `/detokenize`, in vLLM's shapes."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field
@@ -8,13 +8,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.chat_messages import ChatMessage, ToolDefinition, conversation
+from mlx_parallm.server.chat_messages import ChatMessages, ToolDefinition, conversation
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schema import MAX_TOOLS, AnswerBody, Body, TokenId
+from mlx_parallm.server.schema import MAX_TOOLS, AnswerBody, Body, TokenId, few
 from mlx_parallm.validation import check_ids
+
+MAX_TEXT = 1 << 20  # characters to tokenise at once: about a second's work
 
 
 class TokenizeBody(Body):
@@ -22,8 +24,8 @@ class TokenizeBody(Body):
 
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "Hello, world!"}})
     model: str = "default"
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    prompt: str | None = Field(None, max_length=MAX_TEXT)
+    messages: ChatMessages | None = Field(None, min_length=1)
     tools: list[ToolDefinition] = Field(default_factory=list, max_length=MAX_TOOLS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -37,7 +39,7 @@ class DetokenizeBody(Body):
 
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [72, 101, 108, 108, 111]}})
     model: str = "default"
-    tokens: list[TokenId] = Field(max_length=1_000_000)
+    tokens: Annotated[list[TokenId], few(1_000_000)]
 
 
 class Tokens(AnswerBody):
@@ -75,7 +77,7 @@ class TokenRoutes:
         tokens = await self._tokens(body, served)
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = served.tokenizer.convert_ids_to_tokens(tokens)
+            answer["token_strs"] = await self._tokenizers.run(lambda: served.tokenizer.convert_ids_to_tokens(tokens))
         return JSONResponse(answer)
 
     async def _tokens(self, body: TokenizeBody, served: ServedModel) -> list[int]:

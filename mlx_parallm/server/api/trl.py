@@ -17,7 +17,7 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.openai.completions import CompletionBody, completion_call
 from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.api.ops import Flushed, Health, Operations
-from mlx_parallm.server.chat_messages import ChatMessage, ToolDefinition, conversation
+from mlx_parallm.server.chat_messages import ChatMessages, ToolDefinition, conversation
 from mlx_parallm.server.choices import Collected
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
@@ -99,7 +99,7 @@ class TrlChatBody(TrlBody):
     model_config = ConfigDict(
         json_schema_extra={"example": {"messages": [[{"role": "user", "content": "Hello"}]], "max_tokens": 8}}
     )
-    messages: list[list[ChatMessage]] = Field(min_length=1, max_length=MAX_PROMPTS, description="Conversations")
+    messages: list[ChatMessages] = Field(min_length=1, max_length=MAX_PROMPTS, description="Conversations")
     tools: list[ToolDefinition] = Field(default_factory=list, max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 

@@ -63,9 +63,8 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
             raise httpcore.ConnectError(f"its name can't be resolved: {error}") from error
         if not addresses:
             raise httpcore.ConnectError("its name has no address")
-        wrong = [address for address in addresses if not is_public(address)]
-        if wrong and not self._allowed(host, port):
-            raise _Refused(f"{host} is at {wrong[0]}, which is no public address (--allowed-media-host allows a host)")
+        if not all(map(is_public, addresses)) and not self._allowed(host, port):
+            raise _Refused(f"{host} has no public address (--allowed-media-host allows a host)")
         return await self._sockets.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
 
 

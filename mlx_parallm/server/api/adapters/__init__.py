@@ -34,6 +34,7 @@ from mlx_parallm.server.api.adapters.bodies import (
     VllmLoadBody,
     VllmUnloadBody,
 )
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import BASE, GENERATING, ServedModel, adapter_names, is_number, parse_label
@@ -318,7 +319,7 @@ def _describe(served: ServedModel, version: AdapterVersion, current: int) -> dic
         "requests": version.requests,
         "generated_tokens": version.tokens,
         "digest": version.digest,
-        "source": version.source,
+        "source": current_caller.get().visible_source(version.source),
         "created": int(version.created),
     }
 

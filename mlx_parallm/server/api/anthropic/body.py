@@ -1,6 +1,6 @@
 """The bodies of `/v1/messages` and `/v1/messages/count_tokens`, and the call that they make."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from mlx_parallm.server.api.anthropic.blocks import AnyMessage, MessageText
 from mlx_parallm.server.api.anthropic.conversation import Transcript
 from mlx_parallm.server.call import ChatTurn, GenerationCall, Structure
-from mlx_parallm.server.schema import Body, Stop
+from mlx_parallm.server.schema import MAX_MESSAGES, Body, Stop, few
 from mlx_parallm.text.grammar import json_grammar
 from mlx_parallm.text.parsers.calls import Tool
 from mlx_parallm.text.prompts import Conversation
@@ -98,7 +98,7 @@ class PromptBody(Body):
 
     model_config = ConfigDict(json_schema_extra={"example": MESSAGES_EXAMPLE})
     model: str = Field(min_length=1, description="A served model or adapter; `default` always names the first model")
-    messages: list[AnyMessage] = Field(min_length=1, max_length=100_000)
+    messages: Annotated[list[AnyMessage], few(MAX_MESSAGES)] = Field(min_length=1)
     system: str | list[MessageText] = ""
     tools: list[AnthropicTool] = Field(default_factory=list, max_length=MAX_AGENT_TOOLS)
     tool_choice: AnthropicToolChoice | None = None

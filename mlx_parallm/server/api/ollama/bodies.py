@@ -6,7 +6,7 @@ from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, field_vali
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.server.api.ollama.durations import KeepAlive
-from mlx_parallm.server.schema import MAX_TOOLS, Body, Stop
+from mlx_parallm.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, Stop, few
 from mlx_parallm.types import INT64, MAX_LOGPROBS, SamplingParams
 
 
@@ -137,7 +137,9 @@ class OllamaChatBody(OllamaBody):
             }
         }
     )
-    messages: list[OllamaMessage] = Field(default_factory=list, description="None: the model is loaded, or unloaded")
+    messages: Annotated[list[OllamaMessage], few(MAX_MESSAGES)] = Field(
+        default_factory=list, description="None: the model is loaded, or unloaded"
+    )
     tools: list[OllamaTool] = Field(default_factory=list, max_length=MAX_TOOLS)
 
 

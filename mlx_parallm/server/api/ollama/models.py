@@ -10,6 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.ollama.bodies import NamedModelBody
 from mlx_parallm.server.api.ollama.names import ModelNames, shown
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import GENERATING, ServedModel, adapter_names
@@ -64,7 +65,7 @@ class OllamaModels:
         served = next((one for one in self._models if one.name == status.name), None)
         architecture = _architecture(status, served)
         answer = {
-            "modelfile": f"FROM {status.source}",
+            "modelfile": f"FROM {current_caller.get().visible_source(status.source)}",
             "parameters": "",
             "template": "" if served is None else str(getattr(served.tokenizer, "chat_template", None) or ""),
             "details": _details(status, served),

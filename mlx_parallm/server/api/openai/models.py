@@ -7,6 +7,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from mlx_parallm.runtime.client import PoolClient
+from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ModelTable, ServedModel, adapter_names
 from mlx_parallm.server.schema import AnswerBody
@@ -66,18 +67,19 @@ class ModelRoutes:
         return _describe(status) | {
             "id": name,
             "created": int(version.created),
-            "root": version.source,
+            "root": current_caller.get().visible_source(version.source),
             "parent": served.name,
         }
 
 
 def _describe(status: ModelStatus) -> dict[str, Any]:
+    caller = current_caller.get()
     described = {
         "id": status.name,
         "object": "model",
         "created": status.created,
         "owned_by": "mlx-parallm",
-        "root": status.source,
+        "root": caller.visible_source(status.source),
         "parent": None,
         "max_model_len": status.context_length,
         "kind": status.kind,
@@ -86,7 +88,7 @@ def _describe(status: ModelStatus) -> dict[str, Any]:
         "pinned": status.pinned,
     }
     if status.error is not None:
-        described["error"] = status.error
+        described["error"] = caller.visible_error(status.error)
     if status.signature is not None:
         described["signature"] = status.signature
     return described

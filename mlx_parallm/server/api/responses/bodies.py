@@ -7,10 +7,10 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 from mlx_parallm.server.api.responses.items import Identity, InputItem, problem
 from mlx_parallm.server.api.responses.tools import ToolBody, ToolChoiceBody, ToolUse, offered_tools
 from mlx_parallm.server.sampling import SamplingBody
-from mlx_parallm.server.schema import MAX_TOOLS, Body
+from mlx_parallm.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, few
 from mlx_parallm.types import INT64, MAX_LOGPROBS
 
-MAX_ITEMS = 10_000
+MAX_ITEMS = MAX_MESSAGES  # of a conversation
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 # Those of OpenAI's own tools, and image URLs, which are listed anyway, are of no effect.
@@ -74,7 +74,7 @@ class ResponseBody(ResponseSampling):
     model_config = ConfigDict(json_schema_extra={"example": EXAMPLE})
     model: str = Field("default", description="A served model or adapter; `default` always names the first model")
     lora_adapter: str | None = Field(None, min_length=1, description="An adapter of the model, as name or name@version")
-    input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)] = Field(
+    input: str | Annotated[list[InputItem], few(MAX_ITEMS)] = Field(
         description="A user's message, or items: messages, calls and their outputs, reasoning, references"
     )
     instructions: str | None = Field(None, description="A system message for this response alone")

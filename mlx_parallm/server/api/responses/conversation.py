@@ -65,21 +65,36 @@ def prompt_messages(items: Sequence[PlacedItem], instructions: str | None) -> li
     return system + messages
 
 
-def shortened(messages: Sequence[PromptMessage]) -> list[list[PromptMessage]]:
-    """The same conversation with more and more of its oldest messages left out; the system message stays.
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """The same conversation with more and more of its oldest messages left out: one for each number below its length.
+    The system message stays.
 
     It begins with a user's message, as templates want; of the last one, what follows is left out too, a call with its
     outputs at a time.
     """
+
+    messages: Sequence[PromptMessage]
+    starts: Sequence[tuple[Sequence[PromptMessage], int]]  # what stays, and the place of the message that follows
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, number: int) -> list[PromptMessage]:
+        kept, place = self.starts[number]
+        return [*kept, *self.messages[place:]]
+
+
+def shortened(messages: Sequence[PromptMessage]) -> Shortened:
     head = list(messages[: 1 if messages and messages[0].role in HEAD_ROLES else 0])
     users = [place for place, message in enumerate(messages) if message.role == "user"]
     if not users:
-        return []
+        return Shortened(messages, [])
     last = users[-1]
     answers = [place for place in range(last + 1, len(messages)) if messages[place].role == "assistant"]
-    cuts = [[*head, *messages[place:]] for place in users if place > len(head)]
-    cuts += [[*head, messages[last], *messages[place:]] for place in answers[1:]]
-    return cuts
+    kept, with_last = head, [*head, messages[last]]
+    starts = [(kept, place) for place in users if place > len(head)]
+    return Shortened(messages, [*starts, *((with_last, place) for place in answers[1:])])
 
 
 @dataclass(slots=True)

@@ -2,17 +2,18 @@
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Path
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, NotFoundError, ParallmError, UnavailableError
 from mlx_parallm.server.api.responses.background import BackgroundResponse
-from mlx_parallm.server.api.responses.bodies import ResponseBody
+from mlx_parallm.server.api.responses.bodies import MAX_ITEMS, ResponseBody
 from mlx_parallm.server.api.responses.conversation import PlacedItem, PromptMessage, prompt_messages, shortened
 from mlx_parallm.server.api.responses.items import InputItem, InputMessage, ItemReference, read_item, stored_items
 from mlx_parallm.server.api.responses.store import Item, ResponseStore, StoredResponse
@@ -28,6 +29,7 @@ from mlx_parallm.text.prompts import Conversation, check_template_kwargs
 
 ROOM = 1024  # tokens that truncation leaves for an answer of no said length, where the context is four times that
 MAX_PAGE = 100
+MAX_UNWRITTEN = 64  # responses that stay in memory, since the disk took them no more
 
 ResponseId = Annotated[
     str, Path(description="The id of a stored response", examples=["resp_9b3c6f1d2e8a4f70b5c1d9e0a7f36482"])
@@ -39,6 +41,7 @@ class ResponseRoutes:
         self._service = service
         self._store = store
         self._running: dict[str, BackgroundResponse] = {}
+        self._unwritten: dict[tuple[str, str], StoredResponse] = {}
 
     async def create(self, body: ResponseBody, request: Request) -> HttpResponse:
         """Answers an input. With `stream`, events arrive as server-sent events; with `background`, the response is
@@ -48,16 +51,21 @@ class ResponseRoutes:
         generation = await self._prepare(body, await self._context(body, owner, items), request)
         stores = body.store and self._store.keeps
 
-        writes: list[Future[None]] = []
+        writes: list[tuple[Response, Future[bool]]] = []
 
         def keep(response: Response) -> None:
             self._running.pop(response["id"], None)
             if stores:
-                writes.append(self._store.put(owner, StoredResponse(response, kept)))
+                stored = StoredResponse(response, kept)
+                writes.append((response, self._store.put(owner, stored)))
+                if body.background:
+                    writes[-1][1].add_done_callback(partial(self._keep_in_memory, owner, stored))
 
-        async def written() -> None:  # an id that a client has seen survives a crash of the server
-            for write in writes:
-                await asyncio.shield(asyncio.wrap_future(write))
+        async def written(error: ParallmError | None = None) -> None:
+            """An id that a client has seen survives a crash of the server, or the response says `store: false`."""
+            writer.finish(error)
+            for response, write in writes:
+                response["store"] = await asyncio.shield(asyncio.wrap_future(write))
 
         kept = stored_items(items)
         writer = ResponsesWriter(body, generation, keep, stores=stores)
@@ -67,14 +75,25 @@ class ResponseRoutes:
             raise InvalidRequestError("background: this server keeps no responses", param="background")
         release = [*request.scope.get("held_models", ()), current_caller.get().leave]
         running = BackgroundResponse(owner, generation, writer, release)
-        generation.start(running)
+        started = writer.in_progress()
+        if not await asyncio.wrap_future(self._store.put(owner, StoredResponse(started, kept))):
+            raise UnavailableError("background: the response can't be stored, so nobody could ask for it: try later")
+        try:
+            generation.start(running)
+        except ParallmError:
+            await self._store.delete(owner, writer.id)
+            raise
         request.scope["held_models"] = []  # held until the response has ended
         request.scope["runs_on"] = True  # and counted as a request of its key
         self._running[writer.id] = running
-        started = writer.in_progress()
-        writes.append(self._store.put(owner, StoredResponse(started, kept)))
-        await written()
         return JSONResponse(started)
+
+    def _keep_in_memory(self, owner: str, stored: StoredResponse, write: "Future[bool]") -> None:
+        """One that ran in the background and could not be written when it had ended is still asked for."""
+        if not write.result():
+            self._unwritten[owner, stored.id] = StoredResponse({**stored.response, "store": False}, stored.input)
+            while len(self._unwritten) > MAX_UNWRITTEN:
+                del self._unwritten[next(iter(self._unwritten))]
 
     async def count(self, body: ResponseBody, request: Request) -> HttpResponse:
         """How many tokens an input has, with its instructions, tools and all that it continues."""
@@ -94,6 +113,7 @@ class ResponseRoutes:
         await self._find(response_id, request)
         if (running := self._running.get(response_id)) is not None:
             running.cancel()
+        self._unwritten.pop((owner_of(request), response_id), None)
         await self._store.delete(owner_of(request), response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -137,10 +157,12 @@ class ResponseRoutes:
 
     async def _find(self, response_id: str, request: Request) -> StoredResponse:
         runs = response_id in self._running  # looked up first: one that ends now is stored after this `get`
+        if (unwritten := self._unwritten.get((owner_of(request), response_id))) is not None:
+            return unwritten
         found = await self._store.get(owner_of(request), response_id)
         if found is None:
             raise NotFoundError(f"there is no response {response_id[:100]!r} here", param="response_id")
-        if found.response["status"] == "in_progress" and not runs:
+        if found.abandoned and not runs:
             error = {"code": "server_error", "message": "the server that computed it has stopped before its end"}
             return StoredResponse({**found.response, "status": "failed", "error": error}, found.input)
         return found
@@ -149,16 +171,12 @@ class ResponseRoutes:
         """The items of a body, with those that it refers to."""
         if isinstance(body.input, str):
             return [InputMessage.model_validate({"role": "user", "content": body.input})]
+        names = {item.id for item in body.input if isinstance(item, ItemReference)}
+        stored = await self._store.items(owner, names) if names else {}
         return [
-            await self._referred(item, owner, f"input.{number}") if isinstance(item, ItemReference) else item
+            _referred(item, stored, f"input.{number}") if isinstance(item, ItemReference) else item
             for number, item in enumerate(body.input)
         ]
-
-    async def _referred(self, reference: ItemReference, owner: str, param: str) -> InputItem:
-        stored = await self._store.item(owner, reference.id)
-        if stored is None:
-            raise NotFoundError(f"{param}: there is no stored item {reference.id[:100]!r}", param=f"{param}.id")
-        return read_item(stored)
 
     async def _context(self, body: ResponseBody, owner: str, items: Sequence[InputItem]) -> list[PromptMessage]:
         """The conversation, with all that the body continues."""
@@ -170,6 +188,10 @@ class ResponseRoutes:
                     param="previous_response_id",
                 )
             before = await self._store.chain(owner, body.previous_response_id)
+        if len(before) + len(items) > MAX_ITEMS:
+            raise InvalidRequestError(
+                f"the conversation has more than {MAX_ITEMS} items: begin a new one", param="previous_response_id"
+            )
         placed = [PlacedItem(read_item(item), "previous_response_id") for item in before]
         placed += [PlacedItem(item, f"input.{number}") for number, item in enumerate(items)]
         messages = prompt_messages(placed, body.instructions)
@@ -182,8 +204,8 @@ class ResponseRoutes:
         try:
             return await self._prepared(body, messages, request)
         except ContextLengthError:
-            cuts = shortened(messages) if body.truncation == "auto" else []
-            if not cuts:
+            cuts = shortened(messages)
+            if body.truncation != "auto" or not len(cuts):
                 raise
         fitting: Generation | None = None
         low, high = 0, len(cuts) - 1  # the first cut that fits is between them
@@ -214,6 +236,12 @@ class ResponseRoutes:
             if error.param == "messages":  # as chat templates and their limits call it
                 error.param = "input"
             raise
+
+
+def _referred(reference: ItemReference, stored: Mapping[str, Item], param: str) -> InputItem:
+    if reference.id not in stored:
+        raise NotFoundError(f"{param}: there is no stored item {reference.id[:100]!r}", param=f"{param}.id")
+    return read_item(stored[reference.id])
 
 
 def owner_of(request: Request) -> str:

@@ -1,16 +1,18 @@
 """Responses that others can continue, in an SQLite file: over restarts, within limits, each for the key that wrote it.
 
 One thread does all that touches the file, in the order in which it is asked: what was put is found by the next `get`. A
-response is there whole or not at all. When there are too many, or they hold too much, the longest unused go; using a
-response uses those that it continues.
+response is there whole or not at all, and has a checksum: one that is damaged is not there, and it is said why. When
+there are too many, or they hold too much, the longest unused go; using a response uses those that it continues. Several
+servers may share a folder.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,8 @@ from typing import Any, TypeVar
 
 import orjson
 
-from mlx_parallm.errors import InvalidRequestError, UnavailableError
+from mlx_parallm.errors import InvalidRequestError, NotFoundError, UnavailableError
+from mlx_parallm.server.api.responses.alive import ServerLock, is_alive
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ FILE_NAME = "responses-1.sqlite3"  # another number for another schema
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
   id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, response BLOB NOT NULL, input BLOB NOT NULL,
-  output BLOB NOT NULL, bytes INTEGER NOT NULL, used REAL NOT NULL);
+  output BLOB NOT NULL, bytes INTEGER NOT NULL, used REAL NOT NULL, digest BLOB, server TEXT);
 CREATE INDEX IF NOT EXISTS responses_used ON responses (used, bytes);
 CREATE TABLE IF NOT EXISTS items (
   id TEXT NOT NULL, response TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
@@ -46,6 +49,8 @@ WITH RECURSIVE chain (id, previous, bytes, depth) AS (
 SELECT id, previous, bytes FROM chain ORDER BY depth
 """
 
+DAMAGED = "is damaged on the server's disk and can't be read"
+
 T = TypeVar("T")
 Item = dict[str, Any]
 
@@ -54,6 +59,7 @@ Item = dict[str, Any]
 class StoredResponse:
     response: Mapping[str, Any]  # as clients get it
     input: Sequence[Item]
+    abandoned: bool = False  # the server that computes it has stopped
 
     @property
     def id(self) -> str:
@@ -68,13 +74,15 @@ class ResponseStore:
         self._seconds = seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
         self._connection: sqlite3.Connection | None = None  # made by the thread, at its first use
+        self._lock: ServerLock | None = None  # the same
 
     @property
     def keeps(self) -> bool:
         return self._most_bytes > 0 and self._most > 0
 
-    def put(self, owner: str, stored: StoredResponse) -> "Future[None]":
-        """Done when it would survive a crash of the process; what is wrong with the disk is logged."""
+    def put(self, owner: str, stored: StoredResponse) -> "Future[bool]":
+        """Done when it would survive a crash of the process. False where it is not kept, for want of room or of a disk
+        that can be written; the log says why."""
         return self._thread.submit(self._put, owner, stored)
 
     async def get(self, owner: str, identity: str) -> StoredResponse | None:
@@ -84,9 +92,9 @@ class ResponseStore:
         """All items of a response and of those that it continues, in their order."""
         return await self._run(lambda: self._chain(owner, identity))
 
-    async def item(self, owner: str, identity: str) -> Item | None:
-        """The newest item of this name."""
-        return await self._run(lambda: self._item(owner, identity))
+    async def items(self, owner: str, names: Collection[str]) -> dict[str, Item]:
+        """The newest item of each name that is there."""
+        return await self._run(lambda: self._items(owner, names))
 
     async def delete(self, owner: str, identity: str) -> bool:
         return await self._run(lambda: self._delete(owner, identity))
@@ -132,12 +140,16 @@ class ResponseStore:
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute("PRAGMA secure_delete = ON")  # what is deleted is gone
             connection.executescript(SCHEMA)
+            columns = {row[1] for row in connection.execute("PRAGMA table_info (responses)")}
+            for column, kind in (("digest", "BLOB"), ("server", "TEXT")):
+                if column not in columns:  # a file of an earlier release
+                    connection.execute(f"ALTER TABLE responses ADD COLUMN {column} {kind}")
         except sqlite3.Error:
             connection.close()
             raise
         return connection
 
-    def _put(self, owner: str, stored: StoredResponse) -> None:
+    def _put(self, owner: str, stored: StoredResponse) -> bool:
         response = {key: value for key, value in stored.response.items() if key != "output"}
         output = stored.response["output"]
         blobs = [orjson.dumps(part) for part in (response, stored.input, output)]
@@ -145,21 +157,28 @@ class ResponseStore:
         size = sum(map(len, blobs)) + sum(len(name) + 100 for name in items)
         if size > self._most_bytes:
             log.warning("%s is not kept: it has %d bytes, and --responses-max-bytes allows fewer", stored.id, size)
-            return
+            return False
         previous = stored.response["previous_response_id"]
         try:
             connection = self._open()
             with _transaction(connection):
                 connection.execute("DELETE FROM responses WHERE id = ?", (stored.id,))
                 connection.execute(
-                    "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (stored.id, owner, previous, *blobs, size, time.time()),
+                    "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (stored.id, owner, previous, *blobs, size, time.time(), _digest(blobs), self._server()),
                 )
                 connection.executemany("INSERT INTO items VALUES (?, ?)", [(name, stored.id) for name in items])
                 self._evict(connection)
             connection.execute("PRAGMA incremental_vacuum")
         except (sqlite3.Error, OSError) as error:
             log.warning("%s can't be kept in %s: %s", stored.id, self._path, error)
+            return False
+        return True
+
+    def _server(self) -> str:
+        if self._lock is None:
+            self._lock = ServerLock(self._path.parent)
+        return self._lock.name
 
     def _evict(self, connection: sqlite3.Connection) -> None:
         connection.execute("DELETE FROM responses WHERE used < ?", (time.time() - self._seconds,))
@@ -177,18 +196,23 @@ class ResponseStore:
     def _get(self, owner: str, identity: str) -> StoredResponse | None:
         if not self.keeps:
             return None
-        query = "SELECT response, input, output FROM responses WHERE id = ? AND owner = ?"
+        query = "SELECT response, input, output, digest, server FROM responses WHERE id = ? AND owner = ?"
         row = self._open().execute(query, (identity, owner)).fetchone()
         if row is None:
             return None
-        response, given, output = map(orjson.loads, row)
-        return StoredResponse({**response, "output": output}, given)
+        *blobs, digest, server = row
+        try:
+            response, given, output = _read(blobs, digest)
+        except ValueError:
+            raise NotFoundError(f"the response {identity[:100]!r} {DAMAGED}", param="response_id") from None
+        abandoned = response["status"] == "in_progress" and not is_alive(self._path.parent, server or "")
+        return StoredResponse({**response, "output": output}, given, abandoned)
 
     def _chain(self, owner: str, identity: str) -> list[Item]:
         if not self.keeps:
             raise _not_found(identity)
         connection = self._open()
-        query = "UPDATE responses SET used = ? WHERE id = ? RETURNING input, output"
+        query = "UPDATE responses SET used = ? WHERE id = ? RETURNING response, input, output, digest"
         with _transaction(connection):
             rows = connection.execute(CHAIN, (identity, owner, owner, MAX_CHAIN)).fetchall()
             if not rows:
@@ -203,17 +227,37 @@ class ResponseStore:
             items: list[Item] = []
             now = time.time()
             for found, _, _ in reversed(rows):
-                [blobs] = connection.execute(query, (now, found)).fetchall()
-                items += [item for blob in blobs for item in orjson.loads(blob)]
+                [(*blobs, digest)] = connection.execute(query, (now, found)).fetchall()
+                try:
+                    _, given, output = _read(blobs, digest)
+                except ValueError:
+                    raise _not_found(found, damaged=True) from None
+                items += [*given, *output]
         return items
 
-    def _item(self, owner: str, identity: str) -> Item | None:
+    def _items(self, owner: str, names: Collection[str]) -> dict[str, Item]:
+        """Each response that has some of them is read once."""
+        found: dict[str, Item] = {}
         if not self.keeps:
-            return None
-        query = """SELECT input, output FROM items JOIN responses ON responses.id = items.response
-                   WHERE items.id = ? AND owner = ? ORDER BY responses.rowid DESC LIMIT 1"""
-        row = self._open().execute(query, (identity, owner)).fetchone() or ()
-        return next((item for blob in row for item in orjson.loads(blob) if item["id"] == identity), None)
+            return found
+        connection = self._open()
+        newest = """SELECT responses.id, bytes FROM items JOIN responses ON responses.id = items.response
+                    WHERE items.id = ? AND owner = ? ORDER BY responses.rowid DESC LIMIT 1"""
+        places = {name: connection.execute(newest, (name, owner)).fetchone() for name in names}
+        if sum(size for _, size in {place for place in places.values() if place is not None}) > MAX_CHAIN_BYTES:
+            message = f"the stored items that input refers to are in responses of more than {MAX_CHAIN_BYTES} bytes"
+            raise InvalidRequestError(message, param="input")
+        for response in {place[0] for place in places.values() if place is not None}:
+            query = "SELECT response, input, output, digest FROM responses WHERE id = ?"
+            *blobs, digest = connection.execute(query, (response,)).fetchone()
+            try:
+                _, given, output = _read(blobs, digest)
+            except ValueError:
+                log.warning("%s in %s is damaged", response, self._path)
+                continue
+            items = {item["id"]: item for item in [*given, *output]}
+            found |= {name: items[name] for name, place in places.items() if place is not None and place[0] == response}
+        return found
 
     def _delete(self, owner: str, identity: str) -> bool:
         if not self.keeps:
@@ -225,12 +269,30 @@ class ResponseStore:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
-def _not_found(identity: str, before: str | None = None) -> InvalidRequestError:
+def _digest(blobs: Sequence[bytes]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for blob in blobs:
+        digest.update(len(blob).to_bytes(8, "little") + blob)
+    return digest.digest()
+
+
+def _read(blobs: Sequence[bytes], digest: bytes | None) -> list[Any]:
+    """ValueError where they are not what was written. Earlier releases wrote no digest."""
+    if digest is not None and digest != _digest(blobs):
+        raise ValueError(DAMAGED)
+    return [orjson.loads(blob) for blob in blobs]
+
+
+def _not_found(identity: str, before: str | None = None, *, damaged: bool = False) -> InvalidRequestError:
     place = "" if before is None else f", which {before} continues,"
+    reason = DAMAGED if damaged else "is not stored here"
     return InvalidRequestError(
-        f"the response {identity[:100]!r}{place} is not stored here: send its items as input instead",
+        f"the response {identity[:100]!r}{place} {reason}: send its items as input instead",
         param="previous_response_id",
         code="previous_response_not_found",
     )

@@ -39,6 +39,7 @@ class ResponsesWriter:
         self._number = 2  # of the next event: the first two open the stream, when some others are written already
         self._builder = OutputBuilder(body.tool_use, self._emit, encoded_reasoning=ENCRYPTED in body.include)
         self._start = _envelope(body, generation, stores)
+        self._final: Response | None = None
 
     @property
     def id(self) -> str:
@@ -56,13 +57,19 @@ class ResponsesWriter:
         self._builder.add(update.piece, self._scores(update.logprobs))
         return self._taken()
 
+    def finish(self, error: ParallmError | None = None) -> Response:
+        """The response as it ends, which `keep` has been given; once."""
+        if self._final is None:
+            self._final = self.ended() if error is None else self.failed(error)
+        return self._final
+
     def closing(self) -> bytes:
-        response = self.ended()
+        response = self.finish()
         self._emit(f"response.{response['status']}", response=response)
         return self._taken()
 
     def failure(self, error: ParallmError) -> bytes:
-        self._emit("response.failed", response=self.failed(error))
+        self._emit("response.failed", response=self.finish(error))
         return self._taken()
 
     def answer(self, results: Sequence[Collected]) -> Response:
@@ -70,7 +77,7 @@ class ResponsesWriter:
         piece = Piece("".join(result.content), "".join(result.reasoning), tuple(result.calls))
         reasoned = self._generation.choices[0].reasoning_tokens
         self._builder.add(piece, self._scores(result.logprobs[reasoned:]))
-        return self.ended()
+        return self.finish()
 
     def ended(self) -> Response:
         """The response when all has been generated."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.server.chat_messages import ChatMessage
+from mlx_parallm.server.chat_messages import ChatMessages
 from mlx_parallm.server.schema import Body
 from mlx_parallm.server.text_inputs import MAX_INPUTS, TextInputs, TextPair, TruncationBody
 
@@ -16,7 +16,7 @@ class InputBody(TruncationBody):
     """Texts, pairs or conversations."""
 
     input: TextInputs | None = Field(None, description="A text, token ids, a pair, a conversation, or a list of such")
-    messages: list[ChatMessage] | None = Field(None, min_length=1, description="One conversation instead")
+    messages: ChatMessages | None = Field(None, min_length=1, description="One conversation instead")
 
     @property
     def texts(self) -> list[Any]:

@@ -7,14 +7,15 @@ never waits behind updates, which take seconds.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, QueueFullError, UnavailableError
 from mlx_parallm.server.api.training.answers import (
     CheckpointWritten,
     FeedbackTaken,
@@ -30,10 +31,11 @@ from mlx_parallm.server.api.training.bodies import (
     RolloutBody,
     UpdateBody,
 )
-from mlx_parallm.server.caller import current_caller
+from mlx_parallm.server.caller import Caller, current_caller
 from mlx_parallm.server.chat_messages import conversation
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.disconnect import client_left
+from mlx_parallm.server.errors import ClientLeft, JSONResponse
 from mlx_parallm.server.limits import completion_length
 from mlx_parallm.server.models import ServedModel, adapter_names
 from mlx_parallm.server.routing import JSONRoute, add_routes
@@ -65,6 +67,7 @@ class TrainingRoutes:
         self._models = context.models
         self._tokenizers = context.tokenizers
         self._max_rows = context.config.batch.max_batch_size
+        self._timeout = context.config.batch.request_timeout_seconds or None
         self._updates = ThreadPoolExecutor(UPDATES, thread_name_prefix="update")
         self._rollouts = ThreadPoolExecutor(ROLLOUTS, thread_name_prefix="rollout")
         self._feedback = ThreadPoolExecutor(FEEDBACK, thread_name_prefix="feedback")
@@ -143,14 +146,15 @@ class TrainingRoutes:
         name, path = await _run(self._checkpoints, partial(self._training.checkpoint, body.adapter, body.name))
         return JSONResponse({"status": "success", "checkpoint": name, "path": path})
 
-    async def rollout(self, body: RolloutBody) -> Response:
-        """Answers of the current policy, scored; with `submit` they are learnt from."""
+    async def rollout(self, body: RolloutBody, request: Request) -> Response:
+        """Answers of the current policy, scored; with `submit` they are learnt from. They wait in a queue of their own,
+        leave room for other requests, and end with their client."""
         if body.submit and body.scoring_function is None:
             raise InvalidRequestError("submit needs a scoring_function", param="submit")
         if body.n > self._max_rows:
             raise InvalidRequestError(f"n must be at most {self._max_rows}", param="n")
+        adapter = self._adapter(body.model)
         prompts, caller = await self._prompts(body), current_caller.get()
-        caller.charge_prompt(sum(map(len, prompts)))
         call = RolloutCall(
             prompts=prompts,
             sampling=SamplingParams(
@@ -161,16 +165,46 @@ class TrainingRoutes:
                 top_k=body.top_k,
                 stop_token_ids=tuple(body.stop_token_ids),
             ),
-            adapter=self._adapter(body.model),
+            adapter=adapter,
             seed=body.seed,
             scoring_function=body.scoring_function,
             metadata=body.metadata,
             submit=body.submit,
             cache_salt=caller.cache_salt(body.cache_salt),
+            owner=caller.owner,
+            timeout=self._timeout,
         )
-        groups = await _run(self._rollouts, partial(self._training.rollout, call))
-        caller.charge_output(sum(len(sample.completion_ids) for group in groups for sample in group))
+        groups = await self._rolled_out(call, caller, request)
         return JSONResponse({"groups": [_group(group) for group in groups]})
+
+    async def _rolled_out(
+        self, call: RolloutCall, caller: Caller, request: Request
+    ) -> Sequence[Sequence[RolloutSample]]:
+        """Charges its tokens; all that it may have where it is cut off, since nobody knows how many there were."""
+        prompt_tokens = sum(map(len, call.prompts))
+        caller.charge_prompt(prompt_tokens)
+        reserved = used = 0
+        left: Future[None] = Future()
+        watcher = asyncio.ensure_future(client_left(request.receive))
+        watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else left.set_result(None))
+        try:
+            most = len(call.prompts) * call.sampling.n * (call.sampling.max_tokens or 0)
+            used = reserved = caller.reserve_output(most)
+            groups = await _run(self._rollouts, partial(self._training.rollout, call, left))
+            used = sum(len(sample.completion_ids) for group in groups for sample in group)
+        except QueueFullError:
+            used = 0
+            caller.refund_prompt(prompt_tokens)
+            raise
+        except UnavailableError:
+            if left.done():
+                raise ClientLeft from None
+            raise
+        finally:
+            watcher.cancel()
+            caller.release_output(reserved)
+            caller.charge_output(used)
+        return groups
 
     def _check_adapter(self, name: str | None) -> None:
         """Whether the key may use the adapter that learns: the first, where none is named."""
@@ -199,6 +233,8 @@ class TrainingRoutes:
         if model not in ("default", self._served.name):
             raise ModelNotFoundError(f"there is no model {model!r} to roll out", param="model")
         version = adapters.route()
+        if version is not None:
+            self._check_adapter(version.name)
         return None if version is None else version.name
 
     async def _tokens(self, prompt: Any) -> list[int]:

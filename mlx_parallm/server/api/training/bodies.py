@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.server.chat_messages import ChatMessage
+from mlx_parallm.server.chat_messages import ChatMessages
 from mlx_parallm.server.schema import MAX_TOKENS, Body
 from mlx_parallm.types import TrajectoryInput
 
@@ -94,7 +94,7 @@ class RolloutBody(Body):
         }
     )
     model: str = Field("default", description="The model, or an adapter of it")
-    prompts: list[str | list[int] | list[ChatMessage]] = Field(min_length=1, max_length=MAX_PROMPTS)
+    prompts: list[str | list[int] | ChatMessages] = Field(min_length=1, max_length=MAX_PROMPTS)
     n: int = Field(1, ge=1)
     max_tokens: int = Field(128, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)

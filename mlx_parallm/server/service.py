@@ -17,7 +17,7 @@ from mlx_parallm.runtime.client import TrainingClient
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.constraints import compiled_grammar
-from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.generation import AnswerNames, Generation
 from mlx_parallm.server.limits import sampling_for
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.tokenizers import TokenizerPool, own_images
@@ -73,9 +73,7 @@ class GenerationService:
             version,
             prompts,
             sampling,
-            label=call.request_id or request_id,
-            answer_id=answer_id,
-            http_id=request_id,
+            names=AnswerNames(call.request_id or request_id, answer_id, request_id),
             timeout=self._config.request_timeout_seconds or None,
             caller=caller,
             grammar=None if grammar is None else grammar[1],

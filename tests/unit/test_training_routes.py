@@ -5,6 +5,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+from mlx_parallm.config import ServeConfig
 from mlx_parallm.server.api.training import TrainingRoutes
 from mlx_parallm.server.api.training.bodies import CheckpointBody, FeedbackBody, UpdateBody
 from mlx_parallm.types import FeedbackReport, UpdateReport
@@ -32,9 +33,8 @@ class SlowTraining:
 
 def test_feedback_does_not_wait_for_updates() -> None:
     training = SlowTraining()
-    batch = SimpleNamespace(max_batch_size=8)
     context = SimpleNamespace(
-        runtime=SimpleNamespace(training=training), models=None, tokenizers=None, config=SimpleNamespace(batch=batch)
+        runtime=SimpleNamespace(training=training), models=None, tokenizers=None, config=ServeConfig()
     )
 
     async def scenario() -> None:

@@ -9,6 +9,9 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from mlx_parallm.kv.blocks import Chain, Match
 from mlx_parallm.types import Delta, FinishReason, OnDelta, PromptImages, Request, SamplingParams, TokenLogprob
 
@@ -52,6 +55,7 @@ class Row:
     order: int = 0  # of admission: the newest loses its place first
     matcher: Any = None  # llguidance's, when a grammar binds this row
     end_ids: frozenset[int] = frozenset()  # tokens that the grammar allows at the end of its text
+    forced: set[int] = field(default_factory=set)  # numbers of tokens that the grammar left no choice of, if recorded
     complete: bool = False  # the grammar's text is, and no end-of-sequence token can follow
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
@@ -88,6 +92,11 @@ class Row:
     def may_end_after(self, count: int) -> bool:
         """Whether an end-of-sequence token may come after so many tokens."""
         return not self.end_ids.isdisjoint(self.stop_ids) and count >= self.sampling.min_tokens
+
+    def note_forced(self, allowed: npt.NDArray[np.uint32]) -> None:
+        """`allowed`: a bit for each token that the grammar lets the next one be. Of one alone nothing is drawn."""
+        if self.recorded and int(np.bitwise_count(allowed).sum()) == 1:
+            self.forced.add(self.launched)
 
     def follow_grammar(self, token: int) -> str:
         """Moves the grammar on by a token just read; returns what is wrong, or an empty string.

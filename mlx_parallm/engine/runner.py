@@ -391,4 +391,5 @@ class Runner:
             if not row.may_end_after(row.launched):
                 for token in row.end_ids:
                     words[i, token // 32] &= ~np.uint32(1 << token % 32)
+            row.note_forced(words[i])
         return mx.array(words)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.training.records import ChoiceKey, Record
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.trajectories import Trajectory, joined_masks
 from mlx_parallm.types import Request
 
 SAME_LOGPROB = 1e-3  # how far what a client sends back may be from the ledger
@@ -152,6 +152,7 @@ class Ledger:
             record = record.cut(len(trajectory.completion_ids))
             trajectory.temperature, trajectory.spans = record.temperature, record.spans
             trajectory.logprobs = record.logprobs
+            trajectory.mask = joined_masks(record.mask, trajectory.mask)
             trajectory.truncated = record.finish_reason == "length"
 
     def _drawn(self, trajectory: Trajectory) -> Record | None:

@@ -24,7 +24,7 @@ from mlx_parallm.training.records import ChoiceKey, PolicySpan, Record, Rewarded
 from mlx_parallm.training.rewards import Item
 from mlx_parallm.training.rollouts import RolloutClient
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.trajectories import Trajectory, prompt_group
+from mlx_parallm.training.trajectories import Trajectory, joined_masks, prompt_group
 from mlx_parallm.types import (
     Collection,
     FeedbackReport,
@@ -163,7 +163,8 @@ class TrainingService:
         trajectory = Trajectory.recorded(record, sent.reward, sent.group_id)
         trajectory.off_policy = record.policy != session.name
         trajectory.mask, trajectory.advantage = sent.mask, sent.advantage
-        trajectory.__post_init__()
+        trajectory.__post_init__()  # their lengths
+        trajectory.mask = joined_masks(record.mask, sent.mask)
         return trajectory
 
     def _check_tokens(self, prompt_ids: list[int], completion_ids: list[int]) -> None:

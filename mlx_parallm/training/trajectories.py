@@ -93,6 +93,13 @@ class Trajectory:
         return self.off_policy and self.source is not None
 
 
+def joined_masks(recorded: Sequence[bool] | None, sent: Sequence[bool] | None) -> Sequence[bool] | None:
+    """Tokens to learn from: those that the model chose, and that whoever sent them wants; None: all."""
+    if recorded is None or sent is None:
+        return sent if recorded is None else recorded
+    return [bool(own and wanted) for own, wanted in zip(recorded, sent, strict=True)]
+
+
 def prompt_group(prompt: Sequence[int]) -> str:
     """Answers to one prompt are compared with each other, unless somebody says otherwise."""
     return "prompt-" + hashlib.blake2b(repr(list(prompt)).encode(), digest_size=8).hexdigest()

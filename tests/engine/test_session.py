@@ -557,6 +557,34 @@ def test_cuts_and_penalties_do_not_look_like_another_policy(cuts: dict[str, obje
         assert metrics["clip_fraction"] == 0
 
 
+def test_tokens_that_a_grammar_left_no_choice_of_are_not_learnt_from() -> None:
+    with school() as one:
+        session = one.session()
+        sampling = SamplingParams(temperature=1.0, max_tokens=20, n=4, grammar='start: "ab" ("c"|"d") "ef" /[a-z]{2}/')
+        groups = one.rollouts.draw(PROMPTS, sampling, adapter="policy", seed=3)
+        records = [record for group in groups for record in group]
+        for record in records:
+            assert record.mask is not None
+            assert record.mask[:5] == (False, False, True, False, False)
+            assert record.mask[5]
+            assert not record.mask[-1], "it may only end"
+            assert record.sampled == sum(record.mask) < len(record.completion_ids)
+            assert record.cut(3).mask == record.mask[:3]
+        learnt = [
+            Trajectory.recorded(record, float(place), str(number))
+            for number, group in enumerate(groups)
+            for place, record in enumerate(group)
+        ]
+        metrics = session.update(learnt).outcome.metrics
+        assert metrics["tokens"] == sum(record.sampled for record in records)
+        assert metrics["max_logprob_gap"] < 1e-4
+        sent = Trajectory(records[0].prompt_ids, records[0].completion_ids, 1.0, request_id=records[0].id)
+        one.ledger.check(sent)
+        assert sent.mask == records[0].mask
+        free = one.rollouts.draw(PROMPTS[:1], SamplingParams(max_tokens=4), adapter="policy")[0][0]
+        assert free.mask is None
+
+
 def test_an_alarm_at_once_leaves_what_is_served() -> None:
     with school() as one:
         session = one.session(alarms=Alarms(entropy=100.0))

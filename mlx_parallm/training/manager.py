@@ -23,6 +23,8 @@ from mlx_parallm.errors import (
     ParallmError,
     UnavailableError,
 )
+from mlx_parallm.lora.files import read_adapter
+from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.training.answers import AnswerFile
 from mlx_parallm.training.atropos.client import AtroposClient, AtroposConfig
@@ -161,9 +163,14 @@ class TrainingManager:
             alarms=training.alarms,
             memory=self._memory_of_one(),
         )
-        session.start(resume=kept.resume, serve=serve)
+        session.start(resume=kept.resume, serve=serve, initial=self._initial(name))
         self.sessions[name] = session
         return session
+
+    def _initial(self, name: str) -> Adapter | None:
+        """What --lora-path has for an adapter that is trained."""
+        path = self.config.named_adapters().get(name)
+        return None if path is None else read_adapter(path, self.config.adapters.max_lora_bytes)[0]
 
     def _memory_of_one(self) -> int | None:
         """Bytes for each adapter that learns; None where the memory was not planned for it."""

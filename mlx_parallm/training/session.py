@@ -79,14 +79,17 @@ class Session:
 
     # Start and end.
 
-    def start(self, *, resume: bool = True, serve: bool = True) -> None:
-        """Makes the trainer, as its last checkpoint left it, and publishes; `serve`: as the model's own name too."""
+    def start(self, *, resume: bool = True, serve: bool = True, initial: Adapter | None = None) -> None:
+        """Makes the trainer, as its last checkpoint left it, and publishes; `serve`: as the model's own name too.
+
+        `initial`: what it begins with where there is no checkpoint; None: an adapter that changes nothing.
+        """
         self.trainer = self._on_engine(lambda: Trainer(self.engine.model, self.lora, self.config, self._memory))
         self.trainer.kept_snapshots = KEPT_VERSIONS + 1
         self.trainer.check_memory(self.name, self.engine.memory.limit)
         if device_kind() != "cpu":
             self._on_engine(self.trainer.warm_up)
-        number, served = None, None
+        number, served, checkpoint = None, None, None
         if self.checkpoints is not None:
             self.store = SessionStore(
                 self.engine,
@@ -101,6 +104,8 @@ class Session:
             checkpoint = self._recover(self.store, resume)
             if checkpoint is not None:
                 number, served = checkpoint.served_version, self.store.served_state(checkpoint)
+        if initial is not None and checkpoint is None:
+            self._on_engine(lambda: self.trainer.begin_with(initial))
         served = served or self._on_engine(self.trainer.snapshot)
         adapter = self._on_engine(lambda: self._adapter_at(served))
         self.versions.publish(Policy(adapter, served), number)
@@ -291,14 +296,9 @@ class Session:
 
     def begin_with(self, adapter: Adapter) -> int:
         """Another adapter than a new one, before the first update: its version."""
-
-        def take() -> Policy:
-            self.trainer.learner.set_parameters(self.trainer.tree.parameters_of(adapter))
-            self.trainer.measure_to(self.trainer.parameters)
-            return self._policy()
-
         with self._lock:
-            number = self.versions.publish(self._on_engine(take))
+            self._on_engine(lambda: self.trainer.begin_with(adapter))
+            number = self.versions.publish(self._on_engine(self._policy))
             self._mark_changed()
             return number
 

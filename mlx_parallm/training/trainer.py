@@ -127,6 +127,11 @@ class Trainer:
         """What the divergence is measured to, in place of the model without an adapter."""
         return self.loss.initial
 
+    def begin_with(self, adapter: Adapter) -> None:
+        """Goes on from an adapter of the same layers and rank, before the first update."""
+        self.learner.set_parameters(self.tree.parameters_of(adapter))
+        self.measure_to(self.parameters)
+
     def measure_to(self, parameters: Parameters) -> None:
         """Has the divergence measured to these parameters, unless the config says: to the model alone."""
         self.loss.initial = parameters if self.config.reference == "initial" else None

@@ -261,6 +261,29 @@ def test_after_a_rollback_training_goes_on() -> None:
         assert session.trainer.updates == 24 - 2, "the alarm takes its own update and the one before"
 
 
+def test_training_begins_with_an_adapter_as_its_first_version(tmp_path: Path) -> None:
+    with school() as one:
+        random = np.random.default_rng(3)
+        other = one.session("other")
+        other.trainer.tree.set_parameters(
+            {
+                name: mx.array(0.1 * random.standard_normal(array.shape).astype(np.float32))
+                for name, array in other.trainer.parameters.items()
+            }
+        )
+        adapter = other.trainer.adapter()
+        session = Session(one.engine, "policy", LORA, RLConfig(), checkpoints=Checkpoints(tmp_path, 3))
+        session.start(initial=adapter)
+        assert session.version == 1
+        assert all(np.array_equal(part.a, adapter.parts[path].a) for path, part in session.adapter().parts.items())
+        assert session.trainer.reference is not None
+        session.update(random_trajectories(1))
+        session.close()
+        again = Session(one.engine, "again", LORA, RLConfig(), checkpoints=Checkpoints(tmp_path, 3))
+        again.start(initial=adapter)
+        assert again.trainer.updates == 1, "a checkpoint is gone on from"
+
+
 def test_the_divergence_is_measured_to_the_adapter_that_training_began_with(tmp_path: Path) -> None:
     """And a restart finds it again; --reference base measures it to the model."""
 

@@ -246,6 +246,39 @@ def random_trajectories(seed: int) -> list[Trajectory]:
     ]
 
 
+class Unreachable:
+    """Where versions are to be served, and can't be."""
+
+    def publish(self, name: str, adapter: object, number: int) -> None:
+        raise UnavailableError("nobody answers")
+
+    def roll_back(self, name: str, number: int) -> None:
+        raise UnavailableError("nobody answers")
+
+
+def test_groups_are_put_back_after_an_update_that_failed() -> None:
+    """The first to be taken again, in their order, and the trainer as it was."""
+    with school() as one:
+        session = one.session()
+        first, later = random_trajectories(1), random_trajectories(2)
+        for each in later:
+            each.group_id = f"later-{each.group_id}"
+        session.buffer.add(first)
+        before = session.trainer.state()
+        session.versions.publisher = Unreachable()
+        with pytest.raises(UnavailableError, match="nobody answers"):
+            session.update(at_most=8)
+        assert (session.trainer.updates, session.version) == (0, 1)
+        assert all(np.array_equal(array, session.trainer.state()[name]) for name, array in before.items())
+        session.buffer.add(later)
+        assert (len(session.buffer), session.buffer.ready()) == (16, 16)
+        session.versions.publisher = None
+        assert session.buffer.take(8, session.version) == first
+        session.buffer.put_back(first)
+        assert session.update(at_most=8).published
+        assert len(session.buffer) == 8
+
+
 def test_after_a_rollback_training_goes_on() -> None:
     """Rewards of another scale give one alarm, not one in every five updates."""
     with school() as one:

@@ -86,6 +86,57 @@ def test_rollouts_and_the_tree_give_the_same_logprobs(lora: LoRAConfig) -> None:
                 assert [scored.logprob for scored in answer.logprobs] == pytest.approx(found.tolist(), abs=1e-4)
 
 
+def other_magnitudes(tree: TrainableModel, seed: int) -> None:
+    """DoRA's: the directions stay."""
+    random = np.random.default_rng(seed)
+    tree.set_parameters(
+        {
+            name: array * mx.array(random.uniform(0.5, 1.5, array.shape).astype(np.float32))
+            for name, array in tree.parameters().items()
+            if name.endswith(".m")
+        }
+    )
+
+
+def test_dora_on_layers_with_a_bias_and_adapters_that_differ_in_magnitude_alone() -> None:
+    """A bias is not scaled; what differs in magnitudes alone is another adapter, in one batch and behind one prompt
+    that the cache has."""
+    models: list[LanguageModel] = []
+
+    def load() -> LanguageModel:
+        models.append(as_served("qwen2"))
+        return models[0]
+
+    with driver_of(load, block_size=8) as running:
+        assert "bias" in models[0].module.layers[0].self_attn.q_proj
+        tree = TrainableModel(models[0], LoRAConfig(rank=4, dora=True, target_modules=("q_proj", "v_proj", "o_proj")))
+        random_parameters(tree, 1)
+        expected: dict[str, list[float]] = {}
+        forced = [5, 9, 17, 33]
+        tokens = mx.array([PROMPT + forced])
+        for seed, name in enumerate(("one", "two")):
+            other_magnitudes(tree, seed)
+            running.engine.adapters.publish(name, tree.adapter(), "")
+            logits = tree.module(tokens[:, :-1])[:, len(PROMPT) - 1 :]
+            expected[name] = chosen_logprobs(logits, tokens[:, len(PROMPT) :])[0].tolist()
+        assert max(abs(a - b) for a, b in zip(*expected.values(), strict=True)) > 0.01
+        for _ in range(2):  # the second time from the cache
+            pending = {
+                name: running.submit(PROMPT + forced, adapter=name, max_tokens=1, prompt_logprobs=0)[1]
+                for name in expected
+            }
+            for name, one in pending.items():
+                scored = one.wait()[0].deltas[0].prompt_logprobs
+                assert scored is not None
+                found = [entry.logprob for entry in scored[len(PROMPT) :] if entry is not None]
+                assert found == pytest.approx(expected[name], abs=1e-4), name
+        answers = {
+            name: running.ask(PROMPT, adapter=name, max_tokens=3, logprobs=0, ignore_eos=True) for name in expected
+        }
+        values = [[scored.logprob for scored in answer.logprobs] for answer in answers.values()]
+        assert values[0] != pytest.approx(values[1], abs=1e-4)
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "rloo"])  # CISPO holds its ratio fixed: not what its loss says
 def test_gradients_are_those_of_finite_differences(algorithm: str) -> None:
     tree = TrainableModel(tiny(), LoRAConfig(rank=2, alpha=4))

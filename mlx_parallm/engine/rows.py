@@ -9,9 +9,6 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from mlx_parallm.kv.blocks import Chain, Match
 from mlx_parallm.types import Delta, FinishReason, OnDelta, PromptImages, Request, SamplingParams, TokenLogprob
 
@@ -92,11 +89,6 @@ class Row:
     def may_end_after(self, count: int) -> bool:
         """Whether an end-of-sequence token may come after so many tokens."""
         return not self.end_ids.isdisjoint(self.stop_ids) and count >= self.sampling.min_tokens
-
-    def note_forced(self, allowed: npt.NDArray[np.uint32]) -> None:
-        """`allowed`: a bit for each token that the grammar lets the next one be. Of one alone nothing is drawn."""
-        if self.recorded and int(np.bitwise_count(allowed).sum()) == 1:
-            self.forced.add(self.launched)
 
     def follow_grammar(self, token: int) -> str:
         """Moves the grammar on by a token just read; returns what is wrong, or an empty string.

@@ -6,7 +6,6 @@ the parameters and the optimiser are then what they were. Its two halves, `forwa
 run apart. Sessions call it.
 """
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +35,9 @@ from mlx_parallm.training.model import TrainableModel, shared_tree
 from mlx_parallm.training.objectives import Floats, divergence
 from mlx_parallm.training.policy_loss import LOGPROBS, LossTotals, PolicyLoss
 from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.update_check import CheckSample, UpdateCheck
 
 MIN_ROUNDED = 1024  # where shapes are rounded: smaller micro-batches would take no less time
-REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
 
 
 @dataclass(slots=True)
@@ -51,14 +50,6 @@ class Outcome:
     adapter: Adapter | None = None
     reason: str = ""
     seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class CheckSample:
-    """Some answers by which an update is checked, and their log-probabilities before it."""
-
-    micro: Micro
-    logprobs: mx.array
 
 
 @dataclass(slots=True)
@@ -80,6 +71,7 @@ class Trainer:
         base = shared_tree(model)
         self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters, counts_updates=True)
         self.loss = PolicyLoss(self.tree, base, config)
+        self.check = UpdateCheck(self.tree, self.learner, self.loss, config)
         self.kept_snapshots = 0  # that somebody holds beside it
         self.activation_bytes = 0  # most that a micro-batch has taken
         self._shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # that have occurred, where they are rounded
@@ -194,7 +186,7 @@ class Trainer:
         metrics["loss"] /= len(batches)
         if self.config.divergence_in_loss:
             metrics["kl"] = totals.reference / max(totals.tokens, 1.0)
-        metrics |= yield from self._check(samples, before)
+        metrics |= yield from self.check.run(samples, before)
 
     def batches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
         """The steps of an update, of about `batch_size` trajectories each."""
@@ -220,7 +212,7 @@ class Trainer:
         """Notes the log-probabilities of a batch's answers before the first step."""
         found: dict[int, Floats] = {}
         for micro in self._micros(batch):
-            logprobs = to_numpy(self._new_logprobs(micro).astype(mx.float32))
+            logprobs = to_numpy(self.check.new_logprobs(micro).astype(mx.float32))
             self.learner.restore()
             for row, place in enumerate(micro.places.tolist()):
                 if place >= 0:
@@ -240,7 +232,7 @@ class Trainer:
         rewarded, total, tokens = list(trajectories), 0.0, 0
         for micro in self._micros(batch):
             reference = self.loss.reference_logprobs(micro)
-            drawn = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), self._new_logprobs(micro))
+            drawn = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), self.check.new_logprobs(micro))
             apart = divergence(drawn, reference, self.config.kl_estimator) * mx.array(micro.mask)
             for place, kl in zip(micro.places.tolist(), to_numpy(mx.sum(apart, axis=1)).tolist(), strict=True):
                 if place >= 0:
@@ -268,7 +260,7 @@ class Trainer:
 
     def _without_dropout(self, micro: Micro, logprobs: mx.array) -> mx.array:
         """Of answers whose log-probabilities are known with it, if there is one."""
-        return logprobs if not self.lora.dropout else self._new_logprobs(micro)
+        return logprobs if not self.lora.dropout else self.check.new_logprobs(micro)
 
     def optim_step(self) -> Generator[None, None, float]:
         """One step by the gradient that was accumulated; its norm."""
@@ -313,60 +305,6 @@ class Trainer:
                 mx.eval(mx.value_and_grad(self.loss)(self.parameters, micro))
             self.go_back(before)
         self.activation_bytes = 0
-
-    # Whether what came out may be served.
-
-    def _check(self, samples: Sequence[CheckSample], before: LearnerState) -> Generator[None, None, dict[str, float]]:
-        """Looks at the new parameters, and at what they make of some of the batch. A step that goes too far is halved,
-        a few times."""
-        metrics: dict[str, float] = {}
-        if not self.config.beta and self.updates % REFERENCE_EVERY == 0:  # else it is known of all answers
-            metrics["kl"] = yield from self._divergence(samples, self.loss.reference_logprobs)
-        for halvings in range(self.config.max_kl_halvings + 1):
-            metrics["parameter_norm"] = self._check_parameters(before.stacks)
-            # Of the old policy to the new: the old one drew the answers.
-            kl = yield from self._divergence(samples, self._new_logprobs)
-            if kl <= self.config.max_kl:
-                return metrics | {"update_kl": kl, "step_halvings": float(halvings)}
-            if halvings < self.config.max_kl_halvings:
-                self.learner.halve_step(before)
-        raise Refused(
-            f"it would move the policy by {kl:.3g} nats a token, over {self.config.max_kl:g}"
-            + (f", though its step was halved {halvings} times" if halvings else "")
-        )
-
-    def _new_logprobs(self, micro: Micro) -> mx.array:
-        """By the new parameters, in the precision in which they will serve."""
-        stacks = {name: array.astype(self.tree.dtype) for name, array in self.learner.stacks.items()}
-        self.tree.set_parameters(self.learner.by_shape.split(stacks))
-        return self.loss.logprobs(micro)
-
-    def _divergence(
-        self, samples: Sequence[CheckSample], logprobs: Callable[[Micro], mx.array]
-    ) -> Generator[None, None, float]:
-        """KL of the policy that drew some answers to another, in nats a token."""
-        total = count = 0.0
-        for sample in samples:
-            mask = mx.array(sample.micro.mask)
-            total += number(mx.sum(divergence(sample.logprobs, logprobs(sample.micro)) * mask))
-            count += sample.micro.learnt
-            self.learner.restore()
-            yield
-        return total / max(count, 1.0)
-
-    def _check_parameters(self, before: Parameters) -> float:
-        """Their norm."""
-        stacks = self.learner.stacks
-        norms = [mx.linalg.norm(array) for array in stacks.values()]
-        moved = [mx.max(mx.abs(array - before[name])) for name, array in stacks.items()]
-        norm, step = number(mx.linalg.norm(mx.stack(norms))), number(mx.max(mx.stack(moved)))
-        if not math.isfinite(norm):
-            raise Refused("the parameters are not finite")
-        if step == 0.0 and self.learner.learning_rate > 0:
-            raise Refused("nothing has changed")
-        if norm > self.config.max_parameter_norm:
-            raise Refused(f"the parameters' norm is {norm:.3g}, over {self.config.max_parameter_norm:g}")
-        return norm
 
     # Undo and checkpoints.
 

@@ -502,7 +502,7 @@ def test_the_loop_goes_on_after_a_restart_as_if_nothing_had_happened(tmp_path: P
 
 @pytest.mark.long
 def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None:
-    options = {"learning_rate": 1e-2, "alarms": Alarms(kl=0.4, reward_drop=0.1)}
+    options = {"learning_rate": 1e-2, "alarms": Alarms(kl=0.2, reward_drop=0.1)}
     with school() as one:
         session = one.session(folder=tmp_path / "whole", **options)
         alarms = [each.report.rolled_back for each in run_loop(one, session, steps=12)[1:] if each.report is not None]

@@ -94,7 +94,7 @@ def test_a_run_leaves_its_log_its_report_and_both_formats(tiny_folder: Path, tmp
     ],
 )
 def test_killed_at_random_it_ends_where_it_would_have(tiny_folder: Path, tmp_path: Path, kills: int, rate: str) -> None:
-    flags = ("--steps", str(6 if kills < 10 else 40), "--learning-rate", rate)
+    flags = ("--steps", str(6 if kills < 10 else 40), "--learning-rate", rate, "--alarm-kl", "0.26")
     finish(command(tiny_folder, tmp_path / "whole", free_port(), *flags))
     chance = random.Random(kills)
     for _ in range(kills):

@@ -17,6 +17,7 @@ MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # of one stop string
 INT64 = 2**63 - 1
+UNNAMED_ADAPTER = "adapter"  # what an adapter is called that is loaded without a name
 MAX_VERSION = 10**15  # that a client may give to an adapter: there are always newer ones
 
 

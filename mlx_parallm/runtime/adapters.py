@@ -26,10 +26,10 @@ class LocalAdapters:
         self._training = training
         self._limit = limit  # bytes of an adapter's file
 
-    def load(self, model: str, name: str, path: str, number: int | None = None) -> AdapterVersion:
+    def load(self, model: str, name: str, path: str, number: int | None = None, *, own: bool = False) -> AdapterVersion:
         self._check_untrained(name, REPLACED)
         adapter, config, folder = read_adapter(path, self._limit)
-        return self._pool.generators[model].adapters.publish(name, adapter, folder, number, config)
+        return self._pool.generators[model].adapters.publish(name, adapter, folder, number, config, own=own)
 
     def publish(
         self,
@@ -39,11 +39,13 @@ class LocalAdapters:
         config: Mapping[str, Any] | bytes | None,
         number: int | None,
         source: str = "upload",
+        *,
+        own: bool = False,
     ) -> AdapterVersion:
         self._check_untrained(name, REPLACED)
         known = self.config_for(model, name, data, config)
         registry = self._pool.generators[model].adapters
-        return registry.publish(name, parse(known, data, self._limit), source, number, known)
+        return registry.publish(name, parse(known, data, self._limit), source, number, known, own=own)
 
     def config_for(
         self, model: str, name: str, data: bytes, config: Mapping[str, Any] | bytes | None

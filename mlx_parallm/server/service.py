@@ -39,7 +39,7 @@ class GenerationService:
     async def prepare(self, call: GenerationCall, request: Request, kind: str) -> Generation:
         """What a call asks for, not handed to a model yet. `kind` begins its requests' names."""
         await self._models.use(call.model, request)
-        served, version = self._models.version_of(call.model, call.lora_adapter, call.policy_version)
+        served, version = self._models.version_of(call.model, call.lora_adapter)
         caller = current_caller.get()
         prompts = own_images(await self._tokenizers.prompts(call, served), caller.tenant)
         grammar = await compiled_grammar(call, served, prompts.inside_thinking, self._tokenizers)

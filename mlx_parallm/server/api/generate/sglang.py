@@ -137,7 +137,6 @@ def sglang_call(body: SglangBody) -> GenerationCall:
         ),
         structure=structure_of(structure),
         lora_adapter=body.lora_path,
-        policy_version=body.policy_version,
         follow_policy=bool(body.follow_policy),
         include_stop=params.no_stop_trim,
         skip_special_tokens=params.skip_special_tokens,

@@ -176,7 +176,7 @@ class EngineCollector(Collector):
             registry = served.adapters
             swaps.add_metric([served.name], registry.swaps)
             held.add_metric([served.name], registry.resident_bytes)
-            policy.add_metric([served.name], registry.policy_version)
+            policy.add_metric([served.name], registry.served_version)
             requests.add_metric([served.name, "base", "0"], registry.base_requests)
             tokens.add_metric([served.name, "base", "0"], registry.base_tokens)
             for version in [version for name in registry.names for version in registry.versions(name)]:

@@ -68,6 +68,7 @@ class Sample:
     policy_spans: list[tuple[int, int, int]]  # (first token, the one after the last, version)
     metadata: dict[str, Any]
     mixed_policy: bool = False  # several versions made it: each log-probability is of the one that its span names
+    logprobs_mode: str | None = None  # processed: after temperature, penalties and cuts such as top_p; raw: before them
     index: int | None = None  # which of several prompts it answers
 
     def __getitem__(self, name: str) -> Any:
@@ -294,7 +295,8 @@ class InferenceClient:
 
 
 def _sample(answer: Mapping[str, Any]) -> Sample:
-    return Sample(**{**answer, "policy_spans": [tuple(span) for span in answer["policy_spans"]]})
+    known = {name: value for name, value in answer.items() if name in Sample.__slots__}  # a newer server tells more
+    return Sample(**{**known, "policy_spans": [tuple(span) for span in answer["policy_spans"]]})
 
 
 def _rollout_sample(prompt_ids: list[int], sample: Mapping[str, Any]) -> Sample:

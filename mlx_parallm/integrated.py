@@ -3,7 +3,8 @@
     server = RLIntegratedServer(lora_config=LoRAConfig(rank=16, alpha=32), rl_config=RLConfig(learning_rate=5e-4))
     await asyncio.gather(server.run_inference(port=8000), server.run_training_loop())
 
-The two coroutines may be run together or alone; the model is loaded once, by whichever comes first.
+The two coroutines may be run together or alone; the model is loaded once, by whichever comes first. The loop learns
+from what the server is sent, or a task that is named.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from mlx_parallm.server.state import Dispatcher
 from mlx_parallm.training.environments import make_task_sampler
 from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.loop import Loop, StepReport
+from mlx_parallm.training.request_loop import RequestLoop
 from mlx_parallm.training.rewards import Score
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import Task
@@ -88,21 +90,29 @@ class RLIntegratedServer:
 
     async def run_training_loop(
         self,
-        task: str | Task = "length",
+        task: str | Task | None = None,
         *,
-        steps: int = 100,
+        steps: int | None = None,
         prompts_per_step: int | None = None,
         group_size: int = 8,
         on_step: Callable[[StepReport], None] = lambda report: None,
         **options: Any,
     ) -> Sequence[StepReport]:
-        """The built-in loop: about `rl_config.batch_size` answers in each step."""
+        """Learns a task, in 100 steps by default with about `rl_config.batch_size` answers each; without a task, from
+        what the server is sent: an update for each so many answers with rewards, until `stop` or so many steps."""
         training = (await self._started()).manager
+        if task is None:
+            if options or prompts_per_step is not None:
+                raise ConfigError(f"{', '.join(options) or 'prompts_per_step'} is for a task: name one")
+            count = self.config.training.update_frequency or self.config.training.rl.batch_size
+            follower = RequestLoop(self.session, count, steps, on_step)
+            training.on_close = follower.stop
+            return await asyncio.to_thread(follower.run)
         problems = find_task(task) if isinstance(task, str) else task
         sampler = make_task_sampler(training.engine, training.rollouts, training.rewards, problems)
         prompts = prompts_per_step or max(1, self.config.training.rl.batch_size // group_size)
         settings = LoopConfig(
-            steps=steps,
+            steps=100 if steps is None else steps,
             prompts_per_step=prompts,
             group_size=group_size,
             **{"seed": self.config.training.rl.seed, **options},

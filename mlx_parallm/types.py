@@ -262,7 +262,8 @@ class Request:
     adapter_version: int | None = None  # None: what the name means when the request arrives
     record: bool = False  # keep the log-probabilities of what is drawn
     label: str = ""  # what the client calls it
-    answer_id: str = ""  # what the answer calls it, where that is something else
+    answer_id: str = ""  # what the answer calls itself, as its dialect has it
+    http_id: str = ""  # its X-Request-Id
     owner: str = ""  # the name of the key that it came with
     first: int = 0  # the number of its first choice among those of its call
     rollout: bool = False  # gives way to requests that wait for a place

@@ -11,17 +11,19 @@ from mlx_parallm.config.http import BatchConfig, HttpConfig
 from mlx_parallm.config.model import AdapterConfig, ModelConfig
 from mlx_parallm.config.options import build, changed, group, option
 from mlx_parallm.config.reading import add_flags, read_config
-from mlx_parallm.config.training import CheckpointConfig, TrainingConfig
+from mlx_parallm.config.training import BUILT_IN_SCORERS, CheckpointConfig, TrainingConfig
 from mlx_parallm.errors import ConfigError
+
+MODE_NAMES = {"inference_only": "inference", "training_only": "training"}  # other names of modes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     mode: str = option(
         "inference",
-        "inference: serve; inference_and_training: the same as --enable-rl-training; training: train, and serve with "
-        "what time it leaves",
-        choices=("inference", "training", "inference_and_training"),
+        "inference (or inference_only): serve; inference_and_training: the same as --enable-rl-training; training (or "
+        "training_only): train, and serve with what time it leaves",
+        choices=("inference", "training", "inference_and_training", *MODE_NAMES),
     )
     model: ModelConfig = group(ModelConfig, "models", "model")
     adapters: AdapterConfig = group(AdapterConfig, "adapters", "model")
@@ -42,6 +44,7 @@ class ServeConfig:
         return changed(self, **options)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", MODE_NAMES.get(self.mode, self.mode))
         if self.trains:  # what is said of training may stay in a file while it is off
             self._check_training()
         self._check_cluster()
@@ -60,8 +63,11 @@ class ServeConfig:
                 f"update_frequency is {training.update_frequency}, and trajectory_buffer_size holds only "
                 f"{training.trajectory_buffer_size}"
             )
-        if training.environment is not None and training.atropos_url is None:
-            raise ConfigError("--environment needs --atropos-url, the API that it sends its trajectories to")
+        if training.environment and not training.built_in_scorer and training.atropos_url is None:
+            raise ConfigError(
+                "--environment needs --atropos-url, the API that it sends its trajectories to, unless it names a "
+                f"built-in scorer: {', '.join(BUILT_IN_SCORERS)}"
+            )
         if training.lora.rank > adapters.max_lora_rank:
             raise ConfigError(f"lora_rank is {training.lora.rank}, and max_lora_rank allows {adapters.max_lora_rank}")
         if len(training.train_adapter) > adapters.max_loras:

@@ -29,6 +29,16 @@ class LoopConfig:
     prompts_per_step: int = option(4, "rl: different problems for each update (default: 4)", parse=int)
     group_size: int = option(8, "rl: answers to each problem, whose rewards are compared (default: 8)", parse=int)
     temperature: float = option(1.0, "rl: sampling temperature of the answers (default: 1.0)", parse=float)
+    top_p: float = option(
+        1.0, "rl: draw each token among the likeliest whose probabilities sum up to this (default: 1.0)", parse=float
+    )
+    top_k: int = option(0, "rl: draw each token among so many likeliest; 0: among all (default: 0)", parse=int)
+    dynamic_sampling: int = option(
+        0,
+        "rl: times in a step that problems whose answers all got the same reward are replaced by others; 0: they are "
+        "skipped (default: 0)",
+        parse=int,
+    )
     answer_tokens: int | None = option(None, "rl: most tokens of an answer (default: the task's own limit)", parse=int)
     eval_every: int = option(
         0,
@@ -61,7 +71,9 @@ class LoopConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "steps", "prompts_per_step", "eval_problems", "level")
         check_at_least(self, 2, "group_size")
-        check_at_least(self, 0, "eval_every")
+        check_at_least(self, 0, "eval_every", "top_k", "dynamic_sampling")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p:g}")
         check_positive(self, "temperature")
 
 
@@ -189,8 +201,10 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
 
 def load_train_config(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> TrainConfig:
     """With the defaults of the mode that is asked for."""
-    mode = load_config(flags, environment, TrainConfig, DEFAULTS).mode
-    config = load_config(flags, environment, TrainConfig, {**DEFAULTS, **MODE_DEFAULTS[mode]})
+    first = load_config(flags, environment, TrainConfig, DEFAULTS)
+    mode = first.mode
+    schedule = {"total_steps": first.run.loop.steps} if mode == "rl" else {}
+    config = load_config(flags, environment, TrainConfig, {**DEFAULTS, **MODE_DEFAULTS[mode], **schedule})
     if mode == "rm" and config.run.pairs is None:
         raise ConfigError("--mode rm needs --pairs, a file of prompts with a better and a worse answer")
     if mode in ("sft", "dpo"):

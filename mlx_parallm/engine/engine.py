@@ -26,7 +26,7 @@ from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.vision.processor import ImageProcessor
 from mlx_parallm.steps import Steps
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
-from mlx_parallm.types import MemoryPlan, OnDelta, PauseMode, Request
+from mlx_parallm.types import MemoryPlan, OnDelta, PauseMode, Request, SamplingParams
 
 T = TypeVar("T")
 FLUSH_SECONDS = 30.0
@@ -95,6 +95,10 @@ class Engine:
         """Compiles it, or raises InvalidRequestError about the field `param`: it can't be followed, or too complex."""
         return self._parts.grammars.check(grammar, param)
 
+    def check_prompt(self, prompt: list[int], choices: int) -> None:
+        """Raises ContextLengthError where so many answers to this prompt can't be had."""
+        self._parts.intake.check(Request("", prompt, SamplingParams(n=choices)))
+
     def submit(self, request: Request, on_delta: OnDelta) -> None:
         """Takes a request or raises at once; its deltas come through `dispatch`, with the handler that takes them."""
         self._parts.intake.submit_all([request], on_delta)
@@ -102,6 +106,11 @@ class Engine:
     def submit_all(self, requests: Sequence[Request], on_delta: OnDelta) -> None:
         """Takes requests that arrive at one moment: all or none."""
         self._parts.intake.submit_all(requests, on_delta)
+
+    def live_requests(self) -> list[Request]:
+        """Those that have not ended, at a moment between two steps: what was cancelled before has ended by then, and
+        its recorder was told."""
+        return self._thread.run_between_steps(self._parts.base.live.requests)
 
     def run(self, work: Callable[[], T]) -> T:
         """Has the engine thread do something short beside serving, and waits for it. Never on that thread itself."""

@@ -52,6 +52,10 @@ class Intake:
         self._pending: Counter[str | None] = Counter()  # requests in the inbox by their owner; None: rollouts
         self._pending_lock = threading.Lock()
 
+    def check(self, request: Request) -> None:
+        """Raises what is wrong with a request, and takes none."""
+        self._admission.rows(request)
+
     def submit_all(self, requests: Sequence[Request], on_delta: OnDelta) -> None:
         """From any thread: takes all requests or raises."""
         if self._thread.closed is not None:

@@ -52,6 +52,7 @@ class Row:
     order: int = 0  # of admission: the newest loses its place first
     matcher: Any = None  # llguidance's, when a grammar binds this row
     end_ids: frozenset[int] = frozenset()  # tokens that the grammar allows at the end of its text
+    forced: set[int] = field(default_factory=set)  # numbers of tokens that the grammar left no choice of, if recorded
     complete: bool = False  # the grammar's text is, and no end-of-sequence token can follow
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None

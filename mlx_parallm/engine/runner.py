@@ -391,4 +391,6 @@ class Runner:
             if not row.may_end_after(row.launched):
                 for token in row.end_ids:
                     words[i, token // 32] &= ~np.uint32(1 << token % 32)
+            if row.recorded and int(np.bitwise_count(words[i]).sum()) == 1:
+                row.forced.add(row.launched)
         return mx.array(words)

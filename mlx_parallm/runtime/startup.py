@@ -24,11 +24,13 @@ from mlx_parallm.types import UNNAMED_ADAPTER
 class Runtime:
     """Models that serve, their adapters, and training, which is of the default model."""
 
-    def __init__(self, config: ServeConfig, pool: ModelPool) -> None:
+    def __init__(self, config: ServeConfig, pool: ModelPool, learn: bool = True) -> None:
+        """`learn`: whether the adapters that the config names for it will be trained."""
         self.pool = pool
         self.training = TrainingService()  # what clients ask of the manager
         self.adapters = LocalAdapters(pool, self.training, config.adapters.max_lora_bytes)
         self._config = config
+        self._trained = set(config.training.adapters) if learn and config.trains else set()
         self._manager: TrainingManager | None = None
         pool.listen(self._follow)
 
@@ -58,6 +60,8 @@ class Runtime:
             return
         if default is not None:
             for name, path in self._config.named_adapters().items():
+                if name in self._trained:  # its trainer begins with it
+                    continue
                 adapter, its_config, folder = read_adapter(path, self._config.adapters.max_lora_bytes)
                 own = name == UNNAMED_ADAPTER and self._config.adapters.has_unnamed
                 default.adapters.publish(name, adapter, folder, config=its_config, own=own)
@@ -85,7 +89,7 @@ def start(
     """
     config.named_adapters()  # wrong ones are errors before any load
     pool = ModelPool(config, deliver, ranks)
-    runtime = Runtime(config, pool)
+    runtime = Runtime(config, pool, learn)
     with ExitStack() as undo:
         undo.callback(pool.stop)
         pool.start(progress)

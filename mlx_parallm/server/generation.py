@@ -8,6 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.errors import ParallmError, UnavailableError
@@ -19,6 +20,15 @@ from mlx_parallm.server.recent_requests import AnswerSummary
 from mlx_parallm.server.tokenizers import TokenizedPrompts
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.types import AdapterVersion, Delta, Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerNames:
+    """What a call and its answer may be called."""
+
+    label: str  # the client's own name for it, or the X-Request-Id
+    answer_id: str  # what the answer calls itself
+    http_id: str  # the X-Request-Id
 
 
 class Listener(Protocol):
@@ -37,9 +47,7 @@ class Generation:
         prompts: TokenizedPrompts,
         sampling: Sequence[SamplingParams],
         *,
-        name: str,
-        label: str,
-        answer_id: str = "",
+        names: AnswerNames,
         timeout: float | None,
         caller: Caller = ANYBODY,
         grammar: CompiledGrammar | None = None,
@@ -66,12 +74,13 @@ class Generation:
         shared = _request_fields(call, version) | {"images": prompts.images, "compiled_grammar": grammar}
         self._requests = [
             Request(
-                id=f"{name}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
+                id=f"{names.answer_id}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
                 prompt=prompt,
                 sampling=params,
                 timeout=timeout,
-                label=label,
-                answer_id=answer_id,
+                label=names.label,
+                answer_id=names.answer_id,
+                http_id=names.http_id,
                 owner=caller.owner,
                 first=number * self.n,
                 **shared,
@@ -79,6 +88,11 @@ class Generation:
             for number, (prompt, params) in enumerate(zip(self.prompts, sampling, strict=True))
         ]
         self._first = {request.id: request.first for request in self._requests}
+
+    @property
+    def answer_id(self) -> str:
+        """What the answer calls itself."""
+        return self._requests[0].answer_id
 
     @property
     def prompt_tokens(self) -> int:

@@ -17,7 +17,7 @@ from mlx_parallm.runtime.client import TrainingClient
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.constraints import compiled_grammar
-from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.generation import AnswerNames, Generation
 from mlx_parallm.server.limits import sampling_for
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.tokenizers import TokenizerPool, own_images
@@ -25,6 +25,11 @@ from mlx_parallm.types import Collection
 from mlx_parallm.validation import check_choices
 
 MAX_ANSWERS = 8192  # of one request
+
+
+def answer_name(prefix: str, request: Request) -> str:
+    """An answer's id in dialects that make it from the request's."""
+    return f"{prefix}{request.scope['request_id']}"
 
 
 class GenerationService:
@@ -36,8 +41,9 @@ class GenerationService:
         self._tokenizers = tokenizers
         self._training = training
 
-    async def prepare(self, call: GenerationCall, request: Request, kind: str) -> Generation:
-        """What a call asks for, not handed to a model yet. `kind` begins its requests' names."""
+    async def prepare(self, call: GenerationCall, request: Request, answer_id: str) -> Generation:
+        """What a call asks for, not handed to a model yet. `answer_id`: what its dialect calls the answer; feedback
+        finds it by that name."""
         await self._models.use(call.model, request)
         served, version = self._models.version_of(call.model, call.lora_adapter)
         caller = current_caller.get()
@@ -52,11 +58,13 @@ class GenerationService:
         if call.collect_trajectory and prompts.images is not None:
             param = "collect_trajectory"
             raise InvalidRequestError(f"{param}: images can't be learnt from", param=param, code="invalid_value")
+        scorer = None
         if call.collect_trajectory:
             adapter = None if version is None else version.name
             if adapter is not None and not caller.may_use_adapter(adapter):
                 raise ModelNotFoundError(f"there is no adapter {adapter!r} here", param="collect_trajectory")
-            self._training.check_collects(served.name, adapter, call.scoring_function)
+            scorer = call.scoring_function or self._training.scorer_for(call.metadata)
+            self._training.check_collects(served.name, adapter, scorer, call.metadata)
         caller.charge_prompt(sum(map(len, prompts.tokens)))
         request_id: str = request.scope["request_id"]
         generation = Generation(
@@ -65,16 +73,14 @@ class GenerationService:
             version,
             prompts,
             sampling,
-            name=f"{kind}-{request_id}",
-            label=call.request_id or request_id,
-            answer_id=request_id,
+            names=AnswerNames(call.request_id or request_id, answer_id, request_id),
             timeout=self._config.request_timeout_seconds or None,
             caller=caller,
             grammar=None if grammar is None else grammar[1],
         )
         request.scope["summary"] = generation.summary
-        if call.collect_trajectory and call.scoring_function is not None:  # else its reward comes later, as feedback
-            generation.score = partial(self._score, generation, call.scoring_function)
+        if scorer is not None:  # else its reward comes later, as feedback
+            generation.score = partial(self._score, generation, scorer)
         return generation
 
     def _score(self, generation: Generation, scoring_function: str) -> "asyncio.Future[dict[int, float]]":

@@ -1,70 +1,72 @@
 """Watches over a policy that learns: whether its numbers give an alarm, and whether its rewards are the best so far.
 
-A session asks after each update; what is watched is kept with its checkpoints. No MLX.
+A session asks after each update; what is watched is kept with its checkpoints. Rewards are compared robustly, by
+medians and median deviations, so that one update says little: the last few with those before them. No MLX.
 """
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-RECENT = 5  # updates over which rewards are averaged
+from mlx_parallm.config.training import MIN_COMPARED, Alarms
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alarms:
-    """What brings the last good version back; None: never."""
-
-    kl: float | None = 10.0  # nats a token to the model without the adapter, more than that
-    entropy: float | None = 1e-3  # nats a token, less than that
-    reward_drop: float | None = 3.0  # of the best average, in deviations of the rewards
+RECENT = MIN_COMPARED  # updates whose rewards are looked at together
+NORMAL = 1.4826  # the standard deviation of a normal distribution, in median deviations
 
 
 class PolicyMonitor:
     def __init__(self, alarms: Alarms) -> None:
         self.alarms = alarms
-        self.best_reward = -np.inf  # the best average so far
-        self.rewards: deque[float] = deque(maxlen=RECENT)
-        self.deviations: deque[float] = deque(maxlen=RECENT)
+        self.best_reward = -np.inf  # the best recent median so far
+        kept = RECENT + alarms.reward_updates
+        self.rewards: deque[float] = deque(maxlen=kept)  # of each update, the mean …
+        self.deviations: deque[float] = deque(maxlen=kept)  # … and the standard deviation
 
     def alarm(self, metrics: Mapping[str, float]) -> str:
         """What is wrong with the policy that the trajectories of an update came from; empty: nothing."""
         limits = self.alarms
-        if limits.kl is not None and metrics.get("kl", 0.0) > limits.kl:
-            return f"its KL divergence to the model is {metrics['kl']:.3g}, over {limits.kl:g}"
-        if limits.entropy is not None and metrics.get("entropy", np.inf) < limits.entropy:
+        if limits.kl and metrics.get("kl", 0.0) > limits.kl:
+            return f"its KL divergence to the reference is {metrics['kl']:.3g}, over {limits.kl:g}"
+        if limits.entropy and metrics.get("entropy", np.inf) < limits.entropy:
             return f"its entropy is {metrics['entropy']:.3g}, under {limits.entropy:g}"
         if not np.isfinite(metrics["reward_mean"]):
             return ""
         self.rewards.append(metrics["reward_mean"])
         self.deviations.append(metrics["reward_std"])
-        if limits.reward_drop is None or not self._is_full:
+        return self._fall(limits.reward_drop) if limits.reward_drop else ""
+
+    def _fall(self, limit: float) -> str:
+        """How far rewards have fallen below those of the updates before, where that is too far."""
+        earlier = list(self.rewards)[:-RECENT]
+        if len(earlier) < RECENT:
             return ""
-        average, deviation = float(np.mean(self.rewards)), max(float(np.mean(self.deviations)), 1e-6)
-        if self.best_reward - average > limits.reward_drop * deviation:
-            return f"rewards have fallen from {self.best_reward:.3g} to {average:.3g}"
-        return ""
+        before, now = float(np.median(earlier)), self._recent
+        spread = max(NORMAL * _median_deviation(earlier), float(np.median(self.deviations)), 1e-6)
+        if before - now <= limit * spread:
+            return ""
+        return f"rewards have fallen from {before:.3g} to {now:.3g}, over {limit:g} times their spread of {spread:.3g}"
 
     @property
-    def _is_full(self) -> bool:
-        return len(self.rewards) == RECENT
+    def _recent(self) -> float:
+        """The median of the last rewards; less than any number while there are too few."""
+        recent = list(self.rewards)[-RECENT:]
+        return float(np.median(recent)) if len(recent) == RECENT else -np.inf
 
     def improves(self) -> bool:
-        """Whether rewards are on average better than ever before; the first average says nothing."""
-        average = float(np.mean(self.rewards)) if self._is_full else -np.inf
-        better, first = average > self.best_reward, self.best_reward == -np.inf
-        self.best_reward = max(self.best_reward, average)
-        return better and not first
+        """Whether recent rewards are better than ever before; the first ones say nothing."""
+        recent, best = self._recent, self.best_reward
+        self.best_reward = max(best, recent)
+        return recent > best > -np.inf
 
-    def forget_recent(self) -> None:
-        """After a rollback: the averages begin anew."""
+    def forget_rewards(self) -> None:
+        """After an alarm: rewards of before it are compared with no more, so the same fall gives no second alarm."""
         self.rewards.clear()
         self.deviations.clear()
 
     def reset(self) -> None:
-        """For another policy: what was seen of the one before says nothing of it."""
-        self.forget_recent()
+        """For another policy, or other problems: what was seen before says nothing of it."""
+        self.forget_rewards()
         self.best_reward = -np.inf
 
     def restore(self, best_reward: float | None, rewards: list[float], deviations: list[float]) -> None:
@@ -72,3 +74,7 @@ class PolicyMonitor:
         self.best_reward = -np.inf if best_reward is None else float(best_reward)
         self.rewards.extend(rewards)
         self.deviations.extend(deviations)
+
+
+def _median_deviation(values: Sequence[float]) -> float:
+    return float(np.median(np.abs(np.array(values) - np.median(values))))

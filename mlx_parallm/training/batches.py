@@ -7,13 +7,16 @@ update before the first of them is computed, so an update is the same however it
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from mlx_parallm.config.training import Algorithm
+from mlx_parallm.config.training import Algorithm, RewardScaling
 from mlx_parallm.training.objectives import Floats, Integers, advantages, token_weights
 from mlx_parallm.training.trajectories import Trajectory
+
+BooleanArray = npt.NDArray[np.bool_]
 
 MAX_PADDING = 0.25  # answers to several prompts go together while that adds at most this share of tokens
 LAUNCH_TOKENS = 2048  # what starting a micro-batch costs, in tokens, where kernels are quick
@@ -93,6 +96,8 @@ class Micro:
     advantage: Floats  # (n,)
     weight: Floats  # (n,): of one token
     temperature: Floats  # (n, 1, 1)
+    places: Integers  # (n,): of its answers in the batch; -1 for what fills it up
+    proximal: Floats | None = None  # (n, C): log-probabilities as the update began, where they are needed
 
     @property
     def tokens(self) -> int:
@@ -102,6 +107,11 @@ class Micro:
     @property
     def learnt(self) -> int:
         return int(self.mask.sum())
+
+    def first_tokens(self, tokens: int) -> "Micro":
+        """As few of its answers as have so many tokens to learn from; all where they have fewer."""
+        learnt = np.cumsum(self.mask.sum(axis=1))
+        return self.first(min(len(learnt), int(np.searchsorted(learnt, tokens)) + 1))
 
     def first(self, count: int) -> "Micro":
         """Some of its answers."""
@@ -114,17 +124,32 @@ class Micro:
             advantage=self.advantage[:count],
             weight=self.weight[:count],
             temperature=self.temperature[:count],
+            places=self.places[:count],
+            proximal=None if self.proximal is None else self.proximal[:count],
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRules:
+    """How trajectories become advantages and weights."""
+
+    algorithm: Algorithm
+    scaling: RewardScaling | None = None  # None: the algorithm's own
+    max_length: int | None = None  # for Dr. GRPO's weights; None: what the longest answer was allowed
+    keep_flat: bool = False  # groups without a difference stay, with an advantage of 0: for a term that is not theirs
+    mask_truncated: bool = False  # answers that were cut off have no tokens to learn from
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """What one update learns from."""
+    """What one step of the optimiser learns from."""
 
     trajectories: list[Trajectory]
     advantage: Floats
     weight: Floats
     flat: int  # trajectories of groups without a difference
+    mask_truncated: bool = False
+    proximal: dict[int, Floats] = field(default_factory=dict)  # log-probabilities as the update began, by place
 
     @classmethod
     def of(
@@ -134,32 +159,48 @@ class Batch:
         max_length: int | None = None,
         keep_flat: bool = False,
     ) -> "Batch":
-        """`max_length`: for Dr. GRPO's weights; None: what the longest answer was allowed.
+        """All of these in one step."""
+        rules = BatchRules(algorithm=algorithm, max_length=max_length, keep_flat=keep_flat)
+        return cls.all_of(trajectories, rules, len(trajectories))[0]
 
-        `keep_flat`: groups without a difference stay, with an advantage of 0: for their divergence to the reference.
-        Whether they stay or go, weights are those among all trajectories.
-        """
+    @classmethod
+    def all_of(cls, trajectories: Sequence[Trajectory], rules: BatchRules, size: int) -> list["Batch"]:
+        """The steps of an update: whole groups, about `size` trajectories each. Advantages are those among all."""
         names = {name: number for number, name in enumerate(dict.fromkeys(one.group_id for one in trajectories))}
         groups = np.array([names[one.group_id] for one in trajectories], np.int64)
         rewards = np.array([one.reward for one in trajectories], np.float32)
-        advantage = advantages(rewards, groups, algorithm)
+        advantage = advantages(rewards, groups, rules.algorithm, rules.scaling)
         for place, one in enumerate(trajectories):
             if one.advantage is not None:
                 advantage[place] = one.advantage
-        teaching = [
-            place
-            for place, one in enumerate(trajectories)
-            if one.advantage is not None or np.ptp(rewards[groups == groups[place]]) > 0
+        teaches = np.array(
+            [
+                one.advantage is not None or np.ptp(rewards[groups == groups[place]]) > 0
+                for place, one in enumerate(trajectories)
+            ],
+            bool,
+        )
+        longest = rules.max_length or max(map(_allowed, trajectories), default=1)
+        return [
+            cls._of_part([trajectories[place] for place in part], advantage[part], teaches[part], longest, rules)
+            for part in _parts(groups, size)
         ]
-        kept = list(range(len(trajectories))) if keep_flat else teaching
-        lengths = np.array([_learnt(one) for one in trajectories], np.int64)
-        longest = max_length or max(map(_allowed, trajectories), default=1)
-        weight = token_weights(lengths, algorithm, longest)
+
+    @classmethod
+    def _of_part(
+        cls, some: list[Trajectory], advantage: Floats, teaches: BooleanArray, longest: int, rules: BatchRules
+    ) -> "Batch":
+        """Whether groups without a difference stay or go, weights are those among all trajectories of the step."""
+        lengths = np.array([int(_mask(one, rules.mask_truncated).sum()) for one in some], np.int64)
+        weight = token_weights(lengths, rules.algorithm, longest)
+        gone = [rules.mask_truncated and one.truncated for one in some]
+        kept = [place for place in range(len(some)) if not gone[place] and (rules.keep_flat or teaches[place])]
         return cls(
-            trajectories=[trajectories[place] for place in kept],
+            trajectories=[some[place] for place in kept],
             advantage=advantage[kept],
             weight=weight[kept],
-            flat=len(rewards) - len(teaching),
+            flat=len(some) - int(teaches.sum()),
+            mask_truncated=rules.mask_truncated,
         )
 
     def micros(self, budget: Callable[[], int], several: bool = True, rounded: bool = False) -> Iterator[Micro]:
@@ -229,12 +270,17 @@ class Batch:
         size = shape.answers, shape.answer
         answers, mask, old = np.zeros(size, np.int64), np.zeros(size, np.float32), np.zeros(size, np.float32)
         known, advantage, weight = (np.zeros(shape.answers, np.float32) for _ in range(3))
+        proximal = np.zeros(size, np.float32) if self.proximal else None
+        own = np.full(shape.answers, -1, np.int64)
+        own[: len(some)] = places
         advantage[: len(some)], weight[: len(some)] = self.advantage[places], self.weight[places]
         temperature = np.full(shape.answers, some[0].temperature, np.float32)
         for row, one in enumerate(some):
             length = len(one.completion_ids)
             answers[row, :length] = one.completion_ids
-            mask[row, :length] = 1.0 if one.mask is None else np.array(one.mask, np.float32)
+            mask[row, :length] = _mask(one, self.mask_truncated)
+            if proximal is not None:
+                proximal[row, :length] = self.proximal[places[row]]
             if one.logprobs is not None:
                 old[row, :length] = one.logprobs
             known[row], temperature[row] = one.logprobs is not None, one.temperature
@@ -247,7 +293,23 @@ class Batch:
             advantage=advantage,
             weight=weight,
             temperature=temperature[:, None, None],
+            places=own,
+            proximal=proximal,
         )
+
+
+def _parts(groups: Integers, size: int) -> list[list[int]]:
+    """Places of whole groups, in parts of about one size, at least one."""
+    members: dict[int, list[int]] = {}
+    for place, group in enumerate(groups.tolist()):
+        members.setdefault(group, []).append(place)
+    share = len(groups) / max(1, -(-len(groups) // max(1, size)))
+    parts: list[list[int]] = [[]]
+    for places in members.values():
+        if parts[-1] and len(parts[-1]) + len(places) / 2 > share:
+            parts.append([])
+        parts[-1] += places
+    return parts
 
 
 def _allowed(one: Trajectory) -> int:
@@ -255,5 +317,8 @@ def _allowed(one: Trajectory) -> int:
     return one.max_tokens or len(one.completion_ids)
 
 
-def _learnt(one: Trajectory) -> int:
-    return len(one.completion_ids) if one.mask is None else int(np.sum(one.mask))
+def _mask(one: Trajectory, mask_truncated: bool) -> Floats:
+    """(T,): the tokens of an answer to learn from."""
+    if mask_truncated and one.truncated:
+        return np.zeros(len(one.completion_ids), np.float32)
+    return np.ones(len(one.completion_ids), np.float32) if one.mask is None else np.array(one.mask, np.float32)

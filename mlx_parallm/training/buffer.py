@@ -17,7 +17,7 @@ T = TypeVar("T")
 class BufferCounts:
     collected: int = 0
     dropped: int = 0  # to make room
-    stale: int = 0
+    stale: int = 0  # too old, or of a version that a rollback has left
     flat: int = 0  # of groups whose rewards are all the same: nothing to learn
 
     def restore(self, state: Mapping[str, int]) -> None:
@@ -70,11 +70,12 @@ class Buffer:
             self._make_room({one.group_id for one in trajectories})
             self._changed.notify_all()
 
-    def count(self, collected: int = 0, flat: int = 0) -> None:
+    def count(self, collected: int = 0, flat: int = 0, stale: int = 0) -> None:
         """Trajectories that an update took from elsewhere, and those that it could not learn from."""
         with self._changed:
             self.counts.collected += collected
             self.counts.flat += flat
+            self.counts.stale += stale
 
     def _make_room(self, keep: Collection[str] = ()) -> None:
         """Drops the oldest groups, those to keep last."""
@@ -146,23 +147,43 @@ class Buffer:
                 lambda: sum(len(group) for group in self._groups.values() if _comparable(group)) >= count, timeout
             )
 
-    def take(self, at_most: int, version: int) -> list[Trajectory]:
-        """Whole groups, about so many trajectories; those too old for this version are dropped and counted."""
+    def take(self, at_most: int, version: int, abandoned: Collection[int] = ()) -> list[Trajectory]:
+        """Whole groups, about so many trajectories; those too old for this version, and those of versions that were
+        abandoned, are dropped and counted."""
         taken: list[Trajectory] = []
+        oldest = None if self._max_staleness is None else version - self._max_staleness
         with self._changed:
+            self._drop(lambda one: one.comes_from(abandoned) or (oldest is not None and one.version < oldest))
             for name, group in list(self._groups.items()):
-                if self._max_staleness is not None:
-                    fresh = [one for one in group if version - one.version <= self._max_staleness]
-                    self.counts.stale += len(group) - len(fresh)
-                    self._size -= len(group) - len(fresh)
-                    group[:] = fresh
-                    if not fresh:
-                        del self._groups[name]
-                        continue
                 if _comparable(group) and len(taken) < at_most:
                     taken += self._groups.pop(name)
                     self._size -= len(group)
         return taken
+
+    def drop_abandoned(self, abandoned: Collection[int]) -> None:
+        """Those that versions have drawn which a rollback has left."""
+        with self._changed:
+            self._drop(lambda one: one.comes_from(abandoned))
+
+    def without_abandoned(self, trajectories: Sequence[Trajectory], abandoned: Collection[int]) -> list[Trajectory]:
+        """The same for an update that is handed these; where none is left, an error says so."""
+        kept = [one for one in trajectories if not one.comes_from(abandoned)]
+        self.count(stale=len(trajectories) - len(kept))
+        if trajectories and not kept:
+            raise InvalidRequestError(
+                "all of these trajectories are of versions that a rollback has left: draw new ones",
+                param="trajectories",
+            )
+        return kept
+
+    def _drop(self, stale: Callable[[Trajectory], bool]) -> None:
+        for name, group in list(self._groups.items()):
+            fresh = [one for one in group if not stale(one)]
+            self.counts.stale += len(group) - len(fresh)
+            self._size -= len(group) - len(fresh)
+            group[:] = fresh
+            if not fresh:
+                del self._groups[name]
 
     def wake(self) -> None:
         with self._changed:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.training.rewards import Score, load_function
-from mlx_parallm.training.tasks import NUMBER, Task
+from mlx_parallm.training.tasks import Task, last_number
 
 TASK = "task"  # the component that is the task's own score
 REFERENCES = ("answer", "reference")  # fields of a row that an answer is compared with, the first that is there
@@ -83,14 +83,9 @@ def _reference(facts: Mapping[str, Any]) -> str:
     raise ValueError(f"the row has no field {' or '.join(REFERENCES)}")
 
 
-def _last_number(text: str) -> float | None:
-    numbers = NUMBER.findall(text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
-
-
 def _number(completion: str, facts: Mapping[str, Any]) -> float:
-    last = _last_number(completion)
-    return float(last is not None and last == _last_number(_reference(facts)))
+    last = last_number(completion)
+    return float(last is not None and last == last_number(_reference(facts)))
 
 
 def _exact(completion: str, facts: Mapping[str, Any]) -> float:

@@ -97,6 +97,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     spans: list[PolicySpan] = field(default_factory=list)
+    ends: int = 0  # tokens up to the end of what the model said last
     records: list[Record] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
@@ -105,10 +106,11 @@ class Episode:
     def take(self, record: Record) -> None:
         """The model's answer."""
         begin = len(self.tokens)
+        self.ends = begin + len(record.completion_ids)
         self.spans += [span.shifted(begin) for span in record.spans]
         self.tokens += record.completion_ids
         self.logprobs += record.logprobs
-        self.mask += [True] * len(record.completion_ids)
+        self.mask += record.mask or [True] * len(record.completion_ids)
         self.records.append(record)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -121,8 +123,8 @@ class Episode:
 
     def record(self) -> Record:
         """All of it as one answer to its prompt; it ends with what the model said last."""
-        end = max(place for place, drawn in enumerate(self.mask) if drawn) + 1
         last = self.records[-1]
+        end = self.ends
         return replace(
             self.records[0],
             completion_ids=tuple(self.tokens[:end]),
@@ -191,6 +193,9 @@ class EpisodeSampler(TaskSampler):
                 self._wait(episode, stepped)
         answers: list[list[ScoredAnswer]] = [[] for _ in problems]
         for episode in episodes:
+            if not episode.records:  # there was no room for an answer
+                self._lose(InvalidRequestError(f"its {len(episode.prompt)} tokens leave no room for an answer"))
+                continue
             reward = None if episode.failed else episode.reward
             answers[episode.group].append(
                 ScoredAnswer(record=episode.record(), score=reward, parts=dict(episode.environment.metrics))

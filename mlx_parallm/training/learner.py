@@ -53,14 +53,25 @@ class Accumulated:
 class Learner:
     """`put` is handed the parameters, in float32 and by name, whenever they change."""
 
-    def __init__(self, parameters: Parameters, config: OptimizerConfig, put: Callable[[Parameters], None]) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        config: OptimizerConfig,
+        put: Callable[[Parameters], None],
+        *,
+        counts_updates: bool = False,  # the schedule's steps are updates, each of which may take several of ours
+    ) -> None:
         self.config = config
         self._put = put
         self.updates = 0  # that stand, by the count of whoever owns this
         learning = {name: array.astype(mx.float32) for name, array in parameters.items()}
         self.by_shape = Stacks(learning)
+        rate = schedule(config)
+        if callable(rate) and counts_updates:
+            of_update = rate
+            rate = lambda _: of_update(mx.array(self.updates))  # noqa: E731
         self.optimizer = optim.AdamW(
-            schedule(config), betas=[0.9, 0.999], eps=1e-8, weight_decay=config.weight_decay, bias_correction=True
+            rate, betas=[0.9, 0.999], eps=1e-8, weight_decay=config.weight_decay, bias_correction=True
         )
         self.accumulated = Accumulated()
         self.stacks: Parameters = {}
@@ -136,6 +147,10 @@ class Learner:
         """Others of the same names and shapes; the optimiser stays as it is."""
         self._set(self.by_shape.join(parameters))
 
+    def halve_step(self, before: LearnerState) -> None:
+        """Goes half of the way back to earlier parameters; the optimiser stays as it is."""
+        self._set({name: (array + before.stacks[name]) / 2 for name, array in self.stacks.items()})
+
     def restore(self) -> None:
         """Puts the parameters back where a loss has put others."""
         self._put(self.parameters)
@@ -184,10 +199,7 @@ class Learner:
     def snapshot_of(self, arrays: dict[str, Any], updates: int) -> LearnerState:
         """A state to go back to, from the arrays that `state` returned."""
         parameters = {name: mx.array(array) for name, array in _below("parameters.", arrays).items()}
-        if {name: array.shape for name, array in parameters.items()} != {
-            name: array.shape for name, array in self.parameters.items()
-        }:
-            raise ConfigError("the checkpoint is of an adapter with other layers or another rank")
+        _check_shapes(_shapes(parameters), _shapes(self.parameters))
         kept = _below("optimizer.", arrays)
         paths = [path for path, _ in tree_flatten(self.optimizer.state)]
         if {name for path in paths for name in self.by_shape.paths(path)} != kept.keys():
@@ -198,6 +210,21 @@ class Learner:
         stacks = self.by_shape.join(parameters)
         mx.eval(stacks, optimizer)
         return LearnerState(self.by_shape.split(stacks), stacks, optimizer, updates)
+
+
+def _shapes(parameters: Parameters) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in parameters.items()}
+
+
+def _check_shapes(kept: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]]) -> None:
+    """ConfigError where a checkpoint is of another adapter than the one that learns."""
+    for name in sorted(own.keys() & kept.keys()):
+        if kept[name] != own[name]:
+            raise ConfigError(f"{name} has another rank or size there: {kept[name]}, and {own[name]} learns here")
+    if other := sorted(kept.keys() - own.keys()):
+        raise ConfigError(f"it has {len(other)} arrays that do not learn here, such as {other[0]} {kept[other[0]]}")
+    if missing := sorted(own.keys() - kept.keys()):
+        raise ConfigError(f"it lacks {len(missing)} arrays that learn here, such as {missing[0]} {own[missing[0]]}")
 
 
 def number(value: mx.array) -> float:
@@ -214,7 +241,7 @@ def schedule(config: OptimizerConfig) -> Any:
         main = optim.cosine_decay(rate, max(1, steps))
     if not config.warmup_steps:
         return main
-    warmup = optim.linear_schedule(rate / config.warmup_steps, rate, config.warmup_steps)
+    warmup = optim.linear_schedule(0.0, rate, config.warmup_steps)
     rest = main if callable(main) else (lambda _: mx.array(rate))
     return optim.join_schedules([warmup, rest], [config.warmup_steps])
 

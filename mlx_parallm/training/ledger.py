@@ -13,13 +13,12 @@ from dataclasses import replace
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.training.records import ChoiceKey, Record
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.trajectories import Trajectory, joined_masks
 from mlx_parallm.types import Request
 
 SAME_LOGPROB = 1e-3  # how far what a client sends back may be from the ledger
 MAX_CHOICES = 64
 MAX_KEPT_TOKENS = 1_000_000  # of answers that may still be rewarded, prompts included
-KINDS = ("chatcmpl-", "cmpl-", "gen-")  # before a request's id, in answers
 
 OwnKey = tuple[str, ChoiceKey]  # an owner, and its own name of a choice
 
@@ -99,16 +98,20 @@ class Ledger:
             )
         return records[0]
 
+    def missing(self, request_ids: Iterable[str]) -> set[str]:
+        """Those by which no answer is known yet."""
+        with self._lock:
+            return {name for name in request_ids if not self._named(name, None, None)}
+
     def _named(self, request_id: str, index: int | None, owner: str | None) -> list[Record]:
         numbers = range(MAX_CHOICES) if index is None else (index,)
-        for name in _names(request_id):
-            if records := [one for number in numbers if (one := self._get(name, number, owner)) is not None]:
-                return records
-            label, _, number = name.rpartition(".")
-            if label and number.isdecimal() and index in (None, int(number)):
-                record = self._get(label, int(number), owner)
-                if record is not None and record.choices > 1:
-                    return [record]
+        if records := [one for number in numbers if (one := self._get(request_id, number, owner)) is not None]:
+            return records
+        label, _, number = request_id.rpartition(".")
+        if label and number.isdecimal() and index in (None, int(number)):
+            record = self._get(label, int(number), owner)
+            if record is not None and record.choices > 1:
+                return [record]
         return []
 
     def _get(self, name: str, index: int, owner: str | None) -> Record | None:
@@ -138,47 +141,57 @@ class Ledger:
         self._tokens -= record.size
 
     def check(self, trajectory: Trajectory) -> None:
-        """Marks one off-policy that this server did not draw, or not with these log-probabilities."""
+        """Marks one off-policy that this server did not draw; one that it drew gets what was recorded of it.
+
+        Of an answer that its `request_id` names, the recorded log-probabilities count, whatever was sent: a client has
+        them after top_p and penalties. Without the name they tell whether it is that answer at all.
+        """
         record = self._drawn(trajectory)
         trajectory.off_policy = record is None
         if record is not None:
+            record = record.cut(len(trajectory.completion_ids))
             trajectory.temperature, trajectory.spans = record.temperature, record.spans
-            trajectory.logprobs = trajectory.logprobs or record.logprobs[: len(trajectory.completion_ids)]
+            trajectory.logprobs = record.logprobs
+            trajectory.mask = joined_masks(record.mask, trajectory.mask)
+            trajectory.truncated = record.finish_reason == "length"
 
     def _drawn(self, trajectory: Trajectory) -> Record | None:
         with self._lock:
-            candidates = [self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))]
-            for name in _names(trajectory.request_id) if trajectory.request_id is not None else ():
-                # Perhaps the trajectory is only the beginning of one of these.
-                candidates += [self._by_name.get(ChoiceKey(name, index)) for index in range(MAX_CHOICES)]
-        return next((one for one in candidates if one is not None and _is_drawn(trajectory, one)), None)
+            same_text = self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))
+            named = [] if trajectory.request_id is None else self._named(trajectory.request_id, None, None)
+        # Perhaps the trajectory is only the beginning of one of these.
+        if (record := next((one for one in named if _has_text(trajectory, one)), None)) is not None:
+            return record
+        return same_text if same_text is not None and _has_logprobs(trajectory, same_text) else None
 
 
-def _is_drawn(trajectory: Trajectory, record: Record) -> bool:
+def _has_text(trajectory: Trajectory, record: Record) -> bool:
     length = len(trajectory.completion_ids)
-    same_text = (
+    return (
         tuple(trajectory.prompt_ids) == record.prompt_ids
         and tuple(trajectory.completion_ids) == record.completion_ids[:length]
     )
-    if trajectory.logprobs is None:
-        return same_text
-    learnt = trajectory.mask or [True] * length
-    gaps = (
-        abs(left - right)
-        for left, right, counts in zip(trajectory.logprobs, record.logprobs, learnt, strict=False)
-        if counts
-    )
-    return same_text and all(gap <= SAME_LOGPROB for gap in gaps)
+
+
+def _has_logprobs(trajectory: Trajectory, record: Record) -> bool:
+    """Where it counts, and as far as it has any."""
+    sent = trajectory.logprobs or ()
+    learnt = trajectory.mask or [True] * len(sent)
+    compared = zip(sent, record.logprobs, learnt, strict=False)
+    return all(abs(left - right) <= SAME_LOGPROB for left, right, counts in compared if counts)
 
 
 def _keys(record: Record) -> list[ChoiceKey]:
-    """All names of a record: the client's, the answer's id and the engine's."""
-    return [ChoiceKey(name, record.index) for name in (record.label, record.answer_id, record.request) if name]
+    """All names of a record: the client's, the answer's id, the HTTP request's and the engine's."""
+    names = (record.label, record.answer_id, record.http_id, record.request)
+    return [ChoiceKey(name, record.index) for name in names if name]
 
 
-def _names(request_id: str) -> list[str]:
-    """What a request may be called: answers' ids have their kind in front."""
-    return [request_id, *(request_id.removeprefix(kind) for kind in KINDS if request_id.startswith(kind))]
+def is_called(request: Request, name: str) -> bool:
+    """Whether a client may mean this request, or one of its choices, by that name."""
+    names = {request.label, request.answer_id, request.http_id, request.id} - {""}
+    label, _, number = name.rpartition(".")
+    return name in names or (label in names and number.isdecimal())
 
 
 def _text(prompt: Sequence[int], completion: Sequence[int]) -> bytes:

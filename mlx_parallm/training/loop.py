@@ -15,10 +15,11 @@ from typing import Any
 
 from mlx_parallm.config.train import LoopConfig
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, ContextLengthError
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.prompts import Conversation, Prompts
 from mlx_parallm.training.components import Component
+from mlx_parallm.training.problems import ProblemSource
 from mlx_parallm.training.records import Record
 from mlx_parallm.training.rewards import Item, Rewards
 from mlx_parallm.training.rollouts import RolloutSource
@@ -48,6 +49,8 @@ class StepReport:
     samples: list[str] = field(default_factory=list)
     components: Mapping[str, float] = field(default_factory=dict)  # the mean of each part of the reward
     held_out_components: Mapping[str, float] = field(default_factory=dict)
+    skipped_problems: int = 0  # whose prompts are too long, so far
+    resampled_problems: int = 0  # drawn in the place of those whose answers all got the same reward
 
     def parts(self) -> list[str]:
         """For a line in the terminal."""
@@ -82,6 +85,8 @@ class StepReport:
             "rollout_tokens": self.rollout_tokens,
             "update_seconds": self.update_seconds,
             "held_out": self.held_out,
+            "skipped_problems": self.skipped_problems,
+            "resampled_problems": self.resampled_problems,
         }
         entry |= {f"reward/{name}": value for name, value in self.components.items()}
         entry |= {f"held_out/{name}": value for name, value in self.held_out_components.items()}
@@ -120,6 +125,7 @@ class TaskSampler:
         components: Sequence[Component] = (),
     ) -> None:
         self.task = task
+        self._engine = engine
         self._components = components
         self._rollouts = rollouts
         self._rewards = rewards
@@ -131,6 +137,17 @@ class TaskSampler:
 
     def tokens(self, problem: Problem) -> list[int]:
         return self._prompts.chat(Conversation([dict(message) for message in problem.messages])).tokens
+
+    def misfit(self, problem: Problem, answers: int) -> str:
+        """Why so many answers to a problem can't be had: its prompt is too long. Empty: they can."""
+        tokens = self.tokens(problem)
+        try:
+            if len(tokens) >= self._engine.model.context_length:
+                raise ContextLengthError.of(self._engine.model.context_length, len(tokens))
+            self._rollouts.check_prompt(tokens, answers)
+        except ContextLengthError as error:
+            return error.message
+        return ""
 
     def sample(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
@@ -179,11 +196,16 @@ def _mean(scores: Iterable[float | None]) -> float:
     return sum(known) / max(1, len(known))
 
 
+def _differs(group: Sequence[ScoredAnswer]) -> bool:
+    """Whether a group can teach anything."""
+    return len({answer.score for answer in group if answer.score is not None}) > 1
+
+
 def _means(groups: Groups) -> dict[str, float]:
-    """Of each part of the reward."""
+    """Of each part of the reward; an episode that has failed may not have them all."""
     answers = [answer for group in groups for answer in group]
-    names = answers[0].parts if answers else ()
-    return {name: _mean(answer.parts[name] for answer in answers) for name in names}
+    names = dict.fromkeys(name for answer in answers for name in answer.parts)
+    return {name: _mean(answer.parts.get(name) for answer in answers) for name in names}
 
 
 class Loop:
@@ -201,11 +223,19 @@ class Loop:
         self._stopping = threading.Event()
         task = sampler.task
         self._length = config.answer_tokens or task.max_tokens
+        self._sampling = SamplingParams(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_tokens=self._length,
+            n=config.group_size,
+        )
+        self._problems = ProblemSource(task, lambda problem: sampler.misfit(problem, config.group_size))
         kept_apart = task.held_out()
         self._held_out = (
-            self._problems(random.Random(f"held-out {task.name}"), config.eval_problems, config.level, ())
+            self._problems.draw(random.Random(f"held-out {task.name}"), config.eval_problems, config.level, ())
             if kept_apart is None
-            else list(kept_apart)[: config.eval_problems]
+            else self._problems.fitting(kept_apart)[: config.eval_problems]
         )
         self._never_learnt = self._held_out if kept_apart is None else kept_apart
         self._level = config.level
@@ -246,18 +276,20 @@ class Loop:
         """Draws, scores and updates; decides about the level of the next step."""
         config, session, level = self._config, self._session, self._level
         chance = random.Random(f"{config.seed} {step}")
-        problems = self._problems(chance, config.prompts_per_step, level, self._never_learnt)
-        sampling = SamplingParams(temperature=config.temperature, max_tokens=self._length, n=config.group_size)
+        problems = self._problems.draw(chance, config.prompts_per_step, level, self._never_learnt)
         begun = time.perf_counter()
         # A salt for each step: nothing is reused from before, so a step is the same after a restart.
-        answers = self._sample(problems, sampling, chance.getrandbits(31), f"step {step}")
+        answers = self._sample(problems, self._sampling, chance.getrandbits(31), f"step {step}")
+        learnt, others = self._resampled(step, chance, problems, answers)
         drawn = time.perf_counter()
-        trajectories = self._trajectories(step, answers, chance)
+        trajectories = self._trajectories(step, learnt, chance)
+        answers = [*answers, *others]
         reward = _mean(answer.score for group in answers for answer in group)
         self._level = self._next_level(level, reward)
         # With the update's checkpoint: where to go on from.
         notes = {"step": step, "level": self._level, "successes": self._successes[-CURRICULUM_WINDOW:]}
-        update = session.update(trajectories, extra=notes) if trajectories else None
+        harder = self._level != level
+        update = session.update(trajectories, extra=notes, new_level=harder) if trajectories else None
         if update is None:
             session.extra = notes
         records = [answer.record for group in answers for answer in group]
@@ -266,12 +298,32 @@ class Loop:
             reward=reward,
             level=level,
             rollout_seconds=drawn - begun,
-            rollout_tokens=sum(len(record.completion_ids) for record in records),
+            rollout_tokens=sum(record.sampled for record in records),
             update_seconds=time.perf_counter() - drawn,
             report=update,
             samples=[self._sampler.text(record) for record in records[:2]],
             components=_means(answers),
+            skipped_problems=self._problems.skipped,
+            resampled_problems=len(others),
         )
+
+    def _resampled(
+        self, step: int, chance: random.Random, problems: Sequence[Problem], answers: Groups
+    ) -> tuple[Groups, Groups]:
+        """The groups to learn from: those whose answers all got one reward give way to others, a few times. And all
+        groups that were drawn for that."""
+        learnt, others, asked = list(answers), list[Sequence[ScoredAnswer]](), list(problems)
+        for number in range(self._config.dynamic_sampling):
+            flat = [place for place, group in enumerate(learnt) if not _differs(group)]
+            if not flat:
+                break
+            again = self._problems.draw_some(chance, len(flat), self._level, [*self._never_learnt, *asked])
+            asked += again
+            drawn = self._sample(again, self._sampling, chance.getrandbits(31), f"step {step} again {number}")
+            for place, group in zip(flat, drawn, strict=False):
+                learnt[place] = group
+            others += drawn
+        return learnt, others
 
     def _trajectories(self, step: int, answers: Groups, chance: random.Random) -> list[Trajectory]:
         trajectories = []
@@ -305,18 +357,6 @@ class Loop:
         groups: Groups = self._sampler.sample(problems, sampling, self._session.name, seed, salt)
         self._any_scored |= any(answer.score is not None for group in groups for answer in group)
         return groups
-
-    def _problems(self, chance: random.Random, count: int, level: int, without: Sequence[Problem]) -> list[Problem]:
-        known = {problem.key for problem in without}
-        problems: list[Problem] = []
-        for _ in range(100 * count):
-            problem = self._sampler.task.problem(chance, level)
-            if problem.key not in known:
-                problems.append(problem)
-                known.add(problem.key)
-            if len(problems) == count:
-                return problems
-        raise ConfigError(f"task {self._sampler.task.name} has not {count} different problems beside the held-out ones")
 
     def _next_level(self, level: int, success: float) -> int:
         threshold = self._config.raise_level_at

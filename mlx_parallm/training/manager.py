@@ -6,7 +6,8 @@ rollouts work; with it, every answer is recorded, and may be rewarded later.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,23 +23,28 @@ from mlx_parallm.errors import (
     ParallmError,
     UnavailableError,
 )
+from mlx_parallm.lora.files import read_adapter
+from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.training.answers import AnswerFile
 from mlx_parallm.training.atropos.client import AtroposClient, AtroposConfig
 from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.folder_lock import FolderLock
-from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger
+from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger, is_called
 from mlx_parallm.training.records import Record, RewardedRecord
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
+from mlx_parallm.training.tasks import SCORERS
 from mlx_parallm.training.totals import Report
 from mlx_parallm.training.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
 
+RECORD_SECONDS = 10.0  # for the ledger to hear of an answer that is being given
+LOOK_SECONDS = 0.02
 NOT_ENABLED = "this server does not train: start it with --enable-rl-training"
 
 
@@ -154,11 +160,17 @@ class TrainingManager:
             follows_buffer=training.update_frequency > 0,
             buffer_size=training.trajectory_buffer_size,
             max_staleness=training.max_staleness,
+            alarms=training.alarms,
             memory=self._memory_of_one(),
         )
-        session.start(resume=kept.resume, serve=serve)
+        session.start(resume=kept.resume, serve=serve, initial=self._initial(name))
         self.sessions[name] = session
         return session
+
+    def _initial(self, name: str) -> Adapter | None:
+        """What --lora-path has for an adapter that is trained."""
+        path = self.config.named_adapters().get(name)
+        return None if path is None else read_adapter(path, self.config.adapters.max_lora_bytes)[0]
 
     def _memory_of_one(self) -> int | None:
         """Bytes for each adapter that learns; None where the memory was not planned for it."""
@@ -210,6 +222,11 @@ class TrainingManager:
 
     # Where trajectories come from.
 
+    def default_scorer(self, metadata: Mapping[str, Any]) -> str | None:
+        """What --environment names, for answers whose metadata have what it needs."""
+        name = self.config.training.built_in_scorer
+        return name if name is not None and not SCORERS[name].lacks(metadata) else None
+
     def feedback(
         self,
         request_id: str,
@@ -221,10 +238,34 @@ class TrainingManager:
     ) -> Session:
         """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
         self.session()
-        record = self.ledger.find(request_id, index, owner)
+        record = self.find_record(request_id, index, owner)
         session = self.session(adapter) if adapter is not None else self.session_of(record)
         self._keep(session, [RewardedRecord(record, reward, group_id or "")])
         return session
+
+    def find_record(self, request_id: str, index: int | None = None, owner: str | None = None) -> Record:
+        """An answer by a name of its request. One that is being given, or was ended by its text a moment ago, is waited
+        for."""
+        try:
+            return self.ledger.find(request_id, index, owner)
+        except NotFoundError:
+            self._await_end([request_id])
+        return self.ledger.find(request_id, index, owner)
+
+    def await_records(self, request_ids: Sequence[str]) -> None:
+        """Waits for the records of those requests that this server is answering; the others are known, or unknown."""
+        missing = self.ledger.missing(request_ids)
+        if missing:
+            self._await_end(missing)
+
+    def _await_end(self, names: Collection[str]) -> None:
+        deadline = time.monotonic() + RECORD_SECONDS
+        while True:
+            live = self.engine.live_requests()
+            names = [name for name in names if any(is_called(request, name) for request in live)]
+            if not names or time.monotonic() > deadline:
+                return
+            time.sleep(LOOK_SECONDS)
 
     def session_of(self, record: Record) -> Session:
         """Of the adapter that gave an answer."""

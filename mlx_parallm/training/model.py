@@ -5,7 +5,8 @@ training mode or checkpointed. So the trainer builds the model's classes anew an
 the base is copied. Only the LoRA parameters are new, in float32. Engine thread only.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,12 +19,15 @@ from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes
 
-from mlx_parallm.config.training import LoRAConfig
+from mlx_parallm.config.reading import nearest
+from mlx_parallm.config.training import ALL_LINEAR, LoRAConfig
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.training.batches import PaddedPrompts
+
+HEAD = "lm_head"  # the output layer, where it is one of its own
 
 
 def shared_tree(model: LanguageModel) -> nn.Module:
@@ -206,14 +210,22 @@ class TrainableModel:
         self.dtype = _dtype(self.module)
         self.shares_prompts = can_share_prompts(self.module, model.vocab_size, [5])
         self.mixes_prompts = self.shares_prompts and can_share_prompts(self.module, model.vocab_size, [3, 5])
-        keys = _keys(self.module, lora.target_modules)
-        if not keys:
-            raise ModelLoadError(f"{model.name} has no layer called {' or '.join(lora.target_modules)}")
-        parameters = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0, "keys": keys}
-        count = min(lora.layers or len(self.module.layers), len(self.module.layers))
-        linear_to_lora_layers(self.module, count, parameters, use_dora=lora.dora)
+        add_lora(self.module, lora, model.name)
+        self.module.eval()
         if checkpointing:
             checkpoint_layers(self.module)
+
+    @contextlib.contextmanager
+    def dropping_out(self, drops: bool = True) -> Iterator[None]:
+        """Within, passes leave inputs of the adapter out, where it has a dropout."""
+        if not (drops and self.lora.dropout):
+            yield
+            return
+        self.module.train()
+        try:
+            yield
+        finally:
+            self.module.eval()
 
     def parameters(self) -> dict[str, mx.array]:
         """What learns, by name."""
@@ -308,11 +320,29 @@ def _dtype(module: nn.Module) -> mx.Dtype:
     return dtype
 
 
-def _keys(module: nn.Module, targets: Collection[str]) -> set[str]:
-    """Names of layers within a block, as mlx-lm wants them."""
-    return {
-        path
-        for block in module.layers
-        for path, layer in block.named_modules()
-        if path.rsplit(".", 1)[-1] in targets and isinstance(layer, (nn.Linear, nn.QuantizedLinear))
-    }
+def add_lora(module: nn.Module, lora: LoRAConfig, model: str) -> None:
+    """Gives the layers that the config names parameters of their own. `model`: its name, for errors."""
+    within = {path for block in module.layers for path, layer in block.named_modules() if _is_linear(layer)}
+    names = {path.rsplit(".", 1)[-1] for path in within}
+    head = _is_linear(module.get(HEAD))
+    known = [*sorted(names), *([HEAD] if head else []), ALL_LINEAR]
+    for target in lora.target_modules:
+        if target not in known:
+            tied = f", and its output head is its embedding, so there is no {HEAD}" if target == HEAD else ""
+            raise ModelLoadError(
+                f"{model} has no layer called {target}{tied}: --lora-target-modules may name {', '.join(known)}"
+                + nearest(target, known)
+            )
+    everything = ALL_LINEAR in lora.target_modules
+    keys = {path for path in within if everything or path.rsplit(".", 1)[-1] in lora.target_modules}
+    if keys:
+        parameters = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys}
+        count = min(lora.layers or len(module.layers), len(module.layers))
+        linear_to_lora_layers(module, count, parameters, use_dora=lora.dora)
+    if HEAD in lora.target_modules:
+        kind = DoRALinear if lora.dora else LoRALinear
+        module[HEAD] = kind.from_base(module[HEAD], r=lora.rank, scale=lora.scale, dropout=lora.dropout)
+
+
+def _is_linear(layer: object) -> bool:
+    return isinstance(layer, (nn.Linear, nn.QuantizedLinear))

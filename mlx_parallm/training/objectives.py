@@ -2,19 +2,23 @@
 
 How they depart from the papers: the policy that sampled is the old policy, by the log-probabilities that its sampler
 wrote down, so nothing is computed twice; and a sum over an update's trajectories is a sum over micro-batches, so every
-token has its weight before the first of them is computed (`token_weights`).
+token has its weight before the first of them is computed (`token_weights`). `RULES` says in a line what each algorithm
+is made of:
 
 - GRPO: advantages by group, divided by their deviation; each answer's tokens averaged, then answers.
 - Dr. GRPO: neither division; tokens summed over a constant length, the longest that an answer was allowed.
-- DAPO: GRPO's advantages, an upper clip of its own, all tokens averaged alike.
+- DAPO: GRPO's advantages, an upper clip of its own, all tokens averaged alike. BNPO: the same here, where the batch of
+  which it averages the tokens is that of an optimiser step; TRL's is one process's micro-batch.
 - GSPO: one ratio for an answer, the geometric mean of its tokens'.
 - CISPO: the ratio is clipped on both sides, to 1 - clip_low and 1 + clip_high, and held fixed; every token keeps its
   gradient. TRL's clips above alone, at `epsilon_high` itself: that is clip_low = 1 and clip_high = epsilon_high - 1.
+- SAPO: in place of the clip, a soft gate: a sigmoid of the ratio, with a temperature for each sign of the advantage.
 - RLOO: one ratio for an answer, the product of its tokens', clipped; the baseline is the mean of the others of the
   group; answers averaged. REINFORCE: the same without a clip, and the group's mean is the baseline. TRL's RLOO has the
-  divergence to the reference in the reward; here it is a term of the loss, as in the others.
+  divergence to the reference in the reward (`kl_in_reward`); here it is a term of the loss, as in the others.
 
-The logarithm of a product of ratios is held within ±20, so that no exponential overflows.
+The logarithm of a ratio, of a token's and of an answer's, is held within ±20, so that no exponential overflows, and
+what a bad answer's ratio counts is bounded (`dual_clip`): a huge one teaches little, and spoils no update.
 """
 
 from dataclasses import dataclass
@@ -24,52 +28,73 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_parallm.config.training import Algorithm, Objective
+from mlx_parallm.config.training import Algorithm, KLEstimator, Objective, RewardScaling
 from mlx_parallm.engine.sampling import log_sum_exp
 
-Aggregation = Literal["answers", "tokens", "constant"]
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
-MAX_LOG_RATIO = 20.0  # of a whole answer
-WHOLE = ("gspo", "rloo", "reinforce")  # one ratio for an answer
-NORMALISED = ("grpo", "dapo", "gspo", "cispo")
-AGGREGATION: dict[Algorithm, Aggregation] = {
-    "grpo": "answers",
-    "dr_grpo": "constant",
-    "dapo": "tokens",
-    "gspo": "answers",
-    "cispo": "tokens",
-    "rloo": "answers",
-    "reinforce": "answers",
+MAX_LOG_RATIO = 20.0  # of a token, and of a whole answer
+EPSILON = 1e-4  # added to a deviation
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmRule:
+    """What an algorithm is made of."""
+
+    baseline: Literal["group", "others"]  # the mean of a group, or of its other members
+    scaling: RewardScaling  # what advantages are divided by, unless the objective says otherwise
+    ratio: Literal["token", "mean", "product"]  # of each token; of an answer, the mean or the sum of the logarithms
+    aggregation: Literal["answers", "tokens", "constant"]  # what a sum over tokens is divided by
+    surrogate: Literal["clipped", "fixed", "soft", "plain"]
+
+
+RULES: dict[Algorithm, AlgorithmRule] = {
+    "grpo": AlgorithmRule("group", "group", "token", "answers", "clipped"),
+    "dr_grpo": AlgorithmRule("group", "none", "token", "constant", "clipped"),
+    "dapo": AlgorithmRule("group", "group", "token", "tokens", "clipped"),
+    "bnpo": AlgorithmRule("group", "group", "token", "tokens", "clipped"),
+    "gspo": AlgorithmRule("group", "group", "mean", "answers", "clipped"),
+    "cispo": AlgorithmRule("group", "group", "token", "tokens", "fixed"),
+    "sapo": AlgorithmRule("group", "group", "token", "answers", "soft"),
+    "rloo": AlgorithmRule("others", "none", "product", "answers", "clipped"),
+    "reinforce": AlgorithmRule("group", "none", "product", "answers", "plain"),
 }
-EPSILON = 1e-4  # added to a group's deviation
 
 
-def advantages(rewards: Floats, groups: Integers, algorithm: Algorithm) -> Floats:
-    """(N,), (N,) -> (N,): how much better each answer did than the others of its group. Equal rewards give zeros."""
+def advantages(rewards: Floats, groups: Integers, algorithm: Algorithm, scaling: RewardScaling | None = None) -> Floats:
+    """(N,), (N,) -> (N,): how much better each answer did than the others of its group. Equal rewards give zeros.
+
+    `scaling`: None: the algorithm's own.
+    """
+    rule = RULES[algorithm]
+    scaling = scaling or rule.scaling
     advantage = np.zeros(len(rewards), np.float32)
+    of_batch = _deviation(rewards.astype(np.float64))
     for group in np.unique(groups):
         members = groups == group
         some = rewards[members].astype(np.float64)
         centred = some - some.mean()
-        if algorithm == "rloo" and len(some) > 1:
+        if rule.baseline == "others" and len(some) > 1:
             centred *= len(some) / (len(some) - 1)  # the mean of the others
-        if algorithm in NORMALISED and len(some) > 1:
-            centred /= some.std(ddof=1) + EPSILON
+        if scaling != "none":
+            centred /= of_batch if scaling == "batch" else _deviation(some)
         advantage[members] = centred if np.ptp(some) > 0 else 0.0
     return advantage
+
+
+def _deviation(rewards: npt.NDArray[np.float64]) -> float:
+    return float(rewards.std(ddof=1)) + EPSILON if len(rewards) > 1 else 1.0
 
 
 def token_weights(lengths: Integers, algorithm: Algorithm, max_length: int) -> Floats:
     """(N,): what one token of each answer counts in the update. All together count one, but for Dr. GRPO's: there that
     is so only where every answer has `max_length` tokens."""
-    lengths = np.maximum(lengths, 1)
-    match AGGREGATION[algorithm]:
+    match RULES[algorithm].aggregation:
         case "answers":
-            return (1.0 / (lengths * len(lengths))).astype(np.float32)
+            return (1.0 / (np.maximum(lengths, 1) * len(lengths))).astype(np.float32)
         case "tokens":
-            return np.full(len(lengths), 1.0 / lengths.sum(), np.float32)
+            return np.full(len(lengths), 1.0 / max(1, lengths.sum()), np.float32)
         case "constant":
             return np.full(len(lengths), 1.0 / (len(lengths) * max_length), np.float32)
 
@@ -105,10 +130,21 @@ def entropy(logits: mx.array) -> mx.array:
     return -mx.sum(mx.exp(logprobs) * logprobs, axis=-1)
 
 
-def divergence(new: mx.array, reference: mx.array) -> mx.array:
-    """KL(new || reference) of each sampled token, by the estimator k3: never negative, and of low variance."""
-    gap = reference - new
-    return mx.exp(gap) - gap - 1.0
+def divergence(new: mx.array, reference: mx.array, estimator: KLEstimator = "k3") -> mx.array:
+    """KL(new || reference) by each sampled token. k1 is the difference of log-probabilities, without bias and of high
+    variance; k2 half its square; k3 never negative, without bias, and of low variance."""
+    gap = _held(reference - new)
+    match estimator:
+        case "k1":
+            return -gap
+        case "k2":
+            return 0.5 * gap * gap
+        case "k3":
+            return mx.exp(gap) - gap - 1.0
+
+
+def _held(gap: mx.array) -> mx.array:
+    return mx.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(slots=True)
@@ -128,17 +164,24 @@ def losses(
     advantage: mx.array,  # (B,)
     mask: mx.array,  # (B, T)
     reference: mx.array | None = None,  # (B, T)
+    proximal: mx.array | None = None,  # (B, T) of the policy as the update began; None: it is the one that learns
 ) -> Losses:
     kept = mask * near(objective, mx.stop_gradient(new), old, mask)
-    gap = (new - old) * mask
-    if objective.algorithm in WHOLE:
+    start, correction = old, mx.ones_like(new)
+    if objective.importance_cap:
+        # Ratios are those within the update; what lies between it and the sampler is a weight, which is cut off.
+        start = mx.stop_gradient(new) if proximal is None else proximal
+        correction = mx.minimum(mx.exp(_held(start - old)), objective.importance_cap)
+    gap = (new - start) * mask
+    rule = RULES[objective.algorithm]
+    if rule.ratio != "token":
         whole = mx.sum(gap, axis=1, keepdims=True)
-        if objective.algorithm == "gspo":
+        if rule.ratio == "mean":
             whole = whole / mx.maximum(mx.sum(mask, axis=1, keepdims=True), 1)
-        gap = mx.broadcast_to(mx.clip(whole, -MAX_LOG_RATIO, MAX_LOG_RATIO), gap.shape)
-    advantage = advantage[:, None]
-    policy, clipped = _surrogate(objective, gap, new, advantage)
-    apart = mx.zeros_like(policy) if reference is None else divergence(new, reference)
+        gap = mx.broadcast_to(whole, gap.shape)
+    policy, clipped = _surrogate(objective, _held(gap), new, advantage[:, None])
+    policy = policy * correction
+    apart = mx.zeros_like(policy) if reference is None else divergence(new, reference, objective.kl_estimator)
     return Losses(policy * kept, apart * kept, kept, clipped * kept)
 
 
@@ -157,14 +200,32 @@ def near(objective: Objective, new: mx.array, old: mx.array, mask: mx.array) -> 
 def _surrogate(objective: Objective, gap: mx.array, new: mx.array, advantage: mx.array) -> tuple[mx.array, mx.array]:
     """Each token's loss, and whether the clip has taken its gradient."""
     ratio = mx.exp(gap)
-    if not objective.clips:
-        return -ratio * advantage, mx.zeros_like(ratio)
-    bounded = mx.clip(ratio, 1 - objective.clip_low, 1 + objective.clip_high)
-    if objective.algorithm == "cispo":
-        return -mx.stop_gradient(bounded) * advantage * new, (bounded != ratio).astype(mx.float32)
-    # The worse of the two: a token is held back only where it has gone too far the way that its advantage says.
-    plain, held = -ratio * advantage, -bounded * advantage
-    return mx.maximum(plain, held), ((held > plain) & (bounded != ratio)).astype(mx.float32)
+    match RULES[objective.algorithm].surrogate:
+        case "plain":
+            return -ratio * advantage, mx.zeros_like(ratio)
+        case "soft":
+            temperature = mx.where(advantage > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg)
+            gate = mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+            return -gate * advantage, mx.zeros_like(ratio)
+        case "fixed":
+            bounded = _bounded(objective, ratio)
+            return -mx.stop_gradient(bounded) * advantage * new, (bounded != ratio).astype(mx.float32)
+        case "clipped":
+            return _clipped(objective, ratio, advantage)
+
+
+def _bounded(objective: Objective, ratio: mx.array) -> mx.array:
+    return mx.clip(ratio, 1 - objective.clip_low, 1 + objective.clip_high)
+
+
+def _clipped(objective: Objective, ratio: mx.array, advantage: mx.array) -> tuple[mx.array, mx.array]:
+    """The worse of two: a token is held back only where it has gone too far the way that its advantage says, or, if
+    that is down, where it has come to be far too likely (`dual_clip`)."""
+    bounded = _bounded(objective, ratio)
+    most = mx.minimum(ratio, objective.dual_clip) if objective.dual_clip else ratio
+    plain, held = -most * advantage, -bounded * advantage
+    gone = ((held > plain) & (bounded != ratio)) | ((advantage < 0) & (most != ratio))
+    return mx.maximum(plain, held), gone.astype(mx.float32)
 
 
 def group_has_signal(rewards: Floats) -> bool:

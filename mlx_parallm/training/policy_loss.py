@@ -14,7 +14,7 @@ from mlx_parallm.host import to_numpy
 from mlx_parallm.training.batches import Micro
 from mlx_parallm.training.learner import Parameters, Values
 from mlx_parallm.training.model import TrainableModel, answer_logits
-from mlx_parallm.training.objectives import chosen_logprobs, divergence, losses
+from mlx_parallm.training.objectives import MAX_LOG_RATIO, chosen_logprobs, divergence, entropy, losses
 
 LOGPROBS = "logprobs"  # among a loss's values; all others are summed up in `LossTotals`
 
@@ -29,7 +29,7 @@ class LossTotals:
     clipped: float = 0.0
     entropy: float = 0.0  # by the drawn tokens' own log-probabilities
     mismatch: float = 0.0  # KL of the policy that learns to the one that drew
-    reference: float = 0.0  # KL to the model without the adapter
+    reference: float = 0.0  # KL to the reference
     ratio: float = 0.0
     ratio_squared: float = 0.0
     largest_gap: float = 0.0
@@ -59,28 +59,34 @@ class LossTotals:
 
 
 class PolicyLoss:
-    def __init__(self, tree: TrainableModel, reference: nn.Module, objective: Objective) -> None:
-        """`reference`: the model without the adapter."""
+    def __init__(self, tree: TrainableModel, base: nn.Module, objective: Objective) -> None:
+        """`base`: the model without the adapter."""
         self._tree = tree
-        self._reference = reference
+        self._base = base
         self._objective = objective
+        self.initial: Parameters | None = None  # what the divergence is measured to; None: the model without an adapter
 
     def __call__(self, parameters: Parameters, micro: Micro) -> tuple[mx.array, Values]:
         """The micro-batch's part of the loss, and what `LossTotals` and the check of an update need of it.
 
         Leaves the parameters in the model's own precision, as they are served: products of mixed precision are slow.
         """
-        objective, tree = self._objective, self._tree
-        tree.set_parameters({name: array.astype(tree.dtype) for name, array in parameters.items()})
+        objective = self._objective
+        reference = mx.stop_gradient(self.reference_logprobs(micro)) if objective.divergence_in_loss else None
+        self._put(parameters)
         mask = mx.array(micro.mask)
-        new = self.logprobs(micro)
+        with self._tree.dropping_out():
+            new, entropies = self._scored(micro)
         old = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), mx.stop_gradient(new))
-        reference = mx.stop_gradient(self.reference_logprobs(micro)) if objective.beta else None
-        tokens = losses(objective, new, old, mx.array(micro.advantage), mask, reference)
+        proximal = None if micro.proximal is None else mx.array(micro.proximal)
+        tokens = losses(objective, new, old, mx.array(micro.advantage), mask, reference, proximal)
         weight = mx.array(micro.weight)[:, None]
-        loss = mx.sum((tokens.policy + objective.beta * tokens.divergence) * weight)
+        each = tokens.policy + objective.beta * tokens.divergence
+        if entropies is not None:
+            each = each - objective.entropy_bonus * entropies * tokens.kept
+        loss = mx.sum(each * weight)
         still = mx.stop_gradient(new)
-        gap = (still - old) * mask
+        gap = mx.clip(still - old, -MAX_LOG_RATIO, MAX_LOG_RATIO) * mask
         ratio = mx.exp(gap) * mask
         values = {
             "loss": loss,
@@ -89,20 +95,36 @@ class PolicyLoss:
             "clipped": mx.sum(tokens.clipped),
             "entropy": -mx.sum(still * mask),
             "mismatch": mx.sum(divergence(old, still) * mask),
-            "reference": mx.sum(tokens.divergence),
+            "reference": mx.array(0.0) if reference is None else mx.sum(divergence(still, reference) * tokens.kept),
             "ratio": mx.sum(ratio),
             "ratio_squared": mx.sum(ratio * ratio),
-            "largest_gap": mx.max(mx.abs(gap)),
+            "largest_gap": mx.max(mx.abs(still - old) * mask),
             LOGPROBS: still,
         }
         return loss, {name: mx.stop_gradient(value.astype(mx.float32)) for name, value in values.items()}
+
+    def _scored(self, micro: Micro) -> tuple[mx.array, mx.array | None]:
+        """(n, C): of the answers' tokens, the log-probabilities and, where they are asked for, the entropies."""
+        answers, temperature = mx.array(micro.answers), _temperature(micro)
+        logits = answer_logits(self._tree.module, micro.prompts, answers, self._tree.shares_prompts)
+        entropies = entropy(logits.astype(mx.float32) / temperature) if self._objective.entropy_bonus else None
+        return chosen_logprobs(logits, answers, temperature), entropies
 
     def logprobs(self, micro: Micro) -> mx.array:
         """(n, C): of the answers' tokens, by the parameters that the tree has now."""
         return self._logprobs(self._tree.module, micro)
 
     def reference_logprobs(self, micro: Micro) -> mx.array:
-        return self._logprobs(self._reference, micro)
+        """The same by the reference. Leaves its parameters in the tree, where it has some."""
+        if self.initial is None:
+            return self._logprobs(self._base, micro)
+        self._put(self.initial)
+        return self._logprobs(self._tree.module, micro)
+
+    def _put(self, parameters: Parameters) -> None:
+        """In the model's own precision."""
+        dtype = self._tree.dtype
+        self._tree.set_parameters({name: array.astype(dtype) for name, array in parameters.items()})
 
     def _logprobs(self, module: nn.Module, micro: Micro) -> mx.array:
         answers = mx.array(micro.answers)

@@ -68,8 +68,9 @@ class Record:
     finish_reason: str = "stop"
     max_tokens: int | None = None  # that it was allowed
     choices: int = 1  # of its request
-    mask: tuple[bool, ...] | None = None  # tokens that the model drew, where others wrote some; None: all
+    mask: tuple[bool, ...] | None = None  # tokens that the model chose, where others or a grammar did some; None: all
     answer_id: str = ""  # what the answer called itself
+    http_id: str = ""  # the request's X-Request-Id
     owner: str = ""  # the name of the key that asked
 
     @property
@@ -87,12 +88,18 @@ class Record:
         """Its tokens, the prompt's too."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
+    @property
+    def sampled(self) -> int:
+        """Tokens of the answer that the model drew itself."""
+        return len(self.completion_ids) if self.mask is None else sum(self.mask)
+
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Record":
         """As orjson wrote it."""
         spans = tuple(PolicySpan.of_json(span) for span in fields["spans"])
         lists = {name: tuple(fields[name]) for name in ("prompt_ids", "completion_ids", "logprobs")}
-        return cls(**{**fields, **lists, "spans": spans})
+        mask = None if fields.get("mask") is None else tuple(fields["mask"])
+        return cls(**{**fields, **lists, "spans": spans, "mask": mask})
 
     @classmethod
     def of(cls, request: Request, index: int, row: Row) -> "Record":
@@ -110,8 +117,10 @@ class Record:
             temperature=1.0 if sampling.greedy else sampling.temperature,
             finish_reason=row.finish_reason or "abort",
             max_tokens=row.max_tokens,
+            mask=tuple(number not in row.forced for number in range(len(completion))) if row.forced else None,
             choices=sampling.n,
             answer_id=request.answer_id,
+            http_id=request.http_id,
             owner=request.owner,
         )
 
@@ -120,7 +129,10 @@ class Record:
         if tokens >= len(self.completion_ids):
             return self
         spans = tuple(replace(span, end=min(span.end, tokens)) for span in self.spans if span.first < tokens)
-        return replace(self, completion_ids=self.completion_ids[:tokens], logprobs=self.logprobs[:tokens], spans=spans)
+        mask = None if self.mask is None else self.mask[:tokens]
+        return replace(
+            self, completion_ids=self.completion_ids[:tokens], logprobs=self.logprobs[:tokens], spans=spans, mask=mask
+        )
 
 
 def _spans(row: Row, length: int) -> Spans:

@@ -137,6 +137,9 @@ class RemotePolicy:
 
     # Rollouts.
 
+    def check_prompt(self, prompt: list[int], answers: int) -> None:
+        """Nothing: only the server knows how much it can hold."""
+
     def draw(
         self,
         prompts: Sequence[list[int]],
@@ -155,6 +158,7 @@ class RemotePolicy:
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
             "stop_token_ids": list(sampling.stop_token_ids),
             "cache_salt": salt,
         }
@@ -191,10 +195,11 @@ def _check(sampling: SamplingParams) -> None:
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
+        top_k=sampling.top_k,
         stop_token_ids=sampling.stop_token_ids,
     )
     if sampling != plain:
-        raise ConfigError("rollouts of a server know temperature, top_p, max_tokens, n and stop_token_ids alone")
+        raise ConfigError("rollouts of a server know temperature, top_p, top_k, max_tokens, n and stop_token_ids alone")
 
 
 def _record(sample: Sample, request: str, index: int, adapter: str | None, sampling: SamplingParams) -> Record:

@@ -2,7 +2,8 @@
 
 A scoring function takes three lists of one length (prompts, completions, metadata) and gives a number for each. Those
 of the built-in tasks have their tasks' names; others are named by `module:function` or `file.py:function`, when the
-server starts: a request can only choose among names that somebody has put there.
+server starts: a request can only choose among names that somebody has put there. A function may have an attribute
+`needs`, with the names of the metadata that it can't do without: requests without them are refused.
 """
 
 import importlib
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.training.tasks import TASKS
+from mlx_parallm.training.tasks import SCORERS, Scorer
 from mlx_parallm.training.trajectories import MAX_REWARD
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Rewards:
     def __init__(
         self, named: Mapping[str, Score] | None = None, *, timeout: float = 30.0, batch_size: int = 32
     ) -> None:
-        self._named: dict[str, Score] = {name: task.scores for name, task in TASKS.items()} | dict(named or {})
+        self._named: dict[str, Score] = {name: scorer.scores for name, scorer in SCORERS.items()} | dict(named or {})
         self._models: dict[str, Callable[[Sequence[Sequence[int]]], Sequence[float]]] = {}
         self._timeout = timeout
         self._batch_size = batch_size
@@ -59,12 +60,26 @@ class Rewards:
     def names(self) -> list[str]:
         return sorted({*self._named, *self._models})
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, *metadata: Mapping[str, Any]) -> None:
+        """Whether there is such a scoring function, and whether answers with these facts can be scored by it."""
         if name not in self._named and name not in self._models:
             raise InvalidRequestError(
                 f"there is no scoring function {name!r} here; there is {', '.join(self.names)}",
                 param="scoring_function",
             )
+        for facts in metadata:
+            if lacking := self._lacking(name, facts):
+                raise InvalidRequestError(
+                    f"scoring function {name!r} needs {lacking}: send it with the request", param="metadata"
+                )
+
+    def _lacking(self, name: str, facts: Mapping[str, Any]) -> str:
+        """What a scoring function can't do without; empty: nothing."""
+        function = self._named.get(name)
+        scorer = getattr(function, "__self__", None)
+        if isinstance(scorer, Scorer):
+            return scorer.lacks(facts)
+        return next((f"metadata.{need}" for need in getattr(function, "needs", ()) if need not in facts), "")
 
     def add(self, name: str, function: Score) -> None:
         self._named[name] = function

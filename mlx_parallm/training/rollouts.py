@@ -43,12 +43,18 @@ class RolloutSource(Protocol):
         salt: str = "",
     ) -> list[list[Record]]: ...
 
+    def check_prompt(self, prompt: list[int], answers: int) -> None:
+        """Raises ContextLengthError where `draw` would: the prompt is too long for so many answers."""
+
 
 class Rollouts:
     def __init__(self, engine: Engine, ledger: Ledger, max_rows: int) -> None:
         self._engine = engine
         self._ledger = ledger
         self._max_rows = max_rows
+
+    def check_prompt(self, prompt: list[int], answers: int) -> None:
+        self._engine.check_prompt(prompt, answers)
 
     def draw(
         self,

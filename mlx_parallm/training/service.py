@@ -6,7 +6,6 @@ manager's. Its calls block; the server makes them on threads of its own.
 
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,6 @@ from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
     InvalidRequestError,
-    NotFoundError,
     ParallmError,
     UnavailableError,
 )
@@ -26,7 +24,7 @@ from mlx_parallm.training.records import ChoiceKey, PolicySpan, Record, Rewarded
 from mlx_parallm.training.rewards import Item
 from mlx_parallm.training.rollouts import RolloutClient
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.trajectories import Trajectory, prompt_group
+from mlx_parallm.training.trajectories import Trajectory, joined_masks, prompt_group
 from mlx_parallm.types import (
     Collection,
     FeedbackReport,
@@ -40,8 +38,6 @@ from mlx_parallm.types import (
 from mlx_parallm.validation import check_ids
 
 log = logging.getLogger(__name__)
-
-RECORD_SECONDS = 10.0  # for the ledger to hear of an answer that its text has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +99,7 @@ class TrainingService:
         session = self._manager.session(adapter)
         taken = None
         if trajectories is not None:
+            self._manager.await_records([one.request_id for one in trajectories if one.request_id is not None])
             taken = [self._numbered(one, session, number) for number, one in enumerate(trajectories)]
             _check_distinct(taken)
         report = session.update(taken, publish=publish, checkpoint_name=checkpoint_name, durable=True)
@@ -166,7 +163,8 @@ class TrainingService:
         trajectory = Trajectory.recorded(record, sent.reward, sent.group_id)
         trajectory.off_policy = record.policy != session.name
         trajectory.mask, trajectory.advantage = sent.mask, sent.advantage
-        trajectory.__post_init__()
+        trajectory.__post_init__()  # their lengths
+        trajectory.mask = joined_masks(record.mask, sent.mask)
         return trajectory
 
     def _check_tokens(self, prompt_ids: list[int], completion_ids: list[int]) -> None:
@@ -189,14 +187,21 @@ class TrainingService:
 
     # Rewards for what was answered.
 
-    def check_collects(self, model: str, adapter: str | None, scoring_function: str | None) -> None:
+    def scorer_for(self, metadata: Mapping[str, Any]) -> str | None:
+        """The scoring function of --environment, for requests that name none and bring what it needs."""
+        manager = self._bound
+        return None if manager is None else manager.default_scorer(metadata)
+
+    def check_collects(
+        self, model: str, adapter: str | None, scoring_function: str | None, metadata: Mapping[str, Any]
+    ) -> None:
         """Raises unless the answers of this model with this adapter can be scored so, and learnt from."""
         manager = self._manager
         if model != manager.engine.model.name or not manager.enabled:
             raise InvalidRequestError(NOT_ENABLED, param="collect_trajectory", code="training_disabled")
         manager.check_trained(adapter)
         if scoring_function is not None:
-            manager.rewards.check(scoring_function)
+            manager.rewards.check(scoring_function, metadata)
 
     def collect(self, collection: Collection) -> "Future[dict[int, float]]":
         """Scores the answers of a call that has ended, and puts them into the buffer, elsewhere: their rewards, by the
@@ -207,7 +212,8 @@ class TrainingService:
 
     def _score(self, collection: Collection) -> dict[int, float]:
         try:
-            records = [self._recorded(request, index, tokens) for request, index, tokens in collection.choices]
+            found = self._manager.find_record
+            records = [found(request, index).cut(tokens) for request, index, tokens in collection.choices]
             items = [self._item(record, collection.metadata) for record in records]
             scores = self._manager.rewards.score(collection.scoring_function, items)
             rewarded = [
@@ -223,16 +229,6 @@ class TrainingService:
         finally:
             with self._lock:
                 self._collecting -= 1
-
-    def _recorded(self, request: str, index: int, tokens: int) -> Record:
-        deadline = time.monotonic() + RECORD_SECONDS
-        while True:
-            try:
-                return self._manager.ledger.find(request, index).cut(tokens)
-            except NotFoundError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
 
     def _item(self, record: Record, metadata: Mapping[str, Any]) -> Item:
         decode = self._manager.vocabulary.decode
@@ -262,7 +258,7 @@ class TrainingService:
         """A group of answers to each prompt. `left`: done when their client has gone, which ends them."""
         manager = self._manager
         if call.scoring_function is not None:
-            manager.rewards.check(call.scoring_function)
+            manager.rewards.check(call.scoring_function, *(call.metadata or [{}]))
         if call.submit:
             manager.check_trained(call.adapter)
         label = f"rollout-{uuid.uuid4().hex[:12]}"

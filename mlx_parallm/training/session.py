@@ -14,18 +14,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mlx_parallm.config.training import LoRAConfig, RLConfig
+from mlx_parallm.config.training import Alarms, LoRAConfig, RLConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError, ParallmError
 from mlx_parallm.lora.registry import KEPT_VERSIONS
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
-from mlx_parallm.training.alarms import Alarms, PolicyMonitor
+from mlx_parallm.training.alarms import PolicyMonitor
 from mlx_parallm.training.buffer import Buffer
 from mlx_parallm.training.checkpoints import BEST, LATEST, Checkpoint, Checkpoints, check_new_name
 from mlx_parallm.training.follower import BufferFollower
 from mlx_parallm.training.learner import LearnerState
-from mlx_parallm.training.session_store import Captured, SessionState, SessionStore
+from mlx_parallm.training.session_store import Captured, SessionState, SessionStore, captured
 from mlx_parallm.training.totals import Report, Totals
 from mlx_parallm.training.trainer import Trainer
 from mlx_parallm.training.trajectories import Trajectory
@@ -79,14 +79,17 @@ class Session:
 
     # Start and end.
 
-    def start(self, *, resume: bool = True, serve: bool = True) -> None:
-        """Makes the trainer, as its last checkpoint left it, and publishes; `serve`: as the model's own name too."""
+    def start(self, *, resume: bool = True, serve: bool = True, initial: Adapter | None = None) -> None:
+        """Makes the trainer, as its last checkpoint left it, and publishes; `serve`: as the model's own name too.
+
+        `initial`: what it begins with where there is no checkpoint; None: an adapter that changes nothing.
+        """
         self.trainer = self._on_engine(lambda: Trainer(self.engine.model, self.lora, self.config, self._memory))
         self.trainer.kept_snapshots = KEPT_VERSIONS + 1
         self.trainer.check_memory(self.name, self.engine.memory.limit)
         if device_kind() != "cpu":
             self._on_engine(self.trainer.warm_up)
-        number, served = None, None
+        number, served, checkpoint = None, None, None
         if self.checkpoints is not None:
             self.store = SessionStore(
                 self.engine,
@@ -101,6 +104,8 @@ class Session:
             checkpoint = self._recover(self.store, resume)
             if checkpoint is not None:
                 number, served = checkpoint.served_version, self.store.served_state(checkpoint)
+        if initial is not None and checkpoint is None:
+            self._on_engine(lambda: self.trainer.begin_with(initial))
         served = served or self._on_engine(self.trainer.snapshot)
         adapter = self._on_engine(lambda: self._adapter_at(served))
         self.versions.publish(Policy(adapter, served), number)
@@ -125,9 +130,11 @@ class Session:
         if checkpoint is None or state is None:
             return None
         store.load(checkpoint)
+        store.load_reference(checkpoint)
         good = store.good_state(checkpoint)
         self.good = None if good is None else GoodVersion(None, good)
         self.extra = dict(state.extra)
+        self.versions.abandoned = set(state.abandoned)
         self.monitor.restore(state.best_reward, state.recent_rewards, state.recent_deviations)
         self.totals.restore(state.totals)
         log.info(
@@ -174,10 +181,12 @@ class Session:
         at_most: int | None = None,
         durable: bool = False,
         extra: Mapping[str, Any] | None = None,
+        new_level: bool = False,
     ) -> Report:
         """One update now, from these or from the buffer.
 
         `durable`: what it did is in a checkpoint before this returns. `extra`: is kept with it, in the next checkpoint.
+        `new_level`: what comes next is harder, so its rewards are not compared with those of before.
         """
         if checkpoint_name is not None:
             check_new_name(checkpoint_name)
@@ -187,16 +196,18 @@ class Session:
             if trajectories is None:
                 report = self._update_from_buffer(at_most or self._update_trajectories, publish)
             else:
-                report = self._update(trajectories, publish)
+                report = self._update(self.buffer.without_abandoned(trajectories, self.versions.abandoned), publish)
                 self.buffer.count(collected=len(trajectories))
             if extra is not None:
                 self.extra = dict(extra)
+            if new_level:
+                self.monitor.reset()
             self._mark_changed()
         self._save_after_update(report, checkpoint_name, durable)
         return report
 
     def _update_from_buffer(self, at_most: int, publish: bool) -> Report:
-        taken = self.buffer.take(at_most, self.version)
+        taken = self.buffer.take(at_most, self.version, self.versions.abandoned)
         try:
             return self._update(taken, publish)
         except BaseException:
@@ -212,7 +223,7 @@ class Session:
         version = self.version
         before = GoodVersion(version, self._on_engine(self.trainer.snapshot))
         self.good = self.good or before
-        ages = [version - one.version for one in trajectories if one.spans]
+        ages = [max(0, version - one.version) for one in trajectories if one.spans and not one.foreign]
         outcome = self.engine.work(self.trainer.update(trajectories, self.engine.is_serving)).result()
         outcome.metrics["staleness"] = float(np.mean(ages)) if ages else 0.0
         report = Report(version, outcome)
@@ -241,11 +252,13 @@ class Session:
     def _roll_back_on(self, alarm: str, report: Report) -> None:
         report.rolled_back = alarm
         self.totals.rollbacks += 1
-        self.monitor.forget_recent()
+        self.monitor.forget_rewards()
         assert self.good is not None
-        good = self.good
+        good, alarming = self.good, self.version
         self._on_engine(lambda: self.trainer.go_back(good.state))
+        self.versions.abandon_after(alarming - 1 if good.number is None else good.number)
         report.version = self._serve_again(good.number)
+        self.buffer.drop_abandoned(self.versions.abandoned)
         log.error("%s: %s; back to version %d", self.name, alarm, report.version)
 
     def _serve_again(self, version: int | None) -> int:
@@ -283,13 +296,9 @@ class Session:
 
     def begin_with(self, adapter: Adapter) -> int:
         """Another adapter than a new one, before the first update: its version."""
-
-        def take() -> Policy:
-            self.trainer.learner.set_parameters(self.trainer.tree.parameters_of(adapter))
-            return self._policy()
-
         with self._lock:
-            number = self.versions.publish(self._on_engine(take))
+            self._on_engine(lambda: self.trainer.begin_with(adapter))
+            number = self.versions.publish(self._on_engine(self._policy))
             self._mark_changed()
             return number
 
@@ -333,6 +342,7 @@ class Session:
         with self._lock:
             checkpoint = self.checkpoints.load(name) if name is not None else self.checkpoints.of_version(version)
             self.store.load(checkpoint)
+            self.versions.abandon_after(checkpoint.served_version or 0)
             self.extra = dict(SessionState.of_json(checkpoint.state).extra)
             self._begin_anew()
             number = self.versions.publish(self._on_engine(self._policy))
@@ -343,6 +353,7 @@ class Session:
         """After somebody has taken the policy elsewhere: what was seen of the one before says nothing of it."""
         self.good = None
         self.monitor.reset()
+        self.buffer.drop_abandoned(self.versions.abandoned)
         self._mark_changed()
 
     def _mark_changed(self) -> None:
@@ -354,28 +365,17 @@ class Session:
         assert self.store is not None
         policy = self._on_engine(self._policy)
         frozen = self.buffer.freeze(self.store.journal.rotate)
-        version, monitor = self.version, self.monitor
-        good = _other(None if self.good is None else self.good.state, policy.state)
-        served = _other(self.versions.state_of(version), policy.state)
-        state = SessionState(
-            updates=policy.state.updates,
+        return captured(
+            policy,
+            frozen,
+            self.versions,
+            self.good,
+            self.monitor,
+            self.totals,
             adapter=self.name,
-            good_updates=None if good is None else good.updates,
-            policy_version=version if served is None else None,
-            served_version=version,
-            served_updates=None if served is None else served.updates,
-            last_version=self.last_version,
-            journal=frozen.result,
-            best_reward=None if monitor.best_reward == -np.inf else monitor.best_reward,
-            recent_rewards=list(monitor.rewards),
-            recent_deviations=list(monitor.deviations),
-            totals=self.totals.state(),
-            counts=frozen.counts,
             seed=self.config.seed,
-            metrics=self.totals.metrics,
             extra=self.extra,
         )
-        return Captured(policy.state, policy.adapter, good, served, frozen.waiting, state)
 
     def adapter(self) -> Adapter:
         """The parameters as they are now."""
@@ -393,8 +393,3 @@ class Session:
             **self.buffer.status(),
             "available_checkpoints": [] if self.checkpoints is None else self.checkpoints.names(),
         }
-
-
-def _other(state: LearnerState | None, current: LearnerState) -> LearnerState | None:
-    """A state that is kept beside the current one; None where it is the same."""
-    return None if state is None or state.parameters is current.parameters else state

@@ -6,26 +6,34 @@ has one where it keeps checkpoints. Any thread but the engine's.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import mlx.core as mx
 import orjson
 
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ParallmError, UnavailableError
+from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
+from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.weights import Adapter
+from mlx_parallm.training.alarms import PolicyMonitor
+from mlx_parallm.training.buffer import FrozenBuffer
 from mlx_parallm.training.checkpoints import BUFFER, LATEST, Checkpoint, Checkpoints, adapter_files, check_new_name
 from mlx_parallm.training.journal import Journal
 from mlx_parallm.training.learner import LearnerState
+from mlx_parallm.training.totals import Totals
 from mlx_parallm.training.trainer import Trainer
 from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.versions import GoodVersion, Policy, PolicyVersions
 
 log = logging.getLogger(__name__)
 
 GOOD = "good."  # before the names of the last good version's arrays
+REFERENCE = "reference."  # before those of the adapter that training began with, where KL is measured to it
 SERVED = "served."  # before those of the version that is served, where the trainer has gone on without publishing
 LOOK_SECONDS = 0.2  # how often the saver looks whether it is to stop
 STOP_SECONDS = 60.0  # for the saver to end
@@ -42,6 +50,7 @@ class SessionState:
     served_version: int | None = None
     served_updates: int | None = None  # None: the served version's arrays are the trainer's own
     last_version: int = 0
+    abandoned: list[int] = field(default_factory=list)  # versions that rollbacks have left
     journal: int = 0  # the number of its first file that holds what came later
     best_reward: float | None = None
     recent_rewards: list[float] = field(default_factory=list)
@@ -72,6 +81,49 @@ class Captured:
     served: LearnerState | None
     waiting: list[Trajectory]
     state: SessionState
+
+
+def captured(
+    policy: Policy,
+    frozen: FrozenBuffer[int],
+    versions: PolicyVersions,
+    good_version: GoodVersion | None,
+    monitor: PolicyMonitor,
+    totals: Totals,
+    *,
+    adapter: str,
+    seed: int,
+    extra: Mapping[str, Any],
+) -> Captured:
+    """What the parts of a session hold now. `frozen`: its buffer, with the number of the journal's new file."""
+    version = versions.current
+    good = _other(None if good_version is None else good_version.state, policy.state)
+    served = _other(versions.state_of(version), policy.state)
+    state = SessionState(
+        updates=policy.state.updates,
+        adapter=adapter,
+        good_updates=None if good is None else good.updates,
+        policy_version=version if served is None else None,
+        served_version=version,
+        served_updates=None if served is None else served.updates,
+        last_version=versions.last,
+        abandoned=sorted(versions.abandoned),
+        journal=frozen.result,
+        best_reward=None if monitor.best_reward == -math.inf else monitor.best_reward,
+        recent_rewards=list(monitor.rewards),
+        recent_deviations=list(monitor.deviations),
+        totals=totals.state(),
+        counts=frozen.counts,
+        seed=seed,
+        metrics=totals.metrics,
+        extra=dict(extra),
+    )
+    return Captured(policy.state, policy.adapter, good, served, frozen.waiting, state)
+
+
+def _other(state: LearnerState | None, current: LearnerState) -> LearnerState | None:
+    """A state that is kept beside the current one; None where it is the same."""
+    return None if state is None or state.parameters is current.parameters else state
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +221,18 @@ class SessionStore:
     def load(self, checkpoint: Checkpoint) -> None:
         """Takes the trainer to where it was."""
         updates = SessionState.of_json(checkpoint.state).updates
-        self._engine.run(lambda: self._trainer.load_state(checkpoint.arrays, updates))
+        try:
+            self._engine.run(lambda: self._trainer.load_state(checkpoint.arrays, updates))
+        except ConfigError as error:
+            raise ConfigError(
+                f"checkpoint {checkpoint.path} can't be gone on from: {error.message}. {_remedy(checkpoint)}"
+            ) from None
+
+    def load_reference(self, checkpoint: Checkpoint) -> None:
+        """Has KL measured to what it was measured to then."""
+        arrays = _below(REFERENCE, checkpoint)
+        if arrays:
+            self._engine.run(lambda: self._trainer.measure_to({name: mx.array(one) for name, one in arrays.items()}))
 
     def good_state(self, checkpoint: Checkpoint) -> LearnerState | None:
         """The last good version, where it is another than the trainer's own state."""
@@ -180,8 +243,7 @@ class SessionStore:
         return self._earlier_state(checkpoint, SERVED, SessionState.of_json(checkpoint.state).served_updates)
 
     def _earlier_state(self, checkpoint: Checkpoint, prefix: str, updates: int | None) -> LearnerState | None:
-        named = checkpoint.arrays.items()
-        arrays = {name.removeprefix(prefix): array for name, array in named if name.startswith(prefix)}
+        arrays = _below(prefix, checkpoint)
         if not arrays or updates is None:
             return None
         return self._engine.run(lambda: self._trainer.snapshot_of(arrays, updates))
@@ -236,7 +298,8 @@ class SessionStore:
         for prefix, state in ((GOOD, captured.good), (SERVED, captured.served)):
             earlier = {} if state is None else self._trainer.state(state)
             arrays |= {f"{prefix}{name}": array for name, array in earlier.items()}
-        return arrays
+        reference = self._trainer.reference or {}
+        return arrays | {f"{REFERENCE}{name}": to_numpy(array) for name, array in reference.items()}
 
     def _save_after_changes(self) -> None:
         """Writes a checkpoint a while after each change."""
@@ -250,6 +313,20 @@ class SessionStore:
                     self.try_save(LATEST)
                 except UnavailableError:
                     return
+
+
+def _remedy(checkpoint: Checkpoint) -> str:
+    ranks = [array.shape[1] for name, array in checkpoint.arrays.items() if name.endswith(".lora_a")]
+    rank = f"--lora-rank {ranks[0]}" if ranks else "its --lora-rank"
+    return (
+        f"Give {rank} and the --lora-target-modules, --lora-layers and --lora-dora that it was trained with, or "
+        "another --checkpoint-dir, or --no-resume to begin anew in this one"
+    )
+
+
+def _below(prefix: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    named = checkpoint.arrays.items()
+    return {name.removeprefix(prefix): array for name, array in named if name.startswith(prefix)}
 
 
 def _readable(entries: Sequence[Mapping[str, Any]]) -> Iterator[Trajectory]:

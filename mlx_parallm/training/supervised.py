@@ -92,6 +92,8 @@ class Supervised(ABC, Generic[Item]):
         self.lora = lora
         self._memory = memory
         self._source = model.source
+        self._start: Parameters | None = None  # what learning is measured from, where it is
+        self._learning = False  # whether what is computed is for a gradient
         mx.random.seed(config.seed)
         self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
         self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters)
@@ -125,9 +127,17 @@ class Supervised(ABC, Generic[Item]):
     ) -> Generator[None, None, Metrics]:
         """Adds a batch's gradient to what the learner has accumulated."""
         totals = BatchSums()
+
+        def loss(parameters: Parameters, micro: TokenRows) -> tuple[mx.array, Values]:
+            self._learning = True
+            try:
+                return self._loss(parameters, micro, items)
+            finally:
+                self._learning = False
+
         yield from self.learner.forward_backward(
             self._micros(items, lambda: self.budget.tokens(busy())),
-            lambda parameters, micro: self._loss(parameters, micro, items),
+            loss,
             lambda micro, values: totals.add(self._read(values, micro, items)),
             lambda micro, work: self.budget.run(micro.size, work),
         )
@@ -211,13 +221,15 @@ class Supervised(ABC, Generic[Item]):
 
     def _logprobs(self, parameters: Parameters, micro: TokenRows) -> mx.array:
         """(n, T - 1): of each token after the first, where it is learnt; else 0."""
+        drops = self._learning and parameters is not self._start
         self.tree.set_parameters({name: array.astype(self.tree.dtype) for name, array in parameters.items()})
         module, tokens = self.tree.module, mx.array(micro.tokens)
         caches = None
         if micro.texts is not None:
             texts = mx.array(micro.texts[:, :-1])
             caches = [PackedCache(texts) for _ in module.layers]
-        logits = module(tokens[:, :-1], cache=caches)
+        with self.tree.dropping_out(drops):
+            logits = module(tokens[:, :-1], cache=caches)
         return chosen_logprobs(logits, tokens[:, 1:]) * mx.array(micro.mask[:, 1:])
 
     def _at_hand(self) -> int:
@@ -254,12 +266,12 @@ class DPO(Supervised[Preference]):
         self, model: LanguageModel, lora: LoRAConfig, config: SupervisedConfig, memory: int | None = None
     ) -> None:
         super().__init__(model, lora, config, memory)
-        self._start = self.learner.parameters
+        self._start = dict(self.learner.parameters)
         self._references: dict[int, PairReference] = {}  # by the identity of a pair
 
     def start_from(self, adapter: Adapter) -> None:
         super().start_from(adapter)
-        self._start = self.learner.parameters
+        self._start = dict(self.learner.parameters)
         self._references.clear()
 
     def _rows(self, item: Preference) -> list[Example]:
@@ -284,6 +296,7 @@ class DPO(Supervised[Preference]):
         if all(known):
             pairs = [(one.chosen, one.rejected) for one in known if one is not None]
             return mx.array(np.array(pairs, np.float32).T)
+        assert self._start is not None
         return mx.stop_gradient(mx.sum(self._logprobs(self._start, micro), axis=1).reshape(2, -1))
 
     def _read(self, values: Values, micro: TokenRows, items: Sequence[Preference]) -> dict[str, float]:

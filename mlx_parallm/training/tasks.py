@@ -24,6 +24,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Problem:
     messages: tuple[Mapping[str, str], ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""  # where it comes from, as people may look it up
 
     @property
     def key(self) -> tuple[tuple[str, str], ...]:
@@ -31,10 +32,41 @@ class Problem:
         return tuple((message["role"], message["content"]) for message in self.messages)
 
 
-class Task(ABC):
-    """`levels`: of difficulty, the easiest is 1. `max_tokens`: how long an answer may be."""
+def last_number(text: object) -> float | None:
+    """None where there is none."""
+    numbers = NUMBER.findall(str(text))
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+class Scorer(ABC):
+    """What an answer is worth, by the facts that come with it as `metadata`. Needs no download and starts nothing."""
 
     name: str
+    needs: tuple[str, ...] = ()  # facts without which there is no score
+    numbers: tuple[str, ...] = ()  # those among them that must hold a number
+
+    @abstractmethod
+    def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
+        """From 0 to 1. `metadata` has the answer's `finish_reason` too."""
+
+    def scores(
+        self, prompts: Sequence[str], completions: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[float]:
+        return [self.score(completion, facts) for completion, facts in zip(completions, metadata, strict=True)]
+
+    def lacks(self, metadata: Mapping[str, Any]) -> str:
+        """What is missing in these facts, for an error; empty: nothing."""
+        for name in self.needs:
+            if name not in metadata:
+                return f"metadata.{name}"
+            if name in self.numbers and last_number(metadata[name]) is None:
+                return f"a number in metadata.{name}, not {metadata[name]!r}"
+        return ""
+
+
+class Task(Scorer):
+    """`levels`: of difficulty, the easiest is 1. `max_tokens`: how long an answer may be."""
+
     levels = 1
     max_tokens = 32
 
@@ -45,15 +77,6 @@ class Task(ABC):
         """Those that are never learnt from, where the task has them apart; None: they are drawn like others."""
         return None
 
-    @abstractmethod
-    def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
-        """From 0 to 1. `metadata` is the problem's, with the answer's `finish_reason`."""
-
-    def scores(
-        self, prompts: Sequence[str], completions: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
-        return [self.score(completion, facts) for completion, facts in zip(completions, metadata, strict=True)]
-
 
 def _asked(question: str, system: str = "Be brief.") -> tuple[Mapping[str, str], ...]:
     return ({"role": "system", "content": system}, {"role": "user", "content": question})
@@ -63,6 +86,7 @@ class Arithmetic(Task):
     """Sums: one digit, two, then differences and three numbers. Half a point for a bare number that is close."""
 
     name = "arithmetic"
+    needs = numbers = ("answer",)
     levels = 4
     max_tokens = 8
 
@@ -76,8 +100,8 @@ class Arithmetic(Task):
         return Problem(_asked(f"{a} + {b} ="), {"answer": a + b})
 
     def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
-        numbers = NUMBER.findall(completion)
-        return float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(metadata["answer"]))
+        found = last_number(completion)
+        return float(found is not None and found == last_number(metadata["answer"]))
 
 
 class Format(Task):
@@ -101,6 +125,7 @@ class Length(Task):
     """As many words as were asked for, and an end; nothing for an answer that had to be cut off."""
 
     name = "length"
+    needs = numbers = ("words",)
     max_tokens = 12
 
     def problem(self, random: random.Random, level: int) -> Problem:
@@ -110,7 +135,7 @@ class Length(Task):
     def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
         if metadata.get("finish_reason") == "length":
             return 0.0
-        wanted = int(metadata["words"])
+        wanted = max(1.0, last_number(metadata["words"]) or 1.0)
         return max(0.0, 1.0 - abs(len(completion.split()) - wanted) / wanted)
 
 
@@ -118,6 +143,7 @@ class Letters(Task):
     """How often a letter occurs in a word."""
 
     name = "letters"
+    needs = numbers = ("answer",)
     levels = 2
     max_tokens = 8
 
@@ -129,10 +155,22 @@ class Letters(Task):
 
     def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
         numbers = NUMBER.findall(completion)
-        return float(bool(numbers) and float(numbers[0].replace(",", "")) == float(metadata["answer"]))
+        return float(bool(numbers) and float(numbers[0].replace(",", "")) == last_number(metadata["answer"]))
+
+
+class LastNumber(Scorer):
+    """GSM8K's score: the last number of the text is that of `metadata.answer`, which may be the published solution."""
+
+    name = "gsm8k"
+    needs = numbers = ("answer",)
+
+    def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
+        found = last_number(completion)
+        return float(found is not None and found == last_number(metadata["answer"]))
 
 
 TASKS: dict[str, Task] = {task.name: task for task in (Arithmetic(), Format(), Length(), Letters())}
+SCORERS: dict[str, Scorer] = {**TASKS, LastNumber.name: LastNumber()}  # scoring functions that are always there
 
 
 class ReasoningGym(Task):
@@ -218,4 +256,5 @@ class Rows(Task):
 def _problem(row: DatasetRow) -> Problem:
     messages = row.messages("prompt", "user")
     facts = {name: value for name, value in row.fields.items() if name != "prompt"}
-    return Problem(tuple({"role": one["role"], "content": one["content"]} for one in messages), facts)
+    asked = tuple({"role": one["role"], "content": one["content"]} for one in messages)
+    return Problem(asked, facts, f"{row.path}, line {row.line}")

@@ -42,7 +42,7 @@ class Totals:
     last_update: float | None = None
     last_reason: str = ""
     metrics: dict[str, float] = field(default_factory=dict)  # of the last update
-    kl: float | None = None  # to the model without the adapter, when it was last measured …
+    kl: float | None = None  # to the reference, when it was last measured …
     kl_update: int | None = None  # … and by which update
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=HISTORY))
     times: deque[float] = field(default_factory=lambda: deque(maxlen=20))  # when updates were published

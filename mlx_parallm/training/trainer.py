@@ -6,10 +6,9 @@ the parameters and the optimiser are then what they were. Its two halves, `forwa
 run apart. Sessions call it.
 """
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,11 +16,12 @@ import numpy as np
 
 from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.weights import Adapter
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import available_memory, size_flag, size_text
-from mlx_parallm.training.batches import Batch, Micro
+from mlx_parallm.training.batches import Batch, BatchRules, Micro
 from mlx_parallm.training.budget import MAX_MICRO, MIN_MICRO, Budget
 from mlx_parallm.training.learner import (
     Learner,
@@ -32,13 +32,12 @@ from mlx_parallm.training.learner import (
     number,
 )
 from mlx_parallm.training.model import TrainableModel, shared_tree
-from mlx_parallm.training.objectives import divergence
+from mlx_parallm.training.objectives import Floats, divergence
 from mlx_parallm.training.policy_loss import LOGPROBS, LossTotals, PolicyLoss
 from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.update_check import CheckSample, UpdateCheck
 
 MIN_ROUNDED = 1024  # where shapes are rounded: smaller micro-batches would take no less time
-REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference, where it is no part of the loss
-CHECKED = 2  # answers by which an update is checked; where shapes are rounded, all of the first micro-batch
 
 
 @dataclass(slots=True)
@@ -54,19 +53,11 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class CheckSample:
-    """A few answers by which an update is checked, and their log-probabilities before it."""
-
-    micro: Micro
-    logprobs: mx.array
-
-
-@dataclass(slots=True)
 class BatchLoss:
     """The result of a forward and backward pass over a batch."""
 
     totals: LossTotals
-    sample: CheckSample
+    samples: list[CheckSample]
 
 
 class Trainer:
@@ -77,9 +68,10 @@ class Trainer:
         self.lora = lora
         mx.random.seed(config.seed)
         self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
-        reference = shared_tree(model)
-        self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters)
-        self.loss = PolicyLoss(self.tree, reference, config)
+        base = shared_tree(model)
+        self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters, counts_updates=True)
+        self.loss = PolicyLoss(self.tree, base, config)
+        self.check = UpdateCheck(self.tree, self.learner, self.loss, config)
         self.kept_snapshots = 0  # that somebody holds beside it
         self.activation_bytes = 0  # most that a micro-batch has taken
         self._shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # that have occurred, where they are rounded
@@ -106,7 +98,8 @@ class Trainer:
     @property
     def working_bytes(self) -> int:
         """Of what an update holds beside activations: those, their gradients, and all of it as it was before."""
-        return (2 + self.kept_snapshots) * self.nbytes + sum(array.nbytes for array in self.learner.stacks.values())
+        held = [*self.learner.stacks.values(), *(self.loss.initial or {}).values()]
+        return (2 + self.kept_snapshots) * self.nbytes + sum(array.nbytes for array in held)
 
     def check_memory(self, name: str, limit: int) -> None:
         """Whether learning fits into its memory, which is a part of this limit; `name`: of the adapter."""
@@ -121,6 +114,20 @@ class Trainer:
     def adapter(self) -> Adapter:
         return self.tree.adapter()
 
+    @property
+    def reference(self) -> Parameters | None:
+        """What the divergence is measured to, in place of the model without an adapter."""
+        return self.loss.initial
+
+    def begin_with(self, adapter: Adapter) -> None:
+        """Goes on from an adapter of the same layers and rank, before the first update."""
+        self.learner.set_parameters(self.tree.parameters_of(adapter))
+        self.measure_to(self.parameters)
+
+    def measure_to(self, parameters: Parameters) -> None:
+        """Has the divergence measured to these parameters, unless the config says: to the model alone."""
+        self.loss.initial = parameters if self.config.reference == "initial" else None
+
     # An update.
 
     def update(
@@ -129,15 +136,22 @@ class Trainer:
         """`busy`: whether anybody waits meanwhile; while nobody does, micro-batches are larger."""
         self._busy = busy
         begun = time.perf_counter()
-        batch = self.batch(trajectories)
-        used = len(batch.trajectories)
-        outcome = Outcome(_facts(trajectories, batch), used=used, skipped=len(trajectories) - used)
+        if self.lora.dropout:  # a run that goes on after a restart leaves out what it would have
+            mx.random.seed(self.config.seed + self.updates)
+        facts = _facts(trajectories)
+        rewarded: Sequence[Trajectory] = trajectories
+        if self.config.beta and self.config.kl_in_reward:
+            rewarded, facts["kl"] = yield from self._with_divergence(trajectories)
+        batches = self.batches(rewarded)
+        used = sum(len(batch.trajectories) for batch in batches)
+        facts["flat_trajectories"] = float(sum(batch.flat for batch in batches))
+        outcome = Outcome(facts, used=used, skipped=len(trajectories) - used)
         if not used:
-            outcome.reason = "no group has answers with different rewards"
+            outcome.reason = "no group has answers with different rewards, of which something is to be learnt"
             return outcome
         try:
             with self.learner.undo_on_failure() as before:
-                yield from self._learn(batch, before, outcome.metrics)
+                yield from self._learn([batch for batch in batches if batch.trajectories], before, outcome.metrics)
         except Refused as error:
             outcome.reason = str(error)
             outcome.seconds = time.perf_counter() - begun
@@ -150,25 +164,84 @@ class Trainer:
         outcome.adapter = self.adapter()
         return outcome
 
-    def _learn(self, batch: Batch, before: LearnerState, metrics: dict[str, float]) -> Generator[None, None, None]:
-        """All epochs and the check of the result; metrics are those of the first epoch."""
-        sample: CheckSample | None = None
-        for _ in range(self.config.epochs):
-            self.learner.clear_gradient()
-            computed = yield from self.forward_backward(batch)
-            norm = yield from self.optim_step()
-            if sample is None:
-                metrics |= computed.totals.metrics() | {"grad_norm": norm}
-                if self.config.beta:
-                    metrics["kl"] = computed.totals.reference / max(computed.totals.tokens, 1.0)
-                sample = computed.sample
-        assert sample is not None
-        metrics |= yield from self._check(sample, before.stacks)
+    def _learn(
+        self, batches: Sequence[Batch], before: LearnerState, metrics: dict[str, float]
+    ) -> Generator[None, None, None]:
+        """All epochs, a step for each batch, and the check of the result; metrics are those of the first epoch."""
+        samples: list[CheckSample] = []
+        totals, norms = LossTotals(), list[float]()
+        if self.config.importance_cap and len(batches) * self.config.epochs > 1:
+            for batch in batches:
+                yield from self._keep_proximal(batch)
+        for epoch in range(self.config.epochs):
+            for batch in batches:
+                self.learner.clear_gradient()
+                computed = yield from self.forward_backward(batch)
+                norm = yield from self.optim_step()
+                if epoch == 0:
+                    totals.add(computed.totals)
+                    norms.append(norm)
+                    samples = samples or computed.samples  # those of the first step: none had been made before it
+        metrics |= totals.metrics() | {"grad_norm": float(np.mean(norms)), "optimizer_steps": float(len(norms))}
+        metrics["loss"] /= len(batches)
+        if self.config.divergence_in_loss:
+            metrics["kl"] = totals.reference / max(totals.tokens, 1.0)
+        metrics |= yield from self.check.run(samples, before)
+
+    def batches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
+        """The steps of an update, of about `batch_size` trajectories each."""
+        return Batch.all_of(trajectories, self._rules, self.config.batch_size)
 
     def batch(self, trajectories: Sequence[Trajectory]) -> Batch:
-        """Answers without an advantage are computed only for their divergence to the reference."""
+        """All of them in one step."""
+        return Batch.all_of(trajectories, self._rules, len(trajectories))[0]
+
+    @property
+    def _rules(self) -> BatchRules:
+        """Answers without an advantage are computed only for their divergence to the reference, or their entropy."""
         config = self.config
-        return Batch.of(trajectories, config.algorithm, config.max_length, keep_flat=config.beta > 0)
+        return BatchRules(
+            algorithm=config.algorithm,
+            scaling=config.reward_scaling,
+            max_length=config.max_length,
+            keep_flat=config.divergence_in_loss or config.entropy_bonus > 0,
+            mask_truncated=config.mask_truncated,
+        )
+
+    def _keep_proximal(self, batch: Batch) -> Generator[None, None, None]:
+        """Notes the log-probabilities of a batch's answers before the first step."""
+        found: dict[int, Floats] = {}
+        for micro in self._micros(batch):
+            logprobs = to_numpy(self.check.new_logprobs(micro).astype(mx.float32))
+            self.learner.restore()
+            for row, place in enumerate(micro.places.tolist()):
+                if place >= 0:
+                    found[place] = logprobs[row, : len(batch.trajectories[place].completion_ids)]
+            yield
+        batch.proximal = found
+
+    def _with_divergence(
+        self, trajectories: Sequence[Trajectory]
+    ) -> Generator[None, None, tuple[list[Trajectory], float]]:
+        """Answers with rewards that are less by the weight of their divergence; the mean of that, in nats a token.
+
+        Measured from the policy that drew them, or the current one where nobody knows that.
+        """
+        rules = replace(self._rules, keep_flat=True, mask_truncated=False)
+        [batch] = Batch.all_of(trajectories, rules, len(trajectories))
+        rewarded, total, tokens = list(trajectories), 0.0, 0
+        for micro in self._micros(batch):
+            reference = self.loss.reference_logprobs(micro)
+            drawn = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), self.check.new_logprobs(micro))
+            apart = divergence(drawn, reference, self.config.kl_estimator) * mx.array(micro.mask)
+            for place, kl in zip(micro.places.tolist(), to_numpy(mx.sum(apart, axis=1)).tolist(), strict=True):
+                if place >= 0:
+                    one = trajectories[place]
+                    rewarded[place] = replace(one, reward=one.reward - self.config.beta * kl)
+            total, tokens = total + number(mx.sum(apart)), tokens + micro.learnt
+            self.learner.restore()
+            yield
+        return rewarded, total / max(1, tokens)
 
     def forward_backward(self, batch: Batch) -> Generator[None, None, BatchLoss]:
         """Adds the gradient of a batch, which must not be empty, to what the learner has accumulated."""
@@ -176,13 +249,18 @@ class Trainer:
 
         def read(micro: Micro, values: Values) -> None:
             totals.add(LossTotals.read(values))
-            if not samples:
-                some = micro if self.rounded else micro.first(CHECKED)  # a shape that is known, or few
-                samples.append(CheckSample(some, values[LOGPROBS][: len(some.answers)]))
-                mx.eval(samples[0].logprobs)
+            wanted = self.config.max_kl_tokens - sum(sample.micro.learnt for sample in samples)
+            if wanted > 0:
+                some = micro if self.rounded else micro.first_tokens(wanted)  # a shape that is known, or few
+                samples.append(CheckSample(some, self._without_dropout(some, values[LOGPROBS][: len(some.answers)])))
+                mx.eval(samples[-1].logprobs)
 
         yield from self.learner.forward_backward(self._micros(batch), self.loss, read, self._measured)
-        return BatchLoss(totals, samples[0])
+        return BatchLoss(totals, samples)
+
+    def _without_dropout(self, micro: Micro, logprobs: mx.array) -> mx.array:
+        """Of answers whose log-probabilities are known with it, if there is one."""
+        return logprobs if not self.lora.dropout else self.check.new_logprobs(micro)
 
     def optim_step(self) -> Generator[None, None, float]:
         """One step by the gradient that was accumulated; its norm."""
@@ -228,40 +306,6 @@ class Trainer:
             self.go_back(before)
         self.activation_bytes = 0
 
-    # Whether what came out may be served.
-
-    def _check(self, sample: CheckSample, before: Parameters) -> Generator[None, None, dict[str, float]]:
-        """Looks at the new parameters, and at what they make of some of the batch."""
-        metrics = {"parameter_norm": self._check_parameters(before)}
-        stacks = {name: array.astype(self.tree.dtype) for name, array in self.learner.stacks.items()}
-        self.tree.set_parameters(self.learner.by_shape.split(stacks))
-        after, mask = self.loss.logprobs(sample.micro), mx.array(sample.micro.mask)
-        count = mx.maximum(mx.sum(mask), 1)
-        if not self.config.beta and self.updates % REFERENCE_EVERY == 0:  # else it is known of all answers
-            reference = self.loss.reference_logprobs(sample.micro)
-            metrics["kl"] = number(mx.sum(divergence(sample.logprobs, reference) * mask) / count)
-        # Of the old policy to the new: the old one drew the answers.
-        kl = number(mx.sum(divergence(sample.logprobs, after) * mask) / count)
-        self.learner.restore()
-        yield
-        if not kl <= self.config.max_kl:
-            raise Refused(f"it would move the policy by {kl:.3g} nats a token, over {self.config.max_kl:g}")
-        return metrics | {"update_kl": kl}
-
-    def _check_parameters(self, before: Parameters) -> float:
-        """Their norm."""
-        stacks = self.learner.stacks
-        norms = [mx.linalg.norm(array) for array in stacks.values()]
-        moved = [mx.max(mx.abs(array - before[name])) for name, array in stacks.items()]
-        norm, step = number(mx.linalg.norm(mx.stack(norms))), number(mx.max(mx.stack(moved)))
-        if not math.isfinite(norm):
-            raise Refused("the parameters are not finite")
-        if step == 0.0 and self.config.learning_rate > 0:
-            raise Refused("nothing has changed")
-        if norm > self.config.max_parameter_norm:
-            raise Refused(f"the parameters' norm is {norm:.3g}, over {self.config.max_parameter_norm:g}")
-        return norm
-
     # Undo and checkpoints.
 
     def snapshot(self) -> LearnerState:
@@ -283,12 +327,11 @@ class Trainer:
         self.go_back(self.snapshot_of(arrays, updates))
 
 
-def _facts(trajectories: Sequence[Trajectory], batch: Batch) -> dict[str, float]:
+def _facts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics that are known before anything is computed."""
     rewards = np.array([one.reward for one in trajectories], np.float32)
     return {
         "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
         "off_policy": float(sum(one.off_policy for one in trajectories)),
-        "flat_trajectories": float(batch.flat),
     }

@@ -5,7 +5,7 @@ Sessions keep them in a buffer and hand them to the trainer in groups that are c
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class Trajectory:
     source: ChoiceKey | None = None  # the choice, of one that was drawn here
     max_tokens: int | None = None  # that the answer was allowed; None: nobody knows
     metadata: dict[str, Any] = field(default_factory=dict)
+    truncated: bool = False  # cut off at the longest length that it was allowed
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.completion_ids:
@@ -67,6 +68,7 @@ class Trajectory:
             request_id=record.id,
             source=record.key,
             max_tokens=record.max_tokens,
+            truncated=record.finish_reason == "length",
         )
 
     @classmethod
@@ -80,6 +82,22 @@ class Trajectory:
     def version(self) -> int:
         """The oldest that drew any of it."""
         return min((span.version for span in self.spans), default=0)
+
+    def comes_from(self, versions: Collection[int]) -> bool:
+        """Whether any of these versions of the adapter that learns drew a part of it."""
+        return not self.foreign and any(span.version in versions for span in self.spans)
+
+    @property
+    def foreign(self) -> bool:
+        """Drawn here by another adapter than the one that learns, with versions of its own."""
+        return self.off_policy and self.source is not None
+
+
+def joined_masks(recorded: Sequence[bool] | None, sent: Sequence[bool] | None) -> Sequence[bool] | None:
+    """Tokens to learn from: those that the model chose, and that whoever sent them wants; None: all."""
+    if recorded is None or sent is None:
+        return sent if recorded is None else recorded
+    return [bool(own and wanted) for own, wanted in zip(recorded, sent, strict=True)]
 
 
 def prompt_group(prompt: Sequence[int]) -> str:

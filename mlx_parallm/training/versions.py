@@ -54,6 +54,7 @@ class PolicyVersions:
         self._scale = lora.scale
         self._states: dict[int, LearnerState] = {}  # of the versions that are loaded
         self.last = 0  # that was ever given out
+        self.abandoned: set[int] = set()  # versions that a rollback has left: no ancestors of what the name means now
         self.publisher: Publisher | None = None
         self.record: Callable[[int], None] = lambda number: None  # writes a number down before it is used; may raise
 
@@ -97,7 +98,14 @@ class PolicyVersions:
         """The same; its number. Raises where the version is no longer loaded."""
         if self.publisher is not None:
             self.publisher.roll_back(self._name, number)
-        return self._engine.adapters.rollback(self._name, number).number
+        served = self._engine.adapters.rollback(self._name, number).number
+        self.abandon_after(served)
+        return served
+
+    def abandon_after(self, number: int) -> None:
+        """Training goes on from this version: those that came after it are no ancestors of the next."""
+        self.abandoned |= set(range(number + 1, self.last + 1))
+        self.abandoned.discard(number)
 
     def _new_number(self) -> int:
         number = self.last + 1

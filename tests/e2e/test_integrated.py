@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mlx_parallm.config.training import LoRAConfig
+from mlx_parallm.training.checkpoints import adapter_files
+from mlx_parallm.training.model import TrainableModel
 from tests.support.servers import free_port
+from tests.tiny import tiny
 from tests.unit.test_adapters import written
 
 SCRIPT = """
@@ -47,6 +51,74 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+REQUESTS = """
+import asyncio, json, sys
+import httpx
+from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
+
+async def main():
+    folder, port = sys.argv[1], int(sys.argv[2])
+    server = RLIntegratedServer(
+        base_model=folder,
+        lora_config=LoRAConfig(rank=4, alpha=8),
+        rl_config=RLConfig(learning_rate=1e-3, batch_size=4, max_kl=100.0),
+        ssd=False,
+        checkpoint_dir=sys.argv[3],
+        lora_path=(f"policy={sys.argv[4]}",),
+    )
+    serving = asyncio.create_task(server.run_inference(port=port))
+    training = asyncio.create_task(server.run_training_loop())
+    url = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        while True:
+            try:
+                await client.get("/health")
+                break
+            except httpx.ConnectError:
+                await asyncio.sleep(0.05)
+        begin = (await client.get("/v1/training/status")).json()
+        for step in range(2):
+            for place in range(4):
+                name = f"{step}-{place}"
+                body = {"prompt": "hello", "max_tokens": 4, "temperature": 1.0, "request_id": name}
+                await client.post("/v1/completions", json=body)
+                reward = {"request_id": name, "reward": float(place)}
+                assert (await client.post("/v1/training/feedback", json=reward)).status_code == 200
+            for _ in range(200):
+                status = (await client.get("/v1/training/status")).json()
+                if status["updates"] > step:
+                    break
+                await asyncio.sleep(0.05)
+    await server.stop()
+    reports = await training
+    await serving
+    print(json.dumps({"steps": len(reports), "updates": status["updates"], "begin": begin["policy_version"]}))
+
+asyncio.run(main())
+"""
+
+
+def test_without_a_task_it_learns_from_what_it_is_sent(tiny_folder: Path, tmp_path: Path) -> None:
+    """And begins with the adapter that --lora-path has under the trained name."""
+    tree = TrainableModel(tiny("llama"), LoRAConfig(rank=4, alpha=8))
+    adapter = tmp_path / "start"
+    adapter.mkdir()
+    for name, data in adapter_files(tree.adapter(), 2.0, 4, "tiny").items():
+        (adapter / name).write_bytes(data)
+    arguments = [
+        sys.executable,
+        "-c",
+        REQUESTS,
+        str(tiny_folder),
+        str(free_port()),
+        str(tmp_path / "kept"),
+        str(adapter),
+    ]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == {"steps": 2, "updates": 2, "begin": 1}
 
 
 def test_serving_and_training_over_one_model(tiny_folder: Path, tmp_path: Path) -> None:

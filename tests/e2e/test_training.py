@@ -137,7 +137,6 @@ def test_what_the_server_never_drew_is_off_policy(client: httpx.Client) -> None:
             "prompt_ids": group["prompt_ids"],
             "completion_ids": sample["completion_ids"],
             "logprobs": [value - 0.3 for value in sample["logprobs"]],
-            "request_id": sample["request_id"],
             "reward": float(place),
         }
         for place, sample in enumerate(group["samples"])
@@ -145,6 +144,29 @@ def test_what_the_server_never_drew_is_off_policy(client: httpx.Client) -> None:
     found = post(client, "/v1/training/update", {"trajectories": made + twisted})
     assert found["metrics"]["off_policy"] == 4
     assert found["metrics"]["max_logprob_gap"] > 0.1
+
+
+def test_log_probabilities_after_a_cut_are_those_of_the_same_policy(client: httpx.Client) -> None:
+    """What /generate tells is after top_p; sent back with its request_id, it is known by what was recorded."""
+    trajectories = []
+    for place in range(4):
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 1.0, "top_p": 0.5, "request_id": f"cut-{place}"}
+        found = post(client, "/generate", body)
+        assert found["logprobs_mode"] == "processed"
+        trajectories.append(
+            {
+                "group_id": "cut",
+                "prompt_ids": found["prompt_ids"],
+                "completion_ids": found["completion_ids"],
+                "logprobs": found["logprobs"],
+                "request_id": found["request_id"],
+                "reward": float(place),
+            }
+        )
+    metrics = post(client, "/v1/training/update", {"trajectories": trajectories})["metrics"]
+    assert metrics["off_policy"] == 0
+    assert metrics["clip_fraction"] == 0
+    assert metrics["max_logprob_gap"] < 1e-3
 
 
 def test_feedback_on_earlier_answers(client: httpx.Client) -> None:
@@ -168,6 +190,26 @@ def test_feedback_on_earlier_answers(client: httpx.Client) -> None:
     assert updated["trajectories_used"] == 4
     assert updated["metrics"]["off_policy"] == 0
     assert status(client)["trajectories_ready"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"model": "default", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/responses", {"model": "default", "max_output_tokens": 16, "input": "hello"}),
+        ("/v1/chat/completions", {"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/completions", {"max_tokens": 4, "prompt": "hello"}),
+    ],
+)
+def test_feedback_finds_an_answer_by_the_id_that_its_dialect_gave_it(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    answer = client.post(path, json=body)
+    names = [answer.json()["id"], answer.headers["x-request-id"]]
+    before = status(client)["trajectories_collected"]
+    for name in names:
+        post(client, "/v1/training/feedback", {"request_id": name, "reward": 1.0})
+    assert status(client)["trajectories_collected"] == before + len(names)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -207,6 +249,45 @@ def test_an_answer_ended_by_a_stop_string_is_learnt_from_as_the_client_saw_it(cl
     until(client, lambda now: now["trajectories_buffered"] == before + 2)
     pair = [{"group_id": "cut", "request_id": f"cut-{number}", "reward": float(number)} for number in (1, 2)]
     assert post(client, "/v1/training/update", {"trajectories": pair})["metrics"]["tokens"] == seen
+
+
+def test_feedback_right_after_a_stop_string_finds_the_answer(client: httpx.Client) -> None:
+    """The engine hears of the end later than the client."""
+    whole = Api(client).complete(prompt=PROMPT, max_tokens=12, ignore_eos=True)["choices"][0]["text"]
+    body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0, "stop": [whole[2:6]]}
+    for place in range(20):
+        answer = post(client, "/v1/completions", {**body, "request_id": f"stopped-{place}"})
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        post(client, "/v1/training/feedback", {"request_id": f"stopped-{place}", "reward": 1.0})
+    sent = [{"request_id": f"stopped-{place}", "group_id": "stopped", "reward": float(place)} for place in range(20)]
+    used = post(client, "/v1/training/update", {"trajectories": sent})
+    assert used["trajectories_used"] == 20
+    answer = client.post("/v1/training/feedback", json={"request_id": "never-asked", "reward": 1.0})
+    assert answer.status_code == 404
+
+
+def test_an_answer_that_is_being_given_is_waited_for(client: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "request_id": "running", "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        with httpx.Client(base_url=client.base_url, timeout=60) as other:
+            post(other, "/v1/training/feedback", {"request_id": "running", "reward": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "2 + 2 =", "collect_trajectory": True, "scoring_function": "gsm8k"}),
+        ("/v1/rl/rollout", {"prompts": ["2 + 2 ="], "scoring_function": "gsm8k"}),
+        ("/v1/rl/rollout", {"prompts": ["2 + 2 ="], "scoring_function": "gsm8k", "metadata": [{"answer": "four"}]}),
+    ],
+)
+def test_a_score_without_what_it_needs_is_a_400(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    assert "metadata.answer" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "metadata"
 
 
 def test_the_buffer_is_learnt_from(client: httpx.Client) -> None:
@@ -389,6 +470,21 @@ def test_several_adapters_learn_each_from_its_own(tiny_folder: Path, flags: list
         assert report["published"], report
         assert status(client)["policy_version"] == 1
         assert client.get("/v1/training/status", params={"adapter": "two"}).json()["policy_version"] == 2
+
+
+def test_gsm8k_scores_what_names_no_scoring_function_and_starts_nothing(
+    tiny_folder: Path, flags: list[str], tmp_path: Path
+) -> None:
+    flags = [*flags, "--checkpoint-dir", str(tmp_path / "own"), "--environment", "gsm8k"]
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        body = {"prompt": PROMPT, "max_tokens": 4, "n": 2, "collect_trajectory": True}
+        scored = post(client, "/v1/completions", {**body, "metadata": {"answer": 42}})
+        assert [choice["reward"] for choice in scored["choices"]] == [0.0, 0.0]
+        later = post(client, "/v1/completions", body)
+        assert [choice.get("reward") for choice in later["choices"]] == [None, None]
+        found = status(client)
+        assert found["environment"] is None
+        assert found["trajectories_collected"] == 2
 
 
 @pytest.mark.parametrize("field", ["prompt_ids", "completion_ids"])

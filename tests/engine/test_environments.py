@@ -1,16 +1,19 @@
 """Episodes of several turns on a real engine: what is learnt from, and with which numbers."""
 
 import random
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.config.train import LoopConfig
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.text.prompts import Message
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.environments import Calculator, Environment, EnvironmentTask, EpisodeSampler, evaluate
 from mlx_parallm.training.find_task import find_task
+from mlx_parallm.training.loop import Loop, ScoredAnswer
 from mlx_parallm.training.model import answer_logits
 from mlx_parallm.training.objectives import chosen_logprobs
 from mlx_parallm.training.tasks import Problem
@@ -88,6 +91,49 @@ def test_an_environment_that_fails_costs_its_episode_alone() -> None:
         (group,) = plays.sample([problem], sampling, "policy", 7, "salt")
         assert [answer.score for answer in group] == [None, None]
         assert plays.failures == 2
+        one.driver.settle()
+
+
+class Fragile(Echo):
+    """Half of the problems have a step that raises; the others pay by what was said."""
+
+    def step(self, messages: list[Message]) -> tuple[list[Message], float, bool]:
+        if self.seed % 2:
+            raise ValueError("broken")
+        said, _, done = super().step(messages)
+        return said, float(len(messages[-1]["content"]) % 5), done
+
+
+class Remembering(EpisodeSampler):
+    """Keeps what it has drawn."""
+
+    def sample(self, *args: Any, **options: Any) -> list[list[ScoredAnswer]]:
+        self.drawn = super().sample(*args, **options)
+        return self.drawn
+
+
+def test_a_run_goes_on_where_steps_of_an_environment_raise() -> None:
+    """Their episodes are not learnt from, those of the others are; tokens are counted that the model drew itself."""
+    with school() as one:
+        session = one.session()
+        plays = Remembering(one.engine, one.rollouts, EnvironmentTask("fragile", Fragile))
+        config = LoopConfig(steps=1, prompts_per_step=6, group_size=3, eval_problems=1, answer_tokens=4, eval_every=5)
+        learnt: list[int] = []
+        update = session.update
+
+        def watched(trajectories: Any, **options: Any) -> Any:
+            learnt.append(len(trajectories))
+            drawn = [answer.record for group in plays.drawn for answer in group]
+            assert sum(record.sampled for record in drawn) < sum(len(record.completion_ids) for record in drawn)
+            tokens.append(sum(record.sampled for record in drawn))
+            return update(trajectories, **options)
+
+        tokens: list[int] = []
+        session.update = watched  # type: ignore[method-assign]
+        report = Loop(session, plays, config).run()[-1]
+        assert plays.failures > 0
+        assert 0 < learnt[0] < 18
+        assert report.rollout_tokens == tokens[0]
         one.driver.settle()
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config.train import LoopConfig
-from mlx_parallm.config.training import LoRAConfig, RLConfig
+from mlx_parallm.config.training import Alarms, LoRAConfig, RLConfig
 from mlx_parallm.models.loader import load
-from mlx_parallm.training.alarms import Alarms
 from mlx_parallm.training.environments import make_task_sampler
 from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.ledger import Ledger

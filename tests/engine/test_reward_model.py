@@ -70,7 +70,7 @@ def test_the_base_is_shared_and_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "hybrid", "qwen3_next", "mamba"])
 def test_texts_together_score_as_they_do_alone(kind: str) -> None:
-    lora = LoRAConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "in_proj", "out_proj"))
+    lora = LoRAConfig(rank=4, alpha=8, target_modules=("all-linear",))
     rewards = stirred(RewardModel(as_served(kind), lora))
     some = texts(8)
     together = rewards.scores(some)

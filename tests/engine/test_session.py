@@ -1,5 +1,7 @@
 """Sessions and the loop on a real engine: what is published, what is rolled back, what a restart goes on with."""
 
+import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -11,14 +13,14 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.train import LoopConfig
-from mlx_parallm.config.training import LoRAConfig, RLConfig
+from mlx_parallm.config.training import Alarms, LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
 from mlx_parallm.text.prompts import Conversation, Prompts
-from mlx_parallm.training.alarms import Alarms
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.checkpoints import Checkpoints
+from mlx_parallm.training.components import parse_components
 from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.loop import Loop, StepReport, TaskSampler
 from mlx_parallm.training.model import answer_logits
@@ -27,7 +29,7 @@ from mlx_parallm.training.records import Record
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.tasks import Problem, Task
+from mlx_parallm.training.tasks import Problem, Rows, Task
 from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.types import SamplingParams
 from tests.engine.harness import Answer, Driver, as_served, driver_of
@@ -54,7 +56,9 @@ class School:
         self.engine.recorder = self.ledger
         self.rollouts = Rollouts(self.engine, self.ledger, 32)
 
-    def session(self, name: str = "policy", folder: Path | None = None, **options: object) -> Session:
+    def session(
+        self, name: str = "policy", folder: Path | None = None, lora: LoRAConfig = LORA, **options: object
+    ) -> Session:
         alarms = options.pop("alarms", None)
         interval = options.pop("checkpoint_interval", 1)
         seconds = options.pop("checkpoint_seconds", 60.0)
@@ -65,7 +69,7 @@ class School:
         found = Session(
             self.engine,
             name,
-            LORA,
+            lora,
             config,
             checkpoints=checkpoints,
             checkpoint_interval=interval,  # type: ignore[arg-type]
@@ -242,6 +246,166 @@ def random_trajectories(seed: int) -> list[Trajectory]:
     ]
 
 
+class Unreachable:
+    """Where versions are to be served, and can't be."""
+
+    def publish(self, name: str, adapter: object, number: int) -> None:
+        raise UnavailableError("nobody answers")
+
+    def roll_back(self, name: str, number: int) -> None:
+        raise UnavailableError("nobody answers")
+
+
+def test_groups_are_put_back_after_an_update_that_failed() -> None:
+    """The first to be taken again, in their order, and the trainer as it was."""
+    with school() as one:
+        session = one.session()
+        first, later = random_trajectories(1), random_trajectories(2)
+        for each in later:
+            each.group_id = f"later-{each.group_id}"
+        session.buffer.add(first)
+        before = session.trainer.state()
+        session.versions.publisher = Unreachable()
+        with pytest.raises(UnavailableError, match="nobody answers"):
+            session.update(at_most=8)
+        assert (session.trainer.updates, session.version) == (0, 1)
+        assert all(np.array_equal(array, session.trainer.state()[name]) for name, array in before.items())
+        session.buffer.add(later)
+        assert (len(session.buffer), session.buffer.ready()) == (16, 16)
+        session.versions.publisher = None
+        assert session.buffer.take(8, session.version) == first
+        session.buffer.put_back(first)
+        assert session.update(at_most=8).published
+        assert len(session.buffer) == 8
+
+
+def test_after_a_rollback_training_goes_on() -> None:
+    """Rewards of another scale give one alarm, not one in every five updates."""
+    with school() as one:
+        session = one.session(alarms=Alarms(kl=None, entropy=None), learning_rate=1e-4)
+        rolled_back = []
+        for number in range(24):
+            trajectories = random_trajectories(number)
+            for each in trajectories:
+                each.reward += 50.0 if number < 10 else 0.0
+            if session.update(trajectories).rolled_back:
+                rolled_back.append(number)
+        assert rolled_back == [12]
+        assert session.trainer.updates == 24 - 2, "the alarm takes its own update and the one before"
+
+
+def test_training_begins_with_an_adapter_as_its_first_version(tmp_path: Path) -> None:
+    with school() as one:
+        random = np.random.default_rng(3)
+        other = one.session("other")
+        other.trainer.tree.set_parameters(
+            {
+                name: mx.array(0.1 * random.standard_normal(array.shape).astype(np.float32))
+                for name, array in other.trainer.parameters.items()
+            }
+        )
+        adapter = other.trainer.adapter()
+        session = Session(one.engine, "policy", LORA, RLConfig(), checkpoints=Checkpoints(tmp_path, 3))
+        session.start(initial=adapter)
+        assert session.version == 1
+        assert all(np.array_equal(part.a, adapter.parts[path].a) for path, part in session.adapter().parts.items())
+        assert session.trainer.reference is not None
+        session.update(random_trajectories(1))
+        session.close()
+        again = Session(one.engine, "again", LORA, RLConfig(), checkpoints=Checkpoints(tmp_path, 3))
+        again.start(initial=adapter)
+        assert again.trainer.updates == 1, "a checkpoint is gone on from"
+
+
+def test_the_divergence_is_measured_to_the_adapter_that_training_began_with(tmp_path: Path) -> None:
+    """And a restart finds it again; --reference base measures it to the model."""
+
+    def divergences(folder: Path, numbers: range, **options: object) -> list[float]:
+        with school() as one:
+            session = one.session(folder=folder, beta=0.05, alarms=Alarms(kl=None), **options)
+            if not session.trainer.updates:
+                random = np.random.default_rng(3)
+                parameters = {
+                    name: mx.array(0.1 * random.standard_normal(array.shape).astype(np.float32))
+                    for name, array in session.trainer.parameters.items()
+                }
+                session.trainer.tree.set_parameters(parameters)
+                adapter = session.trainer.adapter()
+                session.trainer.learner.restore()
+                session.begin_with(adapter)
+            found = [session.update(random_trajectories(number)).outcome.metrics["kl"] for number in numbers]
+            session.checkpoint()
+            return found
+
+    first, *later = divergences(tmp_path / "whole", range(3))
+    assert first == pytest.approx(0.0, abs=1e-6)
+    assert min(later) > 0.0
+    assert divergences(tmp_path / "cut", range(2)) + divergences(tmp_path / "cut", range(2, 3)) == [first, *later]
+    assert divergences(tmp_path / "base", range(1), reference="base")[0] > 0.05
+
+
+def test_answers_of_versions_that_a_rollback_has_left_are_dropped(tmp_path: Path) -> None:
+    """At once where they wait, and whenever they come later; after a restart too."""
+    with school() as one:
+        session = one.session(folder=tmp_path)
+        for seed in range(2):
+            assert session.update(one.trajectories(seed=seed)).published
+        kept, left = one.trajectories(seed=5), one.trajectories(seed=7)  # of version 3
+        session.rollback(2)
+        assert {each.version for each in left} == {3}
+        fresh = one.trajectories(seed=6)
+        assert {each.version for each in fresh} == {2}
+        session.buffer.add([*left[:4], *fresh])
+        report = session.update(at_most=99)
+        assert report.outcome.used + report.outcome.skipped == len(fresh)
+        assert report.outcome.metrics["staleness"] == 0.0
+        assert session.buffer.counts.stale == 4
+        assert session.version == 4
+        with pytest.raises(InvalidRequestError, match="a rollback has left"):
+            session.update(left)
+        report = session.update([*left, *fresh])
+        assert report.outcome.metrics["staleness"] == 2.0, "4 has taken the place of 3"
+        session.buffer.add(kept)
+        session.rollback(4)
+        assert len(session.buffer) == 0
+        session.checkpoint()
+    with school() as one:
+        session = one.session(folder=tmp_path)
+        assert session.versions.abandoned == {3, 5}
+        session.buffer.add(left)
+        with pytest.raises(InvalidRequestError, match="no trajectories"):
+            session.update()
+
+
+def test_answers_of_what_an_alarm_has_left_are_dropped() -> None:
+    with school() as one:
+        session = one.session(alarms=Alarms(kl=None, reward_drop=None))
+        for seed in range(3):
+            session.update(one.trajectories(seed=seed))
+        session.buffer.add(one.trajectories(seed=4))  # of version 4
+        session.monitor.alarms = Alarms(entropy=100.0)
+        assert session.update(one.trajectories(seed=5)).rolled_back
+        assert session.version == 3
+        assert len(session.buffer) == 0
+        assert session.buffer.counts.stale == 8
+
+
+def test_a_checkpoint_of_another_rank_or_of_other_layers_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    with school() as one:
+        session = one.session(folder=tmp_path)
+        session.update(random_trajectories(0))
+        session.checkpoint("mine")
+        for other, words in (
+            (LoRAConfig(rank=8, alpha=8), [r"\(64, 4\), and \(64, 8\) learns", "--lora-rank 4"]),
+            (LoRAConfig(rank=4, target_modules=("q_proj",)), ["do not learn here", "v_proj", "--lora-target-modules"]),
+            (LoRAConfig(rank=4, target_modules=("q_proj", "k_proj", "v_proj")), ["lacks", "k_proj", "--no-resume"]),
+        ):
+            with pytest.raises(ConfigError) as error:
+                one.session("other", folder=tmp_path, lora=other)
+            for word in [re.escape(str(tmp_path / "mine")), "--checkpoint-dir", *words]:
+                assert re.search(word, error.value.message), (word, error.value.message)
+
+
 @pytest.mark.long
 def test_an_alarm_after_a_restart_goes_back_as_far_as_without(tmp_path: Path) -> None:
     calm, alarmed = Alarms(kl=None, entropy=None, reward_drop=None), Alarms(entropy=100.0)
@@ -355,6 +519,57 @@ def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
 
 
+def test_a_prompt_that_is_too_long_is_skipped_counted_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"Say {word}.", "answer": word} for word in ("ape", "bat", "cow", "dog", "elk", "fox")]
+    rows[2]["prompt"] = "Say cow, " * 2000
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with school() as one:
+        task = Rows(str(path), 0.2)
+        rewards = parse_components(["length=3"], task)
+        sampler = TaskSampler(one.engine, one.rollouts, Rewards(), task, rewards)
+        config = LoopConfig(steps=2, prompts_per_step=4, group_size=2, eval_problems=1, answer_tokens=4)
+        reports = Loop(one.session(), sampler, config).run()
+    assert reports[-1].flat()["skipped_problems"] == 1
+    named = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
+    assert len(named) == 1
+    assert "questions.jsonl, line 3" in named[0]
+    assert "tokens" in named[0]
+
+
+class Sometimes(LowTokens):
+    """Every other problem gives all answers the same reward."""
+
+    def score(self, completion: str, metadata: object) -> float:
+        return float(sum(map(ord, completion)) % 7) if metadata["differs"] else 0.5  # type: ignore[index]
+
+    def problem(self, random: object, level: int) -> Problem:
+        asked = super().problem(random, level)
+        return Problem(asked.messages, {"differs": int(asked.messages[0]["content"][-1]) % 2 == 0})
+
+
+def test_problems_whose_answers_teach_nothing_give_way_to_others() -> None:
+    with school() as one:
+        for rounds in (0, 6):
+            sampler = TaskSampler(one.engine, one.rollouts, Rewards(), Sometimes())
+            config = LoopConfig(
+                steps=2, prompts_per_step=4, group_size=4, eval_problems=1, top_p=0.9, top_k=50, dynamic_sampling=rounds
+            )
+            _, *reports = Loop(one.session(f"policy-{rounds}"), sampler, config).run()
+            flat = [report.report.outcome.metrics["flat_trajectories"] for report in reports if report.report]
+            again = [report.flat()["resampled_problems"] for report in reports]
+            if rounds:
+                assert flat == [0.0, 0.0]
+                assert sum(again) > 0
+            else:
+                assert sum(flat) > 0
+                assert again == [0, 0]
+            drawn = one.ledger.records()[-1]
+            assert drawn.policy == f"policy-{rounds}"
+
+
 @pytest.mark.long
 def test_placebos_and_levels() -> None:
     with school() as one:
@@ -396,6 +611,34 @@ def test_cuts_and_penalties_do_not_look_like_another_policy(cuts: dict[str, obje
         metrics = session.update(trajectories).outcome.metrics
         assert metrics["max_logprob_gap"] < 1e-4
         assert metrics["clip_fraction"] == 0
+
+
+def test_tokens_that_a_grammar_left_no_choice_of_are_not_learnt_from() -> None:
+    with school() as one:
+        session = one.session()
+        sampling = SamplingParams(temperature=1.0, max_tokens=20, n=4, grammar='start: "ab" ("c"|"d") "ef" /[a-z]{2}/')
+        groups = one.rollouts.draw(PROMPTS, sampling, adapter="policy", seed=3)
+        records = [record for group in groups for record in group]
+        for record in records:
+            assert record.mask is not None
+            assert record.mask[:5] == (False, False, True, False, False)
+            assert record.mask[5]
+            assert not record.mask[-1], "it may only end"
+            assert record.sampled == sum(record.mask) < len(record.completion_ids)
+            assert record.cut(3).mask == record.mask[:3]
+        learnt = [
+            Trajectory.recorded(record, float(place), str(number))
+            for number, group in enumerate(groups)
+            for place, record in enumerate(group)
+        ]
+        metrics = session.update(learnt).outcome.metrics
+        assert metrics["tokens"] == sum(record.sampled for record in records)
+        assert metrics["max_logprob_gap"] < 1e-4
+        sent = Trajectory(records[0].prompt_ids, records[0].completion_ids, 1.0, request_id=records[0].id)
+        one.ledger.check(sent)
+        assert sent.mask == records[0].mask
+        free = one.rollouts.draw(PROMPTS[:1], SamplingParams(max_tokens=4), adapter="policy")[0][0]
+        assert free.mask is None
 
 
 def test_an_alarm_at_once_leaves_what_is_served() -> None:

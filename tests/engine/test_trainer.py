@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.training import LoRAConfig, RLConfig
+from mlx_parallm.config.training import LoRAConfig, RLConfig, TrainingConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.steps import run_through
 from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
 from mlx_parallm.training.budget import Pace
 from mlx_parallm.training.learner import Refused
 from mlx_parallm.training.model import PromptCache, TrainableModel, answer_logits, can_share_prompts
-from mlx_parallm.training.objectives import AGGREGATION, chosen_logprobs
+from mlx_parallm.training.objectives import RULES, chosen_logprobs, entropy
 from mlx_parallm.training.policy_loss import LossTotals
 from mlx_parallm.training.trainer import Outcome, Trainer
 from mlx_parallm.training.trajectories import Trajectory
@@ -110,7 +110,7 @@ def test_models_with_other_state_do_not_share_prompts() -> None:
     ).shares_prompts
 
 
-@pytest.mark.parametrize("algorithm", list(AGGREGATION))
+@pytest.mark.parametrize("algorithm", list(RULES))
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_update_is_the_same_however_it_is_cut(algorithm: str, checkpointing: bool) -> None:
     settings = {"algorithm": algorithm, "learning_rate": 1e-3, "beta": 0.1, "max_kl": 10.0}
@@ -230,7 +230,7 @@ def test_the_base_is_shared_and_stays_as_it_is() -> None:
     assert all(np.array_equal(before[name], np.array(array)) for name, array in served.items())
 
 
-@pytest.mark.parametrize("algorithm", list(AGGREGATION))
+@pytest.mark.parametrize("algorithm", list(RULES))
 def test_answers_that_did_better_become_likelier(algorithm: str) -> None:
     trainer = Trainer(tiny(), LORA, RLConfig(algorithm=algorithm, learning_rate=1e-3))  # type: ignore[arg-type]
     trajectories = made(seed=1)
@@ -312,6 +312,161 @@ def test_a_bad_update_is_undone(settings: dict[str, float], why: str) -> None:
     after = trainer.state()
     assert all(np.array_equal(before[name], after[name]) for name in before)
     assert trainer.updates == 0
+
+
+def test_a_step_that_goes_too_far_is_halved_before_it_is_refused() -> None:
+    far = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-1, max_kl=1e3))
+    before = {name: np.array(array) for name, array in far.parameters.items()}
+    whole = run(far, made())
+    assert whole.adapter is not None
+    assert whole.metrics["step_halvings"] == 0
+    limit = whole.metrics["update_kl"] / 3
+    held = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-1, max_kl=limit))
+    outcome = run(held, made())
+    assert outcome.adapter is not None, outcome.reason
+    assert outcome.metrics["update_kl"] <= limit
+    share = 0.5 ** outcome.metrics["step_halvings"]
+    assert share < 1
+    for name, array in held.parameters.items():
+        expected = before[name] + share * (np.array(far.parameters[name]) - before[name])
+        assert np.allclose(np.array(array), expected, atol=1e-6), name
+    strict = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-1, max_kl=limit, max_kl_halvings=0))
+    assert "nats a token" in run(strict, made()).reason
+    assert strict.updates == 0
+    stuck = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-1, max_kl=1e-9))
+    assert "halved 3 times" in run(stuck, made()).reason
+    assert all(np.array_equal(before[name], np.array(array)) for name, array in stuck.parameters.items())
+
+
+def test_an_update_is_checked_by_enough_tokens() -> None:
+    for answers, tokens, expected in ((4, 512, None), (60, 100, 100)):
+        trainer = Trainer(tiny(), LORA, RLConfig(microbatch_tokens=64, max_kl_tokens=tokens))
+        batch = trainer.batch(made(size=answers))
+        samples = run_through(trainer.forward_backward(batch)).samples
+        looked_at = sum(sample.micro.learnt for sample in samples)
+        if expected is None:
+            assert looked_at == sum(len(one.completion_ids) for one in batch.trajectories), "all that there are"
+        else:
+            assert expected <= looked_at < expected + 10, "no answer more than needed"
+
+
+def test_a_schedule_counts_updates_and_its_warm_up_begins_with_nothing() -> None:
+    config = RLConfig(learning_rate=1e-3, schedule="linear", warmup_steps=2, total_steps=6, epochs=2)
+    trainer = Trainer(tiny(), LORA, config)
+    rates = []
+    for seed in range(7):
+        outcome = run(trainer, made(seed=seed))
+        assert outcome.adapter is not None, outcome.reason
+        rates.append(outcome.metrics["learning_rate"])
+    assert rates == pytest.approx([0.0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0], abs=1e-9)
+
+
+def test_dropout_is_of_updates_alone_and_repeats_itself() -> None:
+    lora = LoRAConfig(rank=4, alpha=8, dropout=0.5)
+    first, again = (Trainer(tiny(), lora, RLConfig(learning_rate=1e-2)) for _ in range(2))
+    plain = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2))
+    outcomes = [[run(trainer, made(seed=seed)) for seed in range(2)] for trainer in (first, again, plain)]
+    assert apart(first, again) == 0.0
+    assert apart(first, plain) > 0.0
+    assert outcomes[0][1].metrics["max_logprob_gap"] == 0.0, "nobody knows what they were drawn with"
+    micro = next(iter(plain._micros(plain.batch(made()))))
+    with first.tree.dropping_out():
+        some, other = (first.loss.logprobs(micro) for _ in range(2))
+    assert not mx.allclose(some, other)
+    assert mx.array_equal(first.loss.logprobs(micro), first.loss.logprobs(micro))
+    with pytest.raises(ConfigError, match="exclude each other"):
+        TrainingConfig(lora=lora, rl=RLConfig(gradient_checkpointing=True))
+    with pytest.raises(ConfigError, match="below 1"):
+        LoRAConfig(dropout=1.0)
+
+
+@pytest.mark.parametrize("algorithm", list(RULES))
+def test_a_huge_ratio_does_not_cost_the_update(algorithm: str) -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(algorithm=algorithm, learning_rate=1e-3, max_kl=100.0))  # type: ignore[arg-type]
+    trajectories = made()
+    with_logprobs(trainer, trajectories)
+    for one in trajectories[::3]:
+        assert one.logprobs is not None
+        one.logprobs = [-200.0, *one.logprobs[1:]]  # the policy gives it e^195 times more
+    outcome = run(trainer, trajectories)
+    assert outcome.adapter is not None, outcome.reason
+    assert all(np.isfinite(value) for value in outcome.metrics.values()), outcome.metrics
+
+
+def test_an_update_from_more_than_a_batch_makes_several_steps() -> None:
+    whole, apart_, one_step = (
+        Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3, batch_size=size)) for size in (8, 8, 32)
+    )
+    trajectories = made(groups=3, size=6)
+    outcome = run(whole, trajectories)
+    assert outcome.metrics["optimizer_steps"] == 3
+    assert outcome.used + outcome.skipped == 18
+    assert whole.updates == 1
+    for batch in apart_.batches(trajectories):
+        assert {one.group_id for one in batch.trajectories}.issubset({"g0", "g1", "g2"})
+        run_through(apart_.forward_backward(batch))
+        run_through(apart_.optim_step())
+    assert apart(whole, apart_) == 0.0
+    assert run(one_step, trajectories).metrics["optimizer_steps"] == 1
+    assert apart(whole, one_step) > 0.0
+
+
+def test_the_divergence_may_be_part_of_the_reward() -> None:
+    """By what was drawn: its log-probabilities less those of the reference, summed over the answer."""
+    inside = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3, beta=0.5, kl_in_reward=True, kl_estimator="k1"))
+    plain = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3))
+    trajectories, others = made(), made()
+    for some in (trajectories, others):
+        with_logprobs(plain, some, shift=0.1)
+    for one in others:
+        one.reward -= 0.5 * 0.1 * len(one.completion_ids)
+    outcome = run(inside, trajectories)
+    assert outcome.metrics["kl"] == pytest.approx(0.1, abs=1e-4)
+    assert outcome.metrics["reward_mean"] == pytest.approx(np.mean([one.reward for one in trajectories]))
+    run(plain, others)
+    assert apart(inside, plain) < 1e-6
+
+
+def test_truncated_answers_may_be_left_out() -> None:
+    """They count in their group's mean, as in TRL, and teach nothing."""
+    left_out, masked = (
+        Trainer(tiny(), LORA, RLConfig(learning_rate=1e-3, mask_truncated=drop)) for drop in (True, False)
+    )
+    cut, hidden = made(), made()
+    for one, other in zip(cut[::2], hidden[::2], strict=True):
+        one.truncated = True
+        other.mask = [False] * len(other.completion_ids)
+    assert all(not one.truncated for one in left_out.batch(cut).trajectories)
+    assert run(left_out, cut).metrics["tokens"] == run(masked, hidden).metrics["tokens"]
+    assert apart(left_out, masked) < 1e-7
+
+
+def test_an_entropy_bonus_keeps_the_policy_open() -> None:
+    found = []
+    for bonus in (0.0, 5.0):
+        trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2, entropy_bonus=bonus, max_kl=100.0))
+        for seed in range(4):
+            assert run(trainer, made(seed=seed)).adapter is not None
+        micro = next(iter(trainer._micros(trainer.batch(made()))))
+        answers = mx.array(micro.answers)
+        logits = answer_logits(trainer.tree.module, micro.prompts, answers, trainer.tree.shares_prompts)
+        found.append(mx.mean(entropy(logits)).item())
+    assert found[1] > found[0] + 0.01
+
+
+def test_importance_is_measured_from_the_begin_of_an_update() -> None:
+    config = RLConfig(learning_rate=1e-2, importance_cap=2.0, epochs=2, max_kl=100.0)
+    trainer = Trainer(tiny(), LORA, config)
+    trajectories = made()
+    with_logprobs(trainer, trajectories, shift=-0.1)
+    batch = trainer.batch(trajectories)
+    run_through(trainer._keep_proximal(batch))
+    for micro in trainer._micros(batch):
+        assert micro.proximal is not None
+        assert np.allclose(micro.proximal * micro.mask, np.array(trainer.loss.logprobs(micro)) * micro.mask, atol=1e-5)
+    outcome = run(trainer, trajectories)
+    assert outcome.adapter is not None
+    assert outcome.metrics["clip_fraction"] == 0.0, "in the first step, nothing has changed since the begin"
 
 
 def test_rewards_and_logprobs_that_are_no_numbers_never_get_in() -> None:

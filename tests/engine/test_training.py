@@ -55,7 +55,14 @@ def random_parameters(tree: TrainableModel, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "lora", [LoRAConfig(rank=4, alpha=8), LoRAConfig(rank=8, target_modules=ALL), LoRAConfig(rank=4, dora=True)]
+    "lora",
+    [
+        LoRAConfig(rank=4, alpha=8),
+        LoRAConfig(rank=8, target_modules=ALL),
+        LoRAConfig(rank=4, dora=True),
+        LoRAConfig(rank=4, target_modules=("all-linear", "lm_head")),
+        LoRAConfig(rank=4, target_modules=("lm_head",), dora=True),
+    ],
 )
 def test_rollouts_and_the_tree_give_the_same_logprobs(lora: LoRAConfig) -> None:
     """Before and after each of two publishes, from cached prompts too."""
@@ -77,6 +84,51 @@ def test_rollouts_and_the_tree_give_the_same_logprobs(lora: LoRAConfig) -> None:
                 logits = tree.module(tokens[:, :-1])[:, len(PROMPT) - 1 :]
                 found = chosen_logprobs(logits, tokens[:, len(PROMPT) :], 0.8)[0]
                 assert [scored.logprob for scored in answer.logprobs] == pytest.approx(found.tolist(), abs=1e-4)
+
+
+def other_magnitudes(tree: TrainableModel, seed: int) -> None:
+    """DoRA's: the directions stay."""
+    random = np.random.default_rng(seed)
+    tree.set_parameters(
+        {
+            name: array * mx.array(random.uniform(0.5, 1.5, array.shape).astype(np.float32))
+            for name, array in tree.parameters().items()
+            if name.endswith(".m")
+        }
+    )
+
+
+def test_dora_on_layers_with_a_bias_and_adapters_that_differ_in_magnitude_alone() -> None:
+    """A bias is not scaled; what differs in magnitudes alone is another adapter, in one batch and behind one prompt
+    that the cache has."""
+    models: list[LanguageModel] = []
+
+    def load() -> LanguageModel:
+        models.append(as_served("qwen2"))
+        return models[0]
+
+    options = {"max_tokens": 6, "logprobs": 0, "ignore_eos": True}
+    with driver_of(load, block_size=8) as running:
+        assert "bias" in models[0].module.layers[0].self_attn.q_proj
+        tree = TrainableModel(models[0], LoRAConfig(rank=4, dora=True, target_modules=("q_proj", "v_proj", "o_proj")))
+        random_parameters(tree, 1)
+        parameters = {}
+        for seed, name in enumerate(("one", "two")):
+            other_magnitudes(tree, seed)
+            parameters[name] = tree.parameters()
+            running.engine.adapters.publish(name, tree.adapter(), "")
+        pending = {name: running.submit(PROMPT, adapter=name, **options)[1] for name in parameters}  # in one batch
+        answers = [(name, one.wait()[0]) for name, one in pending.items()]
+        answers += [(name, running.ask(PROMPT, adapter=name, **options)) for name in (*parameters, *parameters)]
+        values = {}
+        for name, answer in answers:
+            tree.set_parameters(parameters[name])
+            tokens = mx.array([PROMPT + answer.tokens])
+            logits = tree.module(tokens[:, :-1])[:, len(PROMPT) - 1 :]
+            expected = chosen_logprobs(logits, tokens[:, len(PROMPT) :])[0].tolist()
+            values[name] = [scored.logprob for scored in answer.logprobs]
+            assert values[name] == pytest.approx(expected, abs=1e-4), name
+        assert values["one"] != pytest.approx(values["two"], abs=1e-2)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "rloo"])  # CISPO holds its ratio fixed: not what its loss says
@@ -111,6 +163,21 @@ def test_gradients_are_those_of_finite_differences(algorithm: str) -> None:
         assert (gradient * direction).sum().item() == pytest.approx(slope, rel=0.03, abs=0.02), name
 
 
-def test_layers_that_are_not_there() -> None:
-    with pytest.raises(ModelLoadError, match="no layer called wobble"):
-        TrainableModel(tiny(), LoRAConfig(target_modules=("wobble",)))
+@pytest.mark.parametrize("targets", [("wobble",), ("q_proj", "wobble"), ("q_prj",), ("lm_head",)])
+def test_layers_that_are_not_there(targets: tuple[str, ...]) -> None:
+    """Whatever else is named; the valid names are told, and the nearest."""
+    with pytest.raises(ModelLoadError, match=f"no layer called {targets[-1]}") as error:
+        TrainableModel(tiny(tie_word_embeddings=True), LoRAConfig(target_modules=targets))
+    assert "down_proj, gate_proj" in error.value.message
+    if targets == ("q_prj",):
+        assert "did you mean 'q_proj'?" in error.value.message
+    if targets == ("lm_head",):
+        assert "its output head is its embedding" in error.value.message
+
+
+def test_all_linear_layers() -> None:
+    names = {
+        path.rsplit(".", 2)[-2]
+        for path in TrainableModel(tiny(), LoRAConfig(target_modules=("all-linear",))).parameters()
+    }
+    assert names == set(ALL)

@@ -3,7 +3,7 @@
 Loops over answers and tokens, with gradients worked out by hand. The definitions are those of the papers with the
 departures that the docstring of `objectives` names: the policy that sampled is the old one, and the deviation of a
 group is that of a sample, with 1e-4 added. GSPO, RLOO and REINFORCE have one ratio for an answer, the first the
-geometric mean of its tokens', the others their product.
+geometric mean of its tokens', the others their product. Logarithms of ratios are held within ±20.
 """
 
 import math
@@ -18,29 +18,37 @@ from mlx_parallm.training.objectives import Objective
 Doubles = npt.NDArray[np.float64]
 
 
-def reference_advantages(rewards: Sequence[float], groups: Sequence[int], algorithm: str) -> list[float]:
+def _deviation(values: Sequence[float]) -> float:
+    """Of a sample, with a little added; one value has none to divide by."""
+    if len(values) < 2:
+        return 1.0
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1)) + 1e-4
+
+
+def reference_advantages(
+    rewards: Sequence[float], groups: Sequence[int], algorithm: str, scaling: str | None = None
+) -> list[float]:
+    scaling = scaling or ("none" if algorithm in ("dr_grpo", "rloo", "reinforce") else "group")
     found = []
     for place, reward in enumerate(rewards):
         group = [other for other, name in zip(rewards, groups, strict=True) if name == groups[place]]
         if max(group) == min(group):
             found.append(0.0)
             continue
-        mean = sum(group) / len(group)
-        if algorithm in ("dr_grpo", "reinforce"):
-            found.append(reward - mean)
-        elif algorithm == "rloo":
-            found.append(reward - (sum(group) - reward) / (len(group) - 1))
-        else:
-            deviation = math.sqrt(sum((other - mean) ** 2 for other in group) / (len(group) - 1))
-            found.append((reward - mean) / (deviation + 1e-4))
+        baseline = sum(group) / len(group)
+        if algorithm == "rloo":
+            baseline = (sum(group) - reward) / (len(group) - 1)
+        divisor = {"none": 1.0, "group": _deviation(group), "batch": _deviation(rewards)}[scaling]
+        found.append((reward - baseline) / divisor)
     return found
 
 
 def reference_weights(lengths: Sequence[int], algorithm: str, max_length: int) -> list[float]:
     """Of one token of each answer."""
+    if algorithm in ("dapo", "bnpo", "cispo"):  # all tokens alike
+        return [1 / max(1, sum(lengths))] * len(lengths)
     lengths = [max(length, 1) for length in lengths]
-    if algorithm in ("dapo", "cispo"):  # all tokens alike
-        return [1 / sum(lengths)] * len(lengths)
     if algorithm == "dr_grpo":  # over a constant length
         return [1 / (max_length * len(lengths))] * len(lengths)
     return [1 / length / len(lengths) for length in lengths]  # tokens of an answer, then answers
@@ -65,11 +73,30 @@ def reference_loss(
     mask: Doubles,
     weight: Sequence[float],
     reference: Doubles | None,
+    proximal: Doubles | None = None,
 ) -> ReferenceLoss:
+    """`proximal`: of the policy as the update began, for truncated importance sampling."""
     found = ReferenceLoss(0.0, np.zeros_like(new), np.zeros_like(new), np.zeros_like(new), math.inf)
     for answer in range(len(new)):
-        _add_answer(found, objective, answer, new, old, advantage[answer], mask, weight[answer], reference)
+        _add_answer(found, objective, answer, new, old, advantage[answer], mask, weight[answer], reference, proximal)
     return found
+
+
+def reference_divergence(estimator: str, new: float, reference: float) -> tuple[float, float]:
+    """An estimate of KL(new || reference) from one token, and its slope by the new log-probability."""
+    gap = reference - new
+    if estimator == "k1":
+        return -gap, 1.0
+    if estimator == "k2":
+        return gap**2 / 2, -gap
+    return math.exp(gap) - gap - 1, 1 - math.exp(gap)
+
+
+def reference_entropy(logits: Doubles) -> float:
+    """Of one distribution, in nats."""
+    shifted = np.exp(logits - logits.max())
+    chances = shifted / shifted.sum()
+    return -float(sum(chance * math.log(chance) for chance in chances if chance > 0))
 
 
 def _add_answer(
@@ -82,30 +109,37 @@ def _add_answer(
     mask: Doubles,
     weight: float,
     reference: Doubles | None,
+    proximal: Doubles | None,
 ) -> None:
     places = [place for place in range(new.shape[1]) if mask[answer, place]]
     if not places:
         return
-    ratios = {place: math.exp(new[answer, place] - old[answer, place]) for place in places}
-    kept = _near(found, objective, ratios)
-    product = math.prod(ratios.values())
-    whole = {"gspo": product ** (1 / len(ratios)), "rloo": product, "reinforce": product}.get(objective.algorithm)
+    kept = _near(found, objective, {place: math.exp(new[answer, place] - old[answer, place]) for place in places})
+    start, correction = old, dict.fromkeys(places, 1.0)
+    if objective.importance_cap:
+        start = new if proximal is None else proximal
+        for place in places:
+            far = math.exp(start[answer, place] - old[answer, place])
+            found.margin = min(found.margin, abs(far - objective.importance_cap))
+            correction[place] = min(far, objective.importance_cap)
+    gaps = {place: new[answer, place] - start[answer, place] for place in places}
+    part = {"gspo": 1 / len(places), "rloo": 1.0, "reinforce": 1.0}.get(objective.algorithm)
     for place in kept:
         found.kept[answer, place] = 1.0
-        ratio = ratios[place] if whole is None else whole
+        gap = gaps[place] if part is None else part * sum(gaps.values())
+        inside = abs(gap) < 20
+        found.margin = min(found.margin, abs(abs(gap) - 20))
+        ratio = math.exp(max(-20.0, min(20.0, gap)))
         loss, slope, clipped = _token(found, objective, ratio, new[answer, place], advantage)
-        found.value += weight * loss
+        found.value += weight * loss * correction[place]
         found.clipped[answer, place] = clipped
-        if whole is not None:  # each token has its part in the ratio of all
-            for other in places:
-                part = 1 / len(places) if objective.algorithm == "gspo" else 1.0
-                found.gradient[answer, other] += weight * slope * part
-        else:
-            found.gradient[answer, place] += weight * slope
+        moves = weight * slope * correction[place] * (inside or objective.algorithm == "cispo")
+        for other in [place] if part is None else places:  # each token has its part in the ratio of all
+            found.gradient[answer, other] += moves * (part or 1.0)
         if reference is not None:
-            gap = reference[answer, place] - new[answer, place]
-            found.value += weight * objective.beta * (math.exp(gap) - gap - 1)
-            found.gradient[answer, place] += weight * objective.beta * (1 - math.exp(gap))
+            kl, kl_slope = reference_divergence(objective.kl_estimator, new[answer, place], reference[answer, place])
+            found.value += weight * objective.beta * kl
+            found.gradient[answer, place] += weight * objective.beta * kl_slope
 
 
 def _near(found: ReferenceLoss, objective: Objective, ratios: dict[int, float]) -> list[int]:
@@ -128,6 +162,10 @@ def _token(
     """Loss, its slope by the logarithm of the ratio, and whether it is clipped."""
     if objective.algorithm == "reinforce":
         return -ratio * advantage, -ratio * advantage, False
+    if objective.algorithm == "sapo":
+        temperature = objective.sapo_temperature_pos if advantage > 0 else objective.sapo_temperature_neg
+        gate = 1 / (1 + math.exp(-temperature * (ratio - 1)))
+        return -gate * 4 / temperature * advantage, -gate * (1 - gate) * 4 * ratio * advantage, False
     low, high = 1 - objective.clip_low, 1 + objective.clip_high
     found.margin = min(found.margin, abs(ratio - low), abs(ratio - high))
     bounded = min(max(ratio, low), high)
@@ -135,4 +173,8 @@ def _token(
         return -bounded * advantage * logprob, -bounded * advantage, bounded != ratio
     if (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low):
         return -bounded * advantage, 0.0, True
+    if objective.dual_clip:
+        found.margin = min(found.margin, abs(ratio - objective.dual_clip))
+        if advantage < 0 and ratio > objective.dual_clip:
+            return -objective.dual_clip * advantage, 0.0, True
     return -ratio * advantage, -ratio * advantage, False

@@ -237,5 +237,13 @@ def test_a_mode_of_training_has_defaults_of_its_own() -> None:
     sft = load_train_config({"mode": "sft", "dataset": "x.jsonl"}, {})
     assert (sft.training.rl.schedule, sft.training.rl.batch_size, sft.training.adapters) == ("linear", 16, ["sft"])
     assert (sft.training.update_frequency, sft.checkpoints.checkpoint_interval) == (0, 20)
+    assert load_config({"mode": "training_only"}, {}).mode == "training"
+    assert load_config({"mode": "inference_only"}, {}).mode == "inference"
+    scored = load_config({"enable_rl_training": True, "environment": "gsm8k"}, {})
+    assert scored.training.built_in_scorer == "gsm8k"
+    with pytest.raises(ConfigError, match=r"needs --atropos-url.*gsm8k"):
+        load_config({"enable_rl_training": True, "environment": "mine.py"}, {})
+    assert load_train_config({"steps": 40}, {}).training.rl.total_steps == 40
+    assert load_train_config({"steps": 40, "total_steps": 90}, {}).training.rl.total_steps == 90
     given = load_train_config({"mode": "sft", "dataset": "x.jsonl", "lr_schedule": "cosine"}, {})
     assert given.training.rl.schedule == "cosine"

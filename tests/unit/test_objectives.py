@@ -1,5 +1,6 @@
 """Objectives against numbers worked out by hand, a reference in plain NumPy, and TRL's."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.training.objectives import (
     Algorithm,
     Objective,
@@ -22,7 +24,12 @@ from mlx_parallm.training.objectives import (
     losses,
     token_weights,
 )
-from tests.unit.reference_objectives import reference_advantages, reference_loss, reference_weights
+from tests.unit.reference_objectives import (
+    reference_advantages,
+    reference_entropy,
+    reference_loss,
+    reference_weights,
+)
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 5.0], np.float32)
 GROUPS = np.array([0, 0, 0, 0, 1, 1])
@@ -159,6 +166,10 @@ def test_divergence_and_logprobs() -> None:
     at_two = chosen_logprobs(2 * logits, mx.array([[0]]), 2.0)
     assert at_two.item() == pytest.approx(math.log(0.5), abs=1e-6)
     assert entropy(logits).item() == pytest.approx(1.5 * math.log(2), abs=1e-6)
+    of_hundred = np.random.default_rng(0).normal(0, 3, 100)
+    assert entropy(mx.array(of_hundred.astype(np.float32))).item() == pytest.approx(
+        reference_entropy(of_hundred), rel=1e-5
+    )
     shifted = mx.concatenate([logits + 3.0, mx.zeros((1, 1, 3)) - 7.0])  # no log-probabilities: they sum up to more
     assert entropy(shifted)[:, 0].tolist() == pytest.approx([1.5 * math.log(2), math.log(3)], abs=1e-5)
     reference = losses(
@@ -208,15 +219,42 @@ def test_trl_gives_the_same_advantages(algorithm: Algorithm) -> None:
 
 
 def test_every_algorithm_is_compared_with_trl() -> None:
+    """But for the last two, which were added without TRL at hand: the reference says what they are."""
     compared = {case["settings"]["loss_type"] for case in TRL["cases"].values()}
-    assert compared | {"gspo"} == set(ALGORITHMS)
+    assert compared | {"gspo", "bnpo", "sapo"} == set(ALGORITHMS)
 
 
 def test_an_answer_s_ratio_does_not_overflow() -> None:
     old, mask = mx.zeros((1, 40)), mx.ones((1, 40))
     for algorithm in ("rloo", "reinforce"):
-        found = losses(Objective(algorithm), old + 5.0, old, mx.array([-1.0]), mask)
+        found = losses(Objective(algorithm, dual_clip=0), old + 5.0, old, mx.array([-1.0]), mask)
         assert found.policy.tolist()[0] == pytest.approx([math.exp(20.0)] * 40, rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", get_args(Algorithm))
+def test_a_huge_ratio_gives_numbers_and_gradients_that_are_finite(algorithm: Algorithm) -> None:
+    objective = Objective(algorithm, beta=0.1)
+    old, mask = mx.array([[-1.0, -100.0, -1.0]] * 2), mx.ones((2, 3))
+    new = mx.array([[-1.0, -0.1, -200.0]] * 2)  # e^99.9 and e^-199
+
+    def of(new: mx.array) -> mx.array:
+        found = losses(objective, new, old, mx.array([1.0, -1.0]), mask, new - 300.0)
+        return (found.policy + objective.beta * found.divergence).sum()
+
+    value, gradient = mx.value_and_grad(of)(new)
+    assert math.isfinite(value.item())
+    assert bool(mx.isfinite(gradient).all())
+
+
+def test_a_bad_answer_that_is_far_too_likely_is_held() -> None:
+    objective = Objective("grpo", dual_clip=4.0)
+    old, mask = mx.array([[-5.0, -5.0]]), mx.ones((1, 2))
+    new = old + mx.log(mx.array([[3.0, 9.0]]))
+    found = losses(objective, new, old, mx.array([-2.0]), mask)
+    assert found.policy.tolist()[0] == pytest.approx([6.0, 8.0])
+    assert found.clipped.tolist() == [[0, 1]]
+    with pytest.raises(ConfigError, match="dual_clip must be above 1"):
+        Objective("grpo", dual_clip=1.1)
 
 
 @pytest.mark.parametrize("size", [7, 96])
@@ -249,10 +287,11 @@ checked = settings(max_examples=60, deadline=None, derandomize=True, database=No
 )
 def test_advantages_are_those_of_the_reference(answers: list[tuple[float, int]]) -> None:
     rewards, groups = zip(*answers, strict=True)
-    for algorithm in ALGORITHMS:
-        found = advantages(np.array(rewards, np.float32), np.array(groups, np.int64), algorithm)
+    for algorithm, scaling in itertools.product(ALGORITHMS, (None, "none", "group", "batch")):
+        found = advantages(np.array(rewards, np.float32), np.array(groups, np.int64), algorithm, scaling)
         assert found.dtype == np.float32
-        assert found.tolist() == pytest.approx(reference_advantages(rewards, groups, algorithm), rel=1e-5, abs=1e-6)
+        expected = reference_advantages(rewards, groups, algorithm, scaling)
+        assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @checked
@@ -275,6 +314,10 @@ objectives = st.builds(
     beta=st.sampled_from([0.0, 0.05, 1.0]),
     token_limit=st.sampled_from([None, None, 1.5, 3.0]),
     answer_limit=st.sampled_from([None, None, 1.3, 2.0]),
+    dual_clip=st.sampled_from([0.0, 2.1, 3.0, 10.0]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
+    importance_cap=st.sampled_from([None, None, 1.1, 2.0]),
+    sapo_temperature_pos=st.sampled_from([1.0, 2.0]),
 )
 
 
@@ -291,7 +334,8 @@ def test_losses_and_gradients_are_those_of_the_reference(
     mask = (random.random(shape) < 0.8).astype(np.float64)
     weight = random.random(shape[0])
     reference = other if objective.beta else None
-    expected = reference_loss(objective, new, old, advantage.tolist(), mask, weight.tolist(), reference)
+    proximal = new + random.normal(0, 0.3, shape) if seed % 2 else None
+    expected = reference_loss(objective, new, old, advantage.tolist(), mask, weight.tolist(), reference, proximal)
     assume(expected.margin > 1e-4)
 
     def loss(new: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -302,6 +346,7 @@ def test_losses_and_gradients_are_those_of_the_reference(
             mx.array(advantage.astype(np.float32)),
             mx.array(mask.astype(np.float32)),
             None if reference is None else mx.array(reference.astype(np.float32)),
+            None if proximal is None else mx.array(proximal.astype(np.float32)),
         )
         scaled = (found.policy + objective.beta * found.divergence) * mx.array(weight.astype(np.float32))[:, None]
         return scaled.sum(), found.kept, found.clipped

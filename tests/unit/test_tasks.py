@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.config.training import BUILT_IN_SCORERS
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.rewards import MAX_HANGING, Item, Rewards, load_function
-from mlx_parallm.training.tasks import TASKS, Rows, Task
+from mlx_parallm.training.tasks import SCORERS, TASKS, Rows, Task
 
 
 @pytest.mark.parametrize("name", list(TASKS))
@@ -46,6 +47,41 @@ def test_problems_are_a_function_of_the_seed(name: str) -> None:
 )
 def test_scores(name: str, completion: str, facts: dict[str, Any], score: float) -> None:
     assert TASKS[name].score(completion, facts) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("It is 40, no, 42.", 42, 1.0),
+        ("#### 1,200", "They have\n#### 1200", 1.0),
+        ("42 of them, or 7", "42", 0.0),
+        ("none", "42", 0.0),
+    ],
+)
+def test_gsm8k_compares_last_numbers(completion: str, answer: Any, score: float) -> None:
+    rewards = Rewards()
+    rewards.check("gsm8k", {"answer": answer})
+    assert rewards.score("gsm8k", [Item("", completion, {"answer": answer})]) == [score]
+
+
+def test_scores_without_what_they_need_are_refused() -> None:
+    def wants(prompts: Any, completions: Any, metadata: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    wants.needs = ("topic",)  # type: ignore[attr-defined]
+    rewards = Rewards({"wants": wants})
+    for name, facts, word in (
+        ("gsm8k", {}, "metadata.answer"),
+        ("gsm8k", {"answer": "many"}, "a number in metadata.answer, not 'many'"),
+        ("arithmetic", {"question": 1}, "metadata.answer"),
+        ("length", {}, "metadata.words"),
+        ("wants", {"answer": 1}, "metadata.topic"),
+    ):
+        with pytest.raises(InvalidRequestError, match=word) as error:
+            rewards.check(name, {"answer": 1, "words": 2, "topic": ""}, facts)
+        assert error.value.param == "metadata"
+    rewards.check("format", {})
+    assert sorted(SCORERS) == sorted(BUILT_IN_SCORERS)
 
 
 def test_gsm8k_from_its_file(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_what_was_written_is_read_again_also_as_earlier_releases_wrote_it() -> N
 def test_the_ledger_finds_by_every_name() -> None:
     ledger = Ledger()
     request, row = ended([5, 6])
-    ledger(request, 0, row)
-    for name in ("r", "cmpl-r", "chatcmpl-r", "gen-r", "engine-r"):
+    ledger(replace(request, answer_id="resp_1f", http_id="http-r"), 0, row)
+    for name in ("r", "resp_1f", "http-r", "engine-r"):
         assert ledger.find(name).completion_ids == (5, 6)
     with pytest.raises(NotFoundError):
         ledger.find("r", 1)
@@ -68,7 +68,13 @@ def test_an_answer_belongs_to_the_key_that_asked() -> None:
     ledger = Ledger()
     for owner, token in (("dan", 5), ("eve", 6)):
         request, row = ended([token, token])
-        ledger(replace(request, id=f"engine-{owner}", owner=owner, answer_id=f"http-{owner}"), 0, row)
+        ledger(
+            replace(
+                request, id=f"engine-{owner}", owner=owner, answer_id=f"cmpl-http-{owner}", http_id=f"http-{owner}"
+            ),
+            0,
+            row,
+        )
     assert ledger.find("r", owner="dan").completion_ids == (5, 5)
     assert ledger.find("r", owner="eve").completion_ids == (6, 6)
     assert ledger.find("r").completion_ids == (6, 6)  # the newest, for those who may reward all
@@ -125,6 +131,27 @@ def test_what_was_not_drawn_here_is_off_policy() -> None:
         assert other.off_policy
 
 
+def test_what_was_recorded_wins_where_the_request_is_known() -> None:
+    """A client has log-probabilities after top_p, which are larger: that is no other policy."""
+    ledger = Ledger()
+    ledger(*_with_index(ended([5, 6], stop=9, n=2)))
+    cut = [-0.01, -0.05, 0.0]
+    for name in ("r", "r.0", "engine-r"):
+        sent = Trajectory([1, 2, 3], [5, 6, 9], 1.0, logprobs=cut, request_id=name)
+        ledger.check(sent)
+        assert not sent.off_policy
+        assert sent.logprobs == pytest.approx((-0.1, -0.2, -0.3))
+        assert (sent.temperature, sent.version) == (0.5, 3)
+    for other in (
+        Trajectory([1, 2, 3], [5, 6, 9], 1.0, logprobs=cut),
+        Trajectory([1, 2, 3], [5, 6, 9], 1.0, logprobs=cut, request_id="another"),
+        Trajectory([1, 2, 3], [5, 7, 9], 1.0, logprobs=cut, request_id="r"),
+    ):
+        ledger.check(other)
+        assert other.off_policy
+        assert other.logprobs == cut
+
+
 def one(group: str, reward: float = 0.0, version: int = 1) -> Trajectory:
     return Trajectory([1], [2], reward, group, spans=(PolicySpan(0, 1, version),))
 
@@ -172,7 +199,7 @@ def test_what_a_stop_string_ended_is_what_its_reader_saw() -> None:
 def test_ids_alone_are_enough_for_what_was_drawn_here() -> None:
     ledger = Ledger()
     ledger(*_with_index(ended([5, 6], stop=9)))
-    bare = Trajectory([1, 2, 3], [5, 6, 9], 1.0, request_id="cmpl-r")
+    bare = Trajectory([1, 2, 3], [5, 6, 9], 1.0, request_id="r")
     ledger.check(bare)
     assert not bare.off_policy
     assert bare.logprobs == pytest.approx((-0.1, -0.2, -0.3))

@@ -24,6 +24,7 @@ from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.responses import Collector
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import MAX_PROMPTS, MAX_TOOLS, AnswerBody, Body, Status, read_prompt
+from mlx_parallm.server.service import answer_name
 from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
 
 TRL_TOKENS = 16  # unless a body says how many
@@ -177,7 +178,9 @@ class Trl:
         return self._models.default.context_length
 
     async def _respond(self, body: TrlBody, completion: CompletionBody, request: Request) -> Response:
-        generation = await self._service.prepare(completion_call(completion, TRL_TOKENS), request, "trl")
+        generation = await self._service.prepare(
+            completion_call(completion, TRL_TOKENS), request, answer_name("trl-", request)
+        )
         results = await Collector(generation).collect(request.receive)
         answer: dict[str, Any] = {
             "prompt_ids": generation.prompts,

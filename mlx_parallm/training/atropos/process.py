@@ -60,7 +60,7 @@ class EnvironmentConfig:
     @classmethod
     def of(cls, config: ServeConfig) -> "EnvironmentConfig | None":
         """Of the environment to start, where the config names one."""
-        if config.training.environment is None or not config.trains:
+        if config.training.environment is None or config.training.built_in_scorer or not config.trains:
             return None
         if config.training.atropos_url is None:
             raise ConfigError(

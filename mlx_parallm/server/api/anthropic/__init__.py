@@ -13,6 +13,7 @@ from mlx_parallm.server.error_shapes import ANTHROPIC_PATH
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.responses import respond
 from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.service import answer_name
 from mlx_parallm.types import SamplingParams
 
 EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
@@ -43,7 +44,7 @@ class MessageRoutes:
 
     async def create(self, body: MessagesBody, request: Request) -> Response:
         """Answers the conversation. With `stream`, events arrive from `message_start` to `message_stop`."""
-        generation = await self._service.prepare(body.call(), request, "msg")
+        generation = await self._service.prepare(body.call(), request, answer_name("msg_", request))
         options = MessageOptions(
             request_id=request.scope["request_id"],
             max_tokens=body.max_tokens,

@@ -112,7 +112,7 @@ class MessageWriter:
         reason, sequence = self._stop() if ended else (None, None)
         asked = self._generation.call.model
         return {
-            "id": f"msg_{self._options.request_id}",
+            "id": self._generation.answer_id,
             "type": "message",
             "role": "assistant",
             "model": self._generation.served.name if asked == "default" else asked,

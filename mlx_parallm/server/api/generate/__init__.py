@@ -19,7 +19,7 @@ from mlx_parallm.server.api.openai.completions import completion_call
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.responses import respond
 from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.service import GenerationService
+from mlx_parallm.server.service import GenerationService, answer_name
 
 SGLANG_FIELDS = ("text", "input_ids", "sampling_params", "input_embeds")
 OUR_FIELDS = ("policy_version", "step_id", "request_id")
@@ -61,7 +61,7 @@ class Generate:
         """Tokens or text in; tokens, text, log-probabilities and adapter versions out. The bodies of vLLM's and
         SGLang's `/generate` are answered in their own shapes."""
         call = sglang_call(body) if isinstance(body, SglangBody) else completion_call(body, GENERATE_TOKENS)
-        generation = await self._service.prepare(call, request, "gen")
+        generation = await self._service.prepare(call, request, answer_name("gen-", request))
         request_id: str = request.scope["request_id"]
         writer: GenerateWriter
         if isinstance(body, SglangBody):

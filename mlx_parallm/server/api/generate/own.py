@@ -44,7 +44,9 @@ class GenerateBody(CompletionBody):
         0, description="False: without log-probabilities"
     )
     logprobs_mode: Literal["raw", "processed"] = Field(
-        "processed", description="As tokens were drawn, or of the model itself"
+        "processed",
+        description="processed: as tokens were drawn, after temperature, penalties and the cuts of top_p, top_k and "
+        "min_p; raw: the model's own, before all of them",
     )
     return_token_ids: bool = True
 
@@ -89,6 +91,7 @@ class Generated(AnswerBody):
                 "completion_ids": [4649, 314, 7042],
                 "text": " France is Paris",
                 "logprobs": [-0.01, -0.2, -0.1],
+                "logprobs_mode": "processed",
                 "finish_reason": "length",
                 "policy_spans": [[0, 3, 3]],
                 "mixed_policy": False,
@@ -103,6 +106,9 @@ class Generated(AnswerBody):
     completion_ids: list[int] = Field(description="With the token that ended it")
     text: str
     logprobs: list[float] | None = Field(description="One for each of completion_ids")
+    logprobs_mode: Literal["raw", "processed"] | None = Field(
+        description="What they are: processed, after temperature, penalties and cuts such as top_p; or raw, before them"
+    )
     finish_reason: Literal["stop", "length", "abort"]
     policy_spans: list[tuple[int, int, int]]
     mixed_policy: bool = Field(
@@ -151,6 +157,7 @@ class OwnWriter(GenerateWriter):
             "completion_ids": result.tokens,
             "text": self._text(result),
             "logprobs": self._logprobs(result.scores),
+            "logprobs_mode": None if self.body.logprobs is None else self.body.logprobs_mode,
             "finish_reason": choice.finish_reason,
             **self._at_the_end(choice),
         }

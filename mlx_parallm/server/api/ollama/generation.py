@@ -13,6 +13,7 @@ from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.responses import respond
+from mlx_parallm.server.service import answer_name
 
 
 class OllamaGeneration:
@@ -28,7 +29,7 @@ class OllamaGeneration:
             return await self._load(body, request, {"message": {"role": "assistant", "content": ""}})
         watch = RequestTimes()
         model, served = await self._use(body, request, watch)
-        generation = await self._service.prepare(chat_call(body, served, model), request, "chat")
+        generation = await self._service.prepare(chat_call(body, served, model), request, answer_name("chat-", request))
         watch.mark_submitted()
         return await respond(generation, ChatLines(body.model, generation, watch, body.logprobs), request)
 
@@ -39,7 +40,9 @@ class OllamaGeneration:
             return await self._load(body, request, {"response": ""})
         watch = RequestTimes()
         model, served = await self._use(body, request, watch)
-        generation = await self._service.prepare(generate_call(body, served, model), request, "generate")
+        generation = await self._service.prepare(
+            generate_call(body, served, model), request, answer_name("generate-", request)
+        )
         watch.mark_submitted()
         return await respond(generation, PromptLines(body.model, generation, watch, body.logprobs), request)
 

@@ -16,7 +16,7 @@ from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.responses import event, respond
 from mlx_parallm.server.schema import Body
-from mlx_parallm.server.service import GenerationService
+from mlx_parallm.server.service import GenerationService, answer_name
 from mlx_parallm.text.parsers.calls import CallDelta
 from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
 
@@ -233,9 +233,9 @@ class ChatRoutes:
     async def complete(self, body: ChatBody, request: Request) -> Response:
         """Answers the conversation, `n` times. With `stream`, chunks arrive as server-sent events."""
         call, options = chat_call(body), options_of(body, body.logprobs)
-        generation = await self._service.prepare(call, request, "chatcmpl")
+        generation = await self._service.prepare(call, request, answer_name("chatcmpl-", request))
         echo = _last_words(body.messages) if body.echo else ""
-        writer = ChatWriter(f"chatcmpl-{request.scope['request_id']}", generation, options, echo)
+        writer = ChatWriter(generation.answer_id, generation, options, echo)
         return await respond(generation, writer, request)
 
 

@@ -16,7 +16,7 @@ from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.responses import event, respond
 from mlx_parallm.server.schema import AnswerBody, PromptInput
-from mlx_parallm.server.service import GenerationService
+from mlx_parallm.server.service import GenerationService, answer_name
 from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
 
 
@@ -214,12 +214,12 @@ class CompletionRoutes:
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """Continues each prompt, `n` times. With `stream`, chunks arrive as server-sent events."""
-        generation = await self._service.prepare(completion_call(body), request, "cmpl")
+        generation = await self._service.prepare(completion_call(body), request, answer_name("cmpl-", request))
         echo = None
         if body.echo:
             echo = [_prompt_text(body, generation, number) for number in range(len(generation.prompts))]
         options = options_of(body, body.logprobs is not None)
-        writer = CompletionWriter(f"cmpl-{request.scope['request_id']}", generation, options, echo)
+        writer = CompletionWriter(generation.answer_id, generation, options, echo)
         return await respond(generation, writer, request)
 
 

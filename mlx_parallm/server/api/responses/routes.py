@@ -1,6 +1,7 @@
 """The endpoints of `/v1/responses`."""
 
 import asyncio
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -229,7 +230,8 @@ class ResponseRoutes:
 
     async def _prepared(self, body: ResponseBody, messages: Sequence[PromptMessage], request: Request) -> Generation:
         try:
-            return await self._service.prepare(response_call(body, messages), request, "resp")
+            answer_id = f"resp_{uuid.uuid4().hex}"  # by chance: who knows it may not be guessed
+            return await self._service.prepare(response_call(body, messages), request, answer_id)
         except InvalidRequestError as error:
             if error.param == "messages":  # as chat templates and their limits call it
                 error.param = "input"

@@ -1,7 +1,6 @@
 """How a response is written: the object itself, and the numbered events of a stream."""
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -157,7 +156,7 @@ def _envelope(body: ResponseBody, generation: Generation, stores: bool) -> Respo
     shape = _plain(text.format) if text and text.format else {"type": "text"}
     chosen = body.tool_choice
     return {
-        "id": f"resp_{uuid.uuid4().hex}",  # by chance: who knows it may not be guessed
+        "id": generation.answer_id,
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",

@@ -1,7 +1,8 @@
 """Training over HTTP: updates, status, feedback, checkpoints and rollouts.
 
-What blocks (an update, a rollout) runs on threads of its own, never on the event loop: others, that resume or stop the
-server, must never wait for one.
+What blocks runs on threads, never on the event loop: others, that resume or stop the server, must never wait for one.
+Updates, rollouts, feedback and checkpoints have threads of their own each, so that feedback, which takes milliseconds,
+never waits behind updates, which take seconds.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.types import RolloutCall, RolloutSample, SamplingParams
 from mlx_parallm.validation import check_ids
 
-THREADS = 16
+UPDATES, ROLLOUTS, FEEDBACK, CHECKPOINTS = 4, 16, 8, 2  # threads; updates of one adapter come one after another anyway
 
 T = TypeVar("T")
 
@@ -67,14 +68,14 @@ class TrainingRoutes:
         self._tokenizers = context.tokenizers
         self._max_rows = context.config.batch.max_batch_size
         self._timeout = context.config.batch.request_timeout_seconds or None
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="training")
+        self._updates = ThreadPoolExecutor(UPDATES, thread_name_prefix="update")
+        self._rollouts = ThreadPoolExecutor(ROLLOUTS, thread_name_prefix="rollout")
+        self._feedback = ThreadPoolExecutor(FEEDBACK, thread_name_prefix="feedback")
+        self._checkpoints = ThreadPoolExecutor(CHECKPOINTS, thread_name_prefix="checkpoint")
 
     @property
     def _served(self) -> ServedModel:
         return self._models.default
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def update(self, body: UpdateBody) -> Response:
         """From the trajectories in the body, or those in the buffer. It is published unless it is refused: not finite,
@@ -88,7 +89,7 @@ class TrainingRoutes:
             publish=body.update_inference,
             checkpoint_name=body.checkpoint_name,
         )
-        report = await self._run(work)
+        report = await _run(self._updates, work)
         return JSONResponse(
             {
                 "policy_version": report.policy_version,
@@ -117,7 +118,8 @@ class TrainingRoutes:
         """The server has kept the answer's tokens and their log-probabilities: with this reward it is learnt from."""
         if body.adapter is not None:
             self._check_adapter(body.adapter)
-        report = await self._run(
+        report = await _run(
+            self._feedback,
             partial(
                 self._training.feedback,
                 body.request_id,
@@ -126,7 +128,7 @@ class TrainingRoutes:
                 group_id=body.group_id,
                 adapter=body.adapter,
                 owner=current_caller.get().rewards_answers_of,
-            )
+            ),
         )
         return JSONResponse(
             {
@@ -141,7 +143,7 @@ class TrainingRoutes:
     async def checkpoint(self, body: CheckpointBody = ALL_DEFAULT) -> Response:
         """Adapter, optimiser and counters, in a folder that is there whole or not at all."""
         self._check_adapter(body.adapter)
-        name, path = await self._run(partial(self._training.checkpoint, body.adapter, body.name))
+        name, path = await _run(self._checkpoints, partial(self._training.checkpoint, body.adapter, body.name))
         return JSONResponse({"status": "success", "checkpoint": name, "path": path})
 
     async def rollout(self, body: RolloutBody, request: Request) -> Response:
@@ -160,6 +162,7 @@ class TrainingRoutes:
                 max_tokens=body.max_tokens,
                 temperature=body.temperature,
                 top_p=body.top_p,
+                top_k=body.top_k,
                 stop_token_ids=tuple(body.stop_token_ids),
             ),
             adapter=adapter,
@@ -187,7 +190,7 @@ class TrainingRoutes:
         try:
             most = len(call.prompts) * call.sampling.n * (call.sampling.max_tokens or 0)
             used = reserved = caller.reserve_output(most)
-            groups = await self._run(partial(self._training.rollout, call, left))
+            groups = await _run(self._rollouts, partial(self._training.rollout, call, left))
             used = sum(len(sample.completion_ids) for group in groups for sample in group)
         except QueueFullError:
             used = 0
@@ -245,6 +248,10 @@ class TrainingRoutes:
             prompt, (), add_generation_prompt=None, continue_final_message=False, template_kwargs={}
         )
         return (await self._tokenizers.render(self._served, rendered, False)).tokens
+
+
+async def _run(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 def _group(group: Sequence[RolloutSample]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class TrainingStatus(AnswerBody):
     last_refusal: str | None = None
     loss: float | None = None
     reward_mean: float | None = None
-    kl: float | None = Field(None, description="To the model without the adapter, nats a token, when last measured")
+    kl: float | None = Field(None, description="To the reference, nats a token, when last measured")
     kl_measured_at_update: int | None = Field(None, description="The number of the update that measured it")
     updates_per_second: float | None = None
     metrics: dict[str, float] | None = Field(

@@ -20,7 +20,12 @@ class TrajectoryBody(Body):
     group_id: str | int | None = Field(None, description="Those of one group are compared; default: by their prompt")
     prompt_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_TOKENS)
     completion_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_TOKENS)
-    logprobs: list[float] | None = Field(None, description="As they were drawn; without, it counts as off-policy")
+    logprobs: list[float] | None = Field(
+        None,
+        description="At the temperature of the draw, before the cuts of top_p, top_k and min_p and without penalties; "
+        "where request_id names an answer of this server, what was recorded of it counts instead; without either it "
+        "counts as off-policy",
+    )
     reward: float
     policy_version: int | None = Field(None, ge=0)
     request_id: str | None = None
@@ -85,7 +90,7 @@ ALL_DEFAULT = CheckpointBody.model_validate({})
 class RolloutBody(Body):
     model_config = ConfigDict(
         json_schema_extra={
-            "example": {"prompts": ["2 + 2 ="], "n": 4, "max_tokens": 8, "scoring_function": "length", "submit": True}
+            "example": {"prompts": ["2 + 2 ="], "n": 4, "max_tokens": 8, "scoring_function": "format", "submit": True}
         }
     )
     model: str = Field("default", description="The model, or an adapter of it")
@@ -94,6 +99,7 @@ class RolloutBody(Body):
     max_tokens: int = Field(128, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0: off")
     seed: int | None = Field(None, ge=0, lt=1 << 62)
     stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
     cache_salt: str = Field("", max_length=300, description="Cached prompts are shared by calls with the same one")

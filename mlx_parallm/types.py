@@ -104,6 +104,7 @@ class Delta:
     error: "ParallmError | None" = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
+    begun: float | None = None  # by time.perf_counter, when its first token was there
 
 
 @dataclass(slots=True, kw_only=True)

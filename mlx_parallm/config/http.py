@@ -70,7 +70,15 @@ class HttpConfig:
     drain_timeout_seconds: float = option(
         30.0, "seconds that SIGTERM waits for running requests before it cuts them off", parse=float
     )
-    log_level: str = option("INFO", "least level of what is logged: DEBUG, INFO, WARNING or ERROR", parse=str.upper)
+    unknown_fields: str = option(
+        "warn",
+        "request fields that nobody knows: ignore; warn, which names them in the header X-Parallm-Warning; or refuse, "
+        "which is status 400",
+        choices=("ignore", "warn", "refuse"),
+    )
+    log_level: str = option(
+        "INFO", "least level of what is logged: DEBUG, INFO, WARNING, ERROR or CRITICAL", parse=str.upper
+    )
     log_json: bool = option(False, "write one JSON object per log line", parse=parse_bool)
 
     def __post_init__(self) -> None:
@@ -88,8 +96,8 @@ class HttpConfig:
             raise ConfigError(f"allowed_local_media_path is {folder!r}, and there is no such folder")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
-        if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            raise ConfigError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level}")
+        if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
+            raise ConfigError(f"log_level must be DEBUG, INFO, WARNING, ERROR or CRITICAL, not {self.log_level}")
 
     @property
     def has_keys(self) -> bool:

@@ -92,9 +92,9 @@ TRAINING_GAUGES = {
     "rl_kl": ("kl", "KL divergence to the model when last measured, nats a token"),
     "rl_updates_per_second": ("updates_per_second", "Updates published a second"),
     "rl_trajectories_buffered": ("buffered", "Trajectories that wait"),
+    "rl_trajectories_collected": ("collected", "Trajectories since the start"),
 }
 TRAINING_COUNTERS = {
-    "rl_trajectories_collected": ("collected", "Trajectories"),
     "rl_trajectories_used": ("used", "Trajectories that updates learnt from"),
     "rl_trajectories_flat": ("flat", "Trajectories of groups without a difference"),
     "rl_trajectories_stale": ("stale", "Trajectories that were too old"),

@@ -28,7 +28,10 @@ class ModelConfig:
         choices=("auto", "float32", "float16", "bfloat16", "quantized"),
     )
     max_model_len: int | None = option(
-        None, "most tokens of a prompt and its answer together (default: the model's own context)", parse=int
+        None,
+        "most tokens of a prompt and its answer together (default: the model's own context)",
+        other_keys=("max_kv_size",),
+        parse=int,
     )
     model_dir: str | None = option(
         None, "folder of models, each a folder or a .gguf file in it, that load on their first request"

@@ -288,8 +288,9 @@ class Registry:
         return version
 
     @between_steps
-    def unload(self, name: str) -> None:
-        """Forgets a name; rows that use it keep what they hold."""
+    def unload(self, name: str, *, remember: bool = True) -> None:
+        """Forgets a name; rows that use it keep what they hold. Without `remember`, its numbers may come again: of
+        weights that have numbers of their own elsewhere."""
         self.find(name)
         if any(route.name == name for route in self.routes):
             if self.chosen:
@@ -298,8 +299,9 @@ class Registry:
                 )
             self._route([])
         entry = self._entries.pop(name)
-        self._last_numbers[name] = max(entry.versions)  # a number means one set of weights, for ever
-        self._last_numbers.move_to_end(name)
+        if remember:
+            self._last_numbers[name] = max(entry.versions)  # a number means one set of weights, for ever
+            self._last_numbers.move_to_end(name)
         while len(self._last_numbers) > REMEMBERED_NAMES:
             self._last_numbers.popitem(last=False)
         self._take_off(version for version in entry.versions.values() if not version.rows)

@@ -189,6 +189,10 @@ class AdapterClient(Protocol):
         version before holds, or a scale of 1."""
         ...
 
+    def checkpoint(self, model: str, name: str) -> AdapterVersion | None:
+        """A checkpoint of training by its name, loaded as an adapter of its own; None where there is none. Blocks."""
+        ...
+
     def unload(self, model: str, name: str) -> AdapterVersion: ...
     def rollback(
         self, model: str, name: str, number: int | None, checkpoint: str | None

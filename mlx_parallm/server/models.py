@@ -1,5 +1,6 @@
 """The served models, each with its text tools. `app` makes the table of them, routes look them up."""
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
@@ -155,6 +156,20 @@ class ModelTable:
             raise InvalidRequestError(
                 f"{name!r} is a model of the kind {statuses[name].kind}, which generates no text", param="model"
             )
+
+    async def checkpoint(self, label: str) -> str | None:
+        """The adapter, as name@version, that a label means which names a checkpoint of training; None for any other.
+        It is loaded first where it has to be."""
+        name, at, _ = label.partition("@")
+        served = next(iter(self), None)
+        if served is None or at or name in (DEFAULT, BASE) or not self._runtime.training.adapters:
+            return None
+        if name in self._served or any(name in one.adapters for one in self):
+            return None
+        version = await asyncio.to_thread(self._runtime.adapters.checkpoint, served.name, name)
+        if version is None or not current_caller.get().may_use_adapter(version.name):
+            return None
+        return version.label
 
     def find(self, name: str) -> ServedModel:
         served = self.visible()

@@ -28,6 +28,7 @@ MAX_DEPTH = 128  # of a body
 MAX_VALUES = 1 << 22
 MAX_COLONS = 1 << 18  # as many names at most: each is a string of its own
 MAX_OBJECTS = 50_000
+NESTED_OPTIONS = frozenset({"options", "sampling_params", "generation_kwargs"})
 LONG_BODY = 32 << 10  # bytes; shorter ones are validated on the event loop, in some milliseconds at worst
 
 _readers = ThreadPoolExecutor(2, thread_name_prefix="body")
@@ -72,13 +73,16 @@ class StrictRequest(Request):
         if not hasattr(self, "_read"):
             self._read = _parsed(await self.body())
             self.names = _field_names(self._read)
+            self.scope["sent_fields"] = _sent(self._read)
         return self._read
 
     async def validate(self, field: ModelField) -> None:
         """What `json` then returns is the route's body already, which FastAPI takes as it is."""
         body = await self.body()
         loop = asyncio.get_running_loop()
-        self._read, self.names = await loop.run_in_executor(_readers, _validated, body, field)
+        self._read, self.names, self.scope["sent_fields"] = await loop.run_in_executor(
+            _readers, _validated, body, field
+        )
 
     def check_encoding(self) -> None:
         encoding = self.headers.get("content-encoding", "identity")
@@ -111,7 +115,15 @@ def _field_names(parsed: Any) -> list[str]:
     return [name for name, value in parsed.items() if value is not None] if isinstance(parsed, dict) else []
 
 
-def _validated(body: bytes, field: ModelField) -> tuple[Any, list[str]]:
+def _sent(parsed: Any) -> frozenset[str]:
+    """Names of all fields that came, those of sampling options in an object of their own too."""
+    names = set(_field_names(parsed))
+    for inner in NESTED_OPTIONS & names:
+        names.update(_field_names(parsed[inner]))
+    return frozenset(names)
+
+
+def _validated(body: bytes, field: ModelField) -> tuple[Any, list[str], frozenset[str]]:
     try:
         parsed = _parsed(body)
     except json.JSONDecodeError as error:
@@ -120,7 +132,7 @@ def _validated(body: bytes, field: ModelField) -> tuple[Any, list[str]]:
     value, errors = field.validate(parsed, {}, loc=("body",))
     if errors:
         raise RequestValidationError(errors, body=parsed)
-    return value, _field_names(parsed)
+    return value, _field_names(parsed), _sent(parsed)
 
 
 def _check_objects(parsed: Any) -> None:

@@ -155,3 +155,122 @@ def test_the_server_by_flags(
             assert summary["flush_interval_ms"] == 10
             refused = client.post("/load_adapter", json={"adapter_path": str(folders["all"])})
             assert refused.status_code == 403
+
+
+SCORE = """
+def shorter(prompts, completions, metadata):
+    return [-float(len(text)) for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def training_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("trains")
+    (folder / "scores.py").write_text(SCORE)
+    flags = ["--enable-rl-training", "--lora-rank", "4", "--learning-rate", "1e-2", "--update-frequency", "0"]
+    return [*flags, "--scoring-function", f"shorter={folder}/scores.py:shorter", "--max-kl", "100"]
+
+
+def learn(client: httpx.Client, seed: int, **more: Any) -> dict[str, Any]:
+    """One update of the policy."""
+    body = {"prompts": [PROMPT], "n": 8, "max_tokens": 8, "seed": seed, "scoring_function": "shorter"}
+    model = more.pop("model", "default")
+    answer = client.post("/v1/rl/rollout", json=body | {"submit": True, "model": model})
+    assert answer.status_code == 200, answer.text
+    updated = client.post("/v1/training/update", json=more | ({} if model == "default" else {"adapter": model}))
+    assert updated.status_code == 200, updated.text
+    found: dict[str, Any] = updated.json()
+    return found
+
+
+def tokens(client: httpx.Client, **fields: Any) -> list[float]:
+    """What a policy gives: the log-probabilities of a greedy answer, and its tokens."""
+    answer = client.post("/generate", json={"prompt": PROMPT, "step_id": 1, "logprobs_mode": "raw"} | GREEDY | fields)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    return [*found["completion_ids"], *(round(value, 3) for value in found["logprobs"])]
+
+
+def test_a_checkpoint_is_an_adapters_name(
+    tiny_folder: Path, training_flags: list[str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    flags = [*training_flags, "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        learn(client, 1, checkpoint_name="manual-update-1")
+        first = tokens(client)
+        learn(client, 2)
+        second = tokens(client)
+        # By curl, without a Content-Type.
+        assert client.post("/training/checkpoint").json()["checkpoint"] == "step-00000002"
+        learn(client, 3)
+        third = tokens(client)
+        assert len({tuple(one) for one in (first, second, third)}) == 3
+        for fields in ({"lora_adapter": "manual-update-1"}, {"model": "manual-update-1"}):
+            assert tokens(client, **fields) == first
+        for name in ("checkpoint-2", "step-00000002", "policy/checkpoint-2"):
+            assert tokens(client, lora_adapter=name) == second, name
+        assert tokens(client, lora_adapter="latest") == third
+        assert tokens(client) == third
+        switched = client.post("/model/switch-lora", content=b'{"version": "checkpoint-2"}')
+        assert switched.status_code == 200, switched.text
+        assert tokens(client) == second
+        assert client.get("/metrics", headers={"Accept": "application/json"}).json()["current_policy_version"] == 3
+        assert learn(client, 4, model="policy")["policy_version"] == 5  # training goes on, beside what is served
+        assert tokens(client) == second
+        assert tokens(client, lora_adapter="policy") not in (first, second, third)
+        assert tokens(client, lora_adapter="latest") == tokens(client, lora_adapter="policy")
+        debug = client.get("/debug/training").json()
+        assert debug["updates"] == 4
+        assert client.post("/load_adapter", json={"name": "latest", "path": str(folders["few"])}).is_success
+        assert tokens(client, lora_adapter="latest") != third  # a loaded adapter's name wins
+        for name in ("checkpoint-9", "nobody", "policy/nobody", "../policy", "policy/..", "checkpoint-" + "9" * 40):
+            answer = client.post("/generate", json={"prompt": PROMPT, "lora_adapter": name, "step_id": 1})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found"), name
+
+
+def test_among_several_trained_adapters_a_checkpoint_has_its_adapters_name(
+    tiny_folder: Path, training_flags: list[str], tmp_path: Path
+) -> None:
+    flags = [*training_flags, "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    flags += ["--train-adapter", "one", "--train-adapter", "two"]
+    with running(ours(str(tiny_folder), flags)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        for name in ("one", "two"):
+            learn(client, 1, model=name, checkpoint_name="shared")
+        answer = client.post("/generate", json={"prompt": PROMPT, "lora_adapter": "shared", "step_id": 1})
+        assert answer.status_code == 400
+        assert "one/shared, two/shared" in answer.json()["error"]["message"]
+        assert tokens(client, lora_adapter="one/shared") == tokens(client, lora_adapter="one")
+        assert tokens(client, lora_adapter="two/shared") == tokens(client, lora_adapter="two")
+
+
+YAML = """
+server: {{mode: inference_and_training, max_batch_size: 128}}
+model: {{base_model_path: {model}, lora_rank: 16, lora_alpha: 32, lora_target_modules: [q_proj, v_proj]}}
+rl_training:
+  {{enabled: true, trajectory_buffer_size: 1000, update_frequency: 100, scoring_batch_size: 32, environment: gsm8k}}
+checkpointing: {{interval: 500, keep_n_checkpoints: 10, checkpoint_dir: {folder}/checkpoints}}
+cache:
+  {{default_temperature: 0.0, default_max_tokens: 7, sequence_cache_size: 2, prefill_batch_size: 1, ssd_enabled: false}}
+"""
+
+
+def test_by_yaml(tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(YAML.format(model=tiny_folder, folder=tmp_path))
+    with (
+        running(ours(None, ["--config", str(file)])) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        status = client.get("/v1/training/status").json()
+        assert status["training_enabled"]
+        assert "gsm8k" in status["scoring_functions"]
+        first, second = (client.post("/generate", json={"prompt": PROMPT, "step_id": 1}).json() for _ in range(2))
+        assert first["completion_ids"] == second["completion_ids"]  # the default temperature is 0
+        assert len(first["completion_ids"]) <= 7
+        drawn = [
+            client.post("/generate", json={"prompt": PROMPT, "step_id": 1, "temperature": 2.0}).json() for _ in range(4)
+        ]
+        assert len({tuple(one["completion_ids"]) for one in drawn}) > 1
+        sampled = {"text": "hello", "sampling_params": {"temperature": 2.0, "max_new_tokens": 8}}
+        assert len({client.post("/generate", json=sampled).json()["text"] for _ in range(4)}) > 1
+        assert client.get("/debug/metrics").json()["slots_total"] == 128

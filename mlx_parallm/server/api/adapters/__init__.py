@@ -214,13 +214,16 @@ class Adapters:
 
     async def switch(self, body: SwitchBody) -> Response:
         """Requests for the model's own name (and for `default`) get an adapter from now on, or by their shares several:
-        `{"split": {"v12": 0.9, "v13": 0.1}}`. `base` is the model alone."""
+        `{"split": {"v12": 0.9, "v13": 0.1}}`. `base` is the model alone; a checkpoint of training is served by its
+        name, beside the policy that trains on."""
         served = self._models.find(body.model)
         registry = served.adapters
         shares = [(body.version, 1.0)] if body.version is not None else [*(body.split or {}).items()]
+        param = "version" if body.split is None else "split"
+        labels = [await self._models.checkpoint(str(label)) or label for label, _ in shares]
         routes = [
-            AdapterRoute(*_routed(registry, label, body.name, "version" if body.split is None else "split"), share)
-            for label, share in shares
+            AdapterRoute(*_routed(registry, label, body.name, param), share)
+            for label, (_, share) in zip(labels, shares, strict=True)
         ]
         only_base = all(route.name is None for route in routes)
         await asyncio.to_thread(served.adapters.serve, [] if only_base else routes)

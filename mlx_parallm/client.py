@@ -13,10 +13,10 @@ import asyncio
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import httpx
 import numpy as np
@@ -69,6 +69,35 @@ class Sample:
     metadata: dict[str, Any]
     mixed_policy: bool = False  # several versions made it: each log-probability is of the one that its span names
     logprobs_mode: str | None = None  # processed: after temperature, penalties and cuts such as top_p; raw: before them
+    index: int | None = None  # which of several prompts it answers
+
+    def __getitem__(self, name: str) -> Any:
+        """`sample["text"]` is `sample.text`: as in the server's answer."""
+        if name not in self.keys():
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def keys(self) -> list[str]:
+        return [field.name for field in fields(self)]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self.keys() else default
+
+
+class PublishedVersion(int):
+    """The number of a version that was published; its other facts are there by their names in the server's answer."""
+
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> "PublishedVersion":
+        version = cls(answer["policy_version"])
+        version.facts = answer
+        return version
+
+    def __getitem__(self, name: str) -> Any:
+        """`["policy_version"]`, `["name"]`, `["status"]`, `["message"]`."""
+        return self.facts[name]
 
 
 class InferenceClient:
@@ -103,9 +132,13 @@ class InferenceClient:
     async def close(self) -> None:
         await self._http.aclose()
 
+    @overload
+    async def generate(self, prompt: str | Sequence[int], **fields: Any) -> Sample: ...
+    @overload
+    async def generate(self, prompt: Sequence[str] | Sequence[Sequence[int]], **fields: Any) -> list[Sample]: ...
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         *,
         adapter: str | None = None,  # name or name@version; None: what the model's own name serves
         policy_version: int | None = None,
@@ -114,8 +147,10 @@ class InferenceClient:
         follow_policy: bool | None = None,
         metadata: Mapping[str, Any] | None = None,
         **sampling: Any,  # temperature, top_p, max_tokens, stop, seed, logprobs, … as /generate takes them
-    ) -> Sample:
-        fields = {
+    ) -> Sample | list[Sample]:
+        """One sample; for a list of prompts a list. A `policy_version` selects nothing: `adapter="name@version"` does.
+        It comes back in `metadata`, and the sample's own says what made it."""
+        body = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "lora_adapter": adapter,
             "policy_version": policy_version,
@@ -128,9 +163,9 @@ class InferenceClient:
         for name in ("stream", "n", "best_of", "prompt_logprobs"):
             if name in sampling:
                 raise InvalidRequestError(f"{name} is not for generate: it answers with one sample", param=name)
-        answer = await self._post("/generate", {key: value for key, value in fields.items() if value is not None})
-        known = {name: value for name, value in answer.items() if name in Sample.__slots__}  # a newer server tells more
-        return Sample(**{**known, "policy_spans": [tuple(span) for span in answer["policy_spans"]]})
+        sent = {key: value for key, value in body.items() if value is not None}
+        answer = (await self._send("POST", "/generate", json=sent)).json()
+        return [_sample(one) for one in answer] if isinstance(answer, list) else _sample(answer)
 
     async def rollout(
         self,
@@ -146,14 +181,19 @@ class InferenceClient:
             [_rollout_sample(group["prompt_ids"], sample) for sample in group["samples"]] for group in answer["groups"]
         ]
 
-    async def load_adapter(self, name: str, path: str | Path, *, version: int | None = None) -> int:
-        """From a folder on the server's machine. Gives the new version, as do the other ways to publish."""
-        body = {"name": name, "path": str(path), "version": version}
-        return int((await self._post("/v1/adapters/load", body))["policy_version"])
+    async def load_adapter(
+        self, name: str | Path, path: str | Path | None = None, *, version: int | None = None
+    ) -> PublishedVersion:
+        """From a folder on the server's machine. Gives the new version, as do the other ways to publish.
+
+        `load_adapter(path)` gives it no name: it is the next version of `adapter`, and the model's own name serves it.
+        """
+        body = {"path": str(name)} if path is None else {"name": str(name), "path": str(path)}
+        return PublishedVersion.of(await self._post("/load_adapter", body | {"version": version}))
 
     async def upload_adapter(
         self, name: str, weights: Weights, config: Mapping[str, Any] | None = None, *, version: Version | None = None
-    ) -> int:
+    ) -> PublishedVersion:
         """From here. A name that requests are using is refused, unless a version is given: a number, or "next"."""
         data, found = await _read(weights)
         config = config if config is not None else found
@@ -162,11 +202,11 @@ class InferenceClient:
             files["config"] = ("adapter_config.json", json.dumps(config).encode())
         form = {"name": name} | ({"version": str(version)} if version is not None else {})
         response = await self._send("POST", "/v1/adapters/upload", data=form, files=files)
-        return int(response.json()["policy_version"])
+        return PublishedVersion.of(response.json())
 
     async def update_adapter_weights(
         self, name: str, weights: Weights, config: Mapping[str, Any] | None = None, *, version: int | None = None
-    ) -> int:
+    ) -> PublishedVersion:
         """A new version of `name`, while requests go on with theirs. The config of the version before holds."""
         data, found = await _read(weights)
         config = config or found
@@ -182,7 +222,7 @@ class InferenceClient:
             content=data,
             headers={"Content-Type": "application/octet-stream"},
         )
-        return int(response.json()["policy_version"])
+        return PublishedVersion.of(response.json())
 
     async def unload_adapter(self, name: str) -> None:
         await self._post("/v1/adapters/unload", {"name": name})
@@ -252,6 +292,11 @@ class InferenceClient:
             if not isinstance(error_, QueueFullError) or loop.time() + error_.retry_after > deadline:
                 raise error_
             await asyncio.sleep(error_.retry_after)
+
+
+def _sample(answer: Mapping[str, Any]) -> Sample:
+    known = {name: value for name, value in answer.items() if name in Sample.__slots__}  # a newer server tells more
+    return Sample(**{**known, "policy_spans": [tuple(span) for span in answer["policy_spans"]]})
 
 
 def _rollout_sample(prompt_ids: list[int], sample: Mapping[str, Any]) -> Sample:

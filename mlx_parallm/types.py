@@ -17,6 +17,7 @@ MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # of one stop string
 INT64 = 2**63 - 1
+UNNAMED_ADAPTER = "adapter"  # what an adapter is called that is loaded without a name
 MAX_VERSION = 10**15  # that a client may give to an adapter: there are always newer ones
 
 
@@ -103,6 +104,7 @@ class Delta:
     error: "ParallmError | None" = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
+    begun: float | None = None  # by time.perf_counter, when its first token was there
 
 
 @dataclass(slots=True, kw_only=True)

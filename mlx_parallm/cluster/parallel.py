@@ -128,6 +128,7 @@ class GroupMember:
             "--max-model-len": model.context_length,
             "--block-size": cache.block_size,
             "--num-blocks": cache.num_blocks,
+            "--sequence-cache-size": cache.sequence_cache_size,
             "--kv-bits": cache.kv_bits,
             "--kv-group-size": cache.kv_group_size,
         }
@@ -230,10 +231,12 @@ def end_at_once(code: int) -> None:
 
 def join_group(config: ServeConfig) -> GroupMember | None:
     """This process as a member of the group that mlx.launch has started; None where it is alone."""
-    if not any(name in os.environ for name in LAUNCHED):
-        return None
-    group = mx.distributed.init()
-    if group.size() == 1:
+    wanted = config.cluster.use_distributed
+    launched = wanted is not False and any(name in os.environ for name in LAUNCHED)
+    group = mx.distributed.init() if launched else None
+    if group is None or group.size() == 1:
+        if wanted:
+            raise ConfigError("use_distributed is on, and mlx.launch has not started this process as one of several")
         return None
     secret = secrets.token_hex(32)
     listener = socket.create_server((own_address(), 0)) if group.rank() == 0 else None

@@ -65,7 +65,7 @@ class LocalState:
         if change.kind == "publish":
             source = change.fields["source"]
             arguments = (change.model, change.name, change.data, change.fields["config"], change.number)
-            self._runtime.adapters.publish(*arguments, source=source)
+            self._runtime.adapters.publish(*arguments, source=source, own=change.fields.get("own", False))
         elif change.kind == "unload":
             if not starting or change.name in engine.adapters:
                 self._runtime.adapters.unload(change.model, change.name)
@@ -188,18 +188,25 @@ class ReplicatedAdapters(Through):
         self._runtime = runtime
         self._propose = propose
 
-    def load(self, model: str, name: str, path: str, number: int | None = None) -> AdapterVersion:
+    def load(self, model: str, name: str, path: str, number: int | None = None, *, own: bool = False) -> AdapterVersion:
         config, data, folder = self._runtime.adapters.read(path)
-        return self._publish(model, name, data, config, number, folder)
+        return self._publish(model, name, data, config, number, folder, own)
 
     def publish(
-        self, model: str, name: str, data: bytes, config: Mapping[str, Any] | bytes | None, number: int | None
+        self,
+        model: str,
+        name: str,
+        data: bytes,
+        config: Mapping[str, Any] | bytes | None,
+        number: int | None,
+        *,
+        own: bool = False,
     ) -> AdapterVersion:
         known = self._runtime.adapters.config_for(model, name, data, config)
-        return self._publish(model, name, data, known, number, "upload")
+        return self._publish(model, name, data, known, number, "upload", own)
 
     def _publish(
-        self, model: str, name: str, data: bytes, config: Mapping[str, Any], number: int | None, source: str
+        self, model: str, name: str, data: bytes, config: Mapping[str, Any], number: int | None, source: str, own: bool
     ) -> AdapterVersion:
         """Where a number is given, it is checked as one process would; else the front gives the next."""
         registry = self._runtime.pool.generators[model].adapters
@@ -207,7 +214,7 @@ class ReplicatedAdapters(Through):
         newest = max((version.number for version in registry.versions(name)), default=0)
         if number is not None and number <= newest:
             raise InvalidRequestError(f"version {number} of {name!r} is not newer than {newest}", param="version")
-        fields = {"config": dict(config), "source": source, "asked": number is not None}
+        fields = {"config": dict(config), "source": source, "asked": number is not None, "own": own}
         made = self._propose(Change("publish", model, name, number or newest + 1, fields, data))
         return registry.find(name, made.number)
 

@@ -29,16 +29,36 @@ class CacheConfig:
         None, "bits in which cached blocks are held, 8 or 4 (default: the model's own precision)", parse=int
     )
     kv_group_size: int = option(64, "elements that share a scale in blocks held in --kv-bits", parse=int)
-    ssd: bool = option(True, "keep cached prompts on SSD too, over restarts", parse=parse_bool)
+    sequence_cache_size: int | None = option(
+        None,
+        "sequences of the whole context that the prefix cache may hold, in place of --num-blocks (default: by memory)",
+        parse=int,
+    )
+    ssd: bool = option(
+        True, "keep cached prompts on SSD too, over restarts", other_keys=("ssd_enabled",), parse=parse_bool
+    )
     ssd_cache_dir: str | None = option(
         None, "folder of the cache on SSD, private to the user (default: kv in the user's cache folder)"
     )
     ssd_max_bytes: int = option(20_000_000_000, "most bytes of the cache on SSD, as 20GB", parse=parse_bytes)
     ssd_ttl_days: float = option(7.0, "days after which an unused file of the cache on SSD is removed", parse=float)
 
+    def blocks(self, context_length: int) -> int | None:
+        """Most blocks of the prefix cache of a model with such a context; None: as many as the memory has room for."""
+        if self.sequence_cache_size is None:
+            return self.num_blocks
+        return self.sequence_cache_size * -(-context_length // self.block_size)
+
+    @property
+    def off(self) -> bool:
+        """Whether there is no prefix cache."""
+        return self.num_blocks == 0 or self.sequence_cache_size == 0
+
     def __post_init__(self) -> None:
         check_at_least(self, 1, "memory_limit", "kv_cache_memory", "block_size")
-        check_at_least(self, 0, "num_blocks", "ssd_max_bytes", "ssd_ttl_days")
+        check_at_least(self, 0, "num_blocks", "ssd_max_bytes", "ssd_ttl_days", "sequence_cache_size")
+        if self.sequence_cache_size is not None and self.num_blocks is not None:
+            raise ConfigError("give either num_blocks or sequence_cache_size: both say how large the prefix cache is")
         if self.kv_bits not in (None, 4, 8):
             raise ConfigError(f"kv_bits must be 8 or 4, not {self.kv_bits}")
         if self.kv_group_size not in (32, 64, 128):

@@ -25,6 +25,13 @@ class ClusterConfig:
         "start a cluster that other machines can join with --connect-to; each brings one more replica",
         parse=parse_bool,
     )
+    use_distributed: bool | None = option(
+        None,
+        "on: it is an error unless mlx.launch has started this process as one of several ranks; off: it serves "
+        "alone whatever started it (default: as mlx.launch has started it)",
+        other_keys=("use_distributed",),
+        parse=parse_bool,
+    )
     connect_to: str | None = option(
         None,
         "HOST:PORT of a server. mlx_parallm_serve: one that was started with --share-model, for which this machine "

@@ -70,7 +70,15 @@ class HttpConfig:
     drain_timeout_seconds: float = option(
         30.0, "seconds that SIGTERM waits for running requests before it cuts them off", parse=float
     )
-    log_level: str = option("INFO", "least level of what is logged: DEBUG, INFO, WARNING or ERROR", parse=str.upper)
+    unknown_fields: str = option(
+        "warn",
+        "request fields that nobody knows: ignore; warn, which names them in the header X-Parallm-Warning; or refuse, "
+        "which is status 400",
+        choices=("ignore", "warn", "refuse"),
+    )
+    log_level: str = option(
+        "INFO", "least level of what is logged: DEBUG, INFO, WARNING, ERROR or CRITICAL", parse=str.upper
+    )
     log_json: bool = option(False, "write one JSON object per log line", parse=parse_bool)
 
     def __post_init__(self) -> None:
@@ -88,8 +96,8 @@ class HttpConfig:
             raise ConfigError(f"allowed_local_media_path is {folder!r}, and there is no such folder")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
-        if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            raise ConfigError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level}")
+        if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
+            raise ConfigError(f"log_level must be DEBUG, INFO, WARNING, ERROR or CRITICAL, not {self.log_level}")
 
     @property
     def has_keys(self) -> bool:
@@ -100,7 +108,19 @@ class HttpConfig:
 class BatchConfig:
     """How requests share the model."""
 
-    max_batch_size: int = option(32, "most rows decoded together", aliases=("--max-batch",), parse=int)
+    max_batch_size: int = option(
+        32,
+        "most rows decoded together",
+        aliases=("--max-batch",),
+        other_keys=("max_batch_size", "completion_batch_size"),
+        parse=int,
+    )
+    prefill_batch_size: int | None = option(
+        None,
+        "most prompts computed in one pass (default: as many as are of similar length)",
+        other_keys=("prefill_batch_size",),
+        parse=int,
+    )
     scheduler: str = option(
         "continuous",
         "continuous: requests join at every step; default: they are gathered for --batch-timeout first",
@@ -115,15 +135,33 @@ class BatchConfig:
     max_concurrent_streams: int = option(
         0, "most streams that run together, others wait in the queue; 0: no limit", parse=int
     )
-    max_queue_size: int = option(128, "most requests that wait; further ones get status 429", parse=int)
+    max_queue_size: int = option(
+        128, "most requests that wait; further ones get status 429", other_keys=("max_queue_size",), parse=int
+    )
     request_timeout_seconds: float = option(
-        600.0, "seconds after which a request ends with an error and its row is freed; 0: never", parse=float
+        600.0,
+        "seconds after which a request ends with an error and its row is freed; 0: never",
+        other_keys=("request_timeout_s",),
+        parse=float,
     )
     max_tokens: int | None = option(
         None,
         "tokens of an answer where a request does not say how many (default: chat as many as the context allows, "
         "completions 16)",
+        other_keys=("default_max_tokens",),
         parse=int,
+    )
+    default_temperature: float | None = option(
+        None,
+        "temperature of requests that send none (default: the API's own, which is 1)",
+        other_keys=("default_temperature",),
+        parse=float,
+    )
+    default_top_p: float | None = option(
+        None,
+        "top_p of requests that send none (default: the API's own, which is 1)",
+        other_keys=("default_top_p",),
+        parse=float,
     )
     prefill_step_size: int = option(2048, "most prompt tokens computed between two decode steps", parse=int)
     dedupe: bool = option(
@@ -132,4 +170,9 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_batch_size", "prefill_step_size", "max_queue_size", "max_tokens")
+        check_at_least(self, 1, "prefill_batch_size")
+        if self.default_temperature is not None and not 0 <= self.default_temperature <= 2:
+            raise ConfigError(f"default_temperature must be between 0 and 2, not {self.default_temperature}")
+        if self.default_top_p is not None and not 0 < self.default_top_p <= 1:
+            raise ConfigError(f"default_top_p must be above 0 and at most 1, not {self.default_top_p}")
         check_at_least(self, 0, "batch_timeout", "request_timeout_seconds", "max_concurrent_streams")

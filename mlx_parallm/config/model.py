@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mlx_parallm.config.options import check_at_least, check_positive, option, parse_bool, parse_bytes, parse_list
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.types import UNNAMED_ADAPTER
 
 EMBEDDED = "SmolLM2-135M-Instruct"
 # Other models that wheels bring: the wheel, its module, and the folder in it. Installed without their dependencies.
@@ -27,7 +28,10 @@ class ModelConfig:
         choices=("auto", "float32", "float16", "bfloat16", "quantized"),
     )
     max_model_len: int | None = option(
-        None, "most tokens of a prompt and its answer together (default: the model's own context)", parse=int
+        None,
+        "most tokens of a prompt and its answer together (default: the model's own context)",
+        other_keys=("max_kv_size",),
+        parse=int,
     )
     model_dir: str | None = option(
         None, "folder of models, each a folder or a .gguf file in it, that load on their first request"
@@ -81,7 +85,8 @@ def _source(path: str) -> str | None:
 class AdapterConfig:
     lora_path: tuple[str, ...] = option(
         (),
-        "folder of a LoRA or DoRA adapter to load at start, in mlx-lm's or PEFT's format; repeatable as NAME=PATH",
+        "folder of a LoRA or DoRA adapter to load at start, in mlx-lm's or PEFT's format; repeatable as NAME=PATH; "
+        "without a name it is called adapter, and the model's own name serves it",
         aliases=("--adapter-path",),
         parse=parse_list,
     )
@@ -95,11 +100,17 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_loras", "max_cpu_loras", "max_lora_rank", "max_lora_bytes")
 
+    @property
+    def has_unnamed(self) -> bool:
+        """Whether the model's own name serves an adapter from the start."""
+        return any("=" not in entry for entry in self.lora_path)
+
     def named_adapters(self, models: "dict[str, str | None]") -> dict[str, str]:
         """Name to folder for each adapter to load at start; none may have a model's name."""
         adapters: dict[str, str] = {}
         for entry in self.lora_path:
-            name, path = named_path(entry)
+            name, named, path = entry.partition("=")
+            name, path = (name, path) if named else (UNNAMED_ADAPTER, entry)
             if name in adapters or name in models or name in ("default", "base"):
                 raise ConfigError(f"two models or adapters are called {name!r}; give each its own NAME=PATH")
             adapters[name] = path

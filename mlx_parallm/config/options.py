@@ -26,6 +26,7 @@ class Option:
     parse: Any = str
     choices: Sequence[str] | None = None
     aliases: tuple[str | tuple[str, float], ...] = ()  # other flags; (flag, factor) scales a number
+    other_keys: tuple[str, ...] = ()  # in the sections server and cache of a file: names of other programs for it
 
     @property
     def flag(self) -> str:
@@ -40,12 +41,14 @@ def option(
     key: str | None = None,
     section: str | None = None,
     aliases: Sequence[str | tuple[str, float]] = (),
+    other_keys: Sequence[str] = (),
     parse: Any = str,
     choices: Sequence[str] | None = None,
 ) -> Any:
     """A field with what the readers need. `name`: where it is not the field's own; `section`: where it is not the
     group's."""
     given = dict(help=help, name=name, key=key, section=section, aliases=tuple(aliases), parse=parse, choices=choices)
+    given["other_keys"] = tuple(other_keys)
     return field(default=default, metadata={"option": given})
 
 

@@ -121,6 +121,9 @@ def _read_file(path: Path, kind: type) -> dict[str, Any]:
     sections: dict[str, dict[str, Option]] = {}
     for option in options_of(kind):
         sections.setdefault(option.section, {})[option.key] = option
+        for key in option.other_keys:
+            for section in ("server", "cache"):
+                sections.setdefault(section, {}).setdefault(key, option)
     values: dict[str, Any] = {}
     for section, entries in document.items():
         if section not in sections:
@@ -134,7 +137,11 @@ def _read_file(path: Path, kind: type) -> dict[str, Any]:
                 raise ConfigError(f"{where}: unknown key {section}.{key}{nearest(key, sections[section])}")
             if value is not None:
                 option = sections[section][key]
-                values[option.name] = _convert(option, value, f"{where}: {section}.{key}")
+                converted = _convert(option, value, f"{where}: {section}.{key}")
+                if values.setdefault(option.name, converted) != converted:
+                    raise ConfigError(
+                        f"{where}: {section}.{key} is {option.name}, which the file sets to another value"
+                    )
     return values
 
 

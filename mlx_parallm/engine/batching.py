@@ -178,10 +178,10 @@ def prefix_cache(
     model: LanguageModel, cache: BatchCache, config: ServeConfig, max_bytes: int, profile: DeviceProfile
 ) -> Prefix | None:
     """The prefix cache for a model, once its batch cache is proven: blocks where it runs in slots, else snapshots."""
-    if config.cache.num_blocks == 0:
+    if config.cache.off:
         return None
     if isinstance(cache, (MergedCache, SerialCache)):
-        if config.cache.kv_bits is not None or config.cache.num_blocks is not None:
+        if config.cache.kv_bits is not None or config.cache.blocks(1) is not None:
             log.warning("%s keeps snapshots, not blocks: --kv-bits and --num-blocks mean nothing to it", model.name)
         identity = _identity(model, config, f"snapshots of mlx-lm {version('mlx-lm')}")
         disk = _disk(config, identity) if can_be_restored(cache.make_cache()) else None
@@ -198,7 +198,7 @@ def prefix_cache(
         cache.sides,
         packing,
         max_bytes=max_bytes,
-        blocks=config.cache.num_blocks,
+        blocks=config.cache.blocks(model.context_length),
         fused=profile.fused,
         ahead=profile.steps_in_flight > 0,
     )

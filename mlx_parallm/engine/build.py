@@ -103,7 +103,7 @@ class EngineParts:
         """Another share of the memory; returns what is used of it."""
         base, prefix = self.base, self.compute.prefix
         self.compute.runner.cache.max_bytes = plan.rows
-        if prefix is not None and base.config.cache.num_blocks is None:
+        if prefix is not None and base.config.cache.blocks(1) is None:
             prefix.set_max_bytes(plan.blocks)
         base.allocator_cache.allow(base.thread, plan.kept)
         used = replace(plan, blocks=0 if prefix is None else prefix.max_bytes)
@@ -196,6 +196,7 @@ def _limits(base: BaseParts, cache: BatchCache, prefix: Prefix | None) -> Limits
         round_to=PROMPT_STEP if profile.round_prompts and cache.stages_many else 1,
         pass_tokens=profile.pass_tokens if isinstance(prefix, BlockPrefix) else 0,
         max_adapters=config.adapters.max_loras,
+        max_prompts=config.batch.prefill_batch_size,
         rollout_rows=max(1, round(config.batch.max_batch_size * (1 - config.serving_share))),
     )
 

@@ -84,6 +84,7 @@ class StepPipeline:
                 self._delivery.fail(row, UnprocessableError(NOT_FINITE, code="not_finite"))
                 continue
             if not row.tokens:
+                row.begun = row.begun or time.perf_counter()
                 self._metrics.time_to_first_token.observe(time.monotonic() - row.readers[0].arrival)
             if row.matcher is not None and (problem := row.follow_grammar(item.token)):
                 self._delivery.fail(row, GrammarError(f"the grammar can't be followed any further: {problem}"))

@@ -63,6 +63,7 @@ class Row:
     adapter: Any = None  # the registry's Version, which this row holds
     policies: list[tuple[int, Any]] = field(default_factory=list)  # adapters so far, each with its first token's number
     owner: str = ""  # the name of the key that it came with
+    begun: float | None = None  # by time.perf_counter, when its first token was read
     rollout: bool = False  # gives way to requests: nobody but rollouts reads it
     follows: bool = False
     images: PromptImages | None = None
@@ -148,6 +149,7 @@ class Row:
             tuple((first, 0 if adapter is None else adapter.number) for first, adapter in self.policies),
             prompt_logprobs=None if reader.started else self.prompt_logprobs,
             cached_tokens=0 if reader.started else self.cached or 0,
+            begun=self.begun,
         )
         reader.sent, reader.started = len(self.tokens), True
         return delta

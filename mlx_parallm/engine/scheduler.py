@@ -27,6 +27,7 @@ class Limits:
     gather_seconds: float  # 0: admit at every step
     max_padding: float | None  # share that padding may add to prompts computed together; None: one by one
     max_adapters: int = 1  # in one batch
+    max_prompts: int | None = None  # that are computed in one pass; None: any number
     rollout_rows: int = 1  # that rollouts may hold while requests wait
     chunk_seconds: float = 2.5  # prompts aim to take no longer between two decode steps; only slow devices notice
     round_to: int = 1  # prompts are computed in pieces of whole multiples of so many tokens
@@ -221,6 +222,8 @@ class Scheduler:
     def _together(self, group: Prefill, job: Job, real: int, size: int) -> bool:
         """Whether a prompt that costs `size` belongs to a group whose prompts cost `real`, without padding."""
         if self.limits.max_padding is None or any(_runs_alone(other) for other in (job, group.jobs[0])):
+            return False
+        if self.limits.max_prompts is not None and len(group.jobs) >= self.limits.max_prompts:
             return False
         padded = (len(group.jobs) + 1) * max(self._rounded(group.count), size)
         return padded <= (real + size) * (1 + self.limits.max_padding)

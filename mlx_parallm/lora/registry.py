@@ -88,6 +88,7 @@ class Registry:
         self.base_requests = 0  # without an adapter
         self.base_tokens = 0
         self.routes: list[AdapterRoute] = []  # empty: the model's own name is the model alone
+        self.chosen = False  # somebody has said what it serves; until then, what was loaded without a name
         self._credits: list[float] = []  # what each route has due
         self._routing = threading.Lock()
         self._latest = ""  # the name published last
@@ -147,17 +148,19 @@ class Registry:
         return self._latest if self._latest in self._entries else None
 
     @property
-    def policy_version(self) -> int:
-        """The version that the model's own name serves, the largest share where there are several.
-
-        Where it serves the model alone: what the name that was published last means; 0 without any.
-        """
+    def served_version(self) -> int:
+        """The version that the model's own name serves, the largest share where there are several; 0: the model."""
         routes = self.routes
-        if routes:
-            largest = max(routes, key=lambda route: route.share)
-            return 0 if largest.name is None else self.find(largest.name, largest.number).number
+        if not routes:
+            return 0
+        largest = max(routes, key=lambda route: route.share)
+        return 0 if largest.name is None else self.find(largest.name, largest.number).number
+
+    @property
+    def policy_version(self) -> int:
+        """The same; where the model's own name serves the model alone, what the name that was published last means."""
         entry = self._entries.get(self._latest)
-        return 0 if entry is None else entry.current
+        return self.served_version if self.routes or entry is None else entry.current
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -183,10 +186,13 @@ class Registry:
         source: str,
         number: int | None = None,
         config: Mapping[str, Any] | None = None,
+        *,
+        own: bool = False,
     ) -> Version:
-        """A new version, which the name means from now on."""
+        """A new version, which the name means from now on. `own`: and the model's own name too, unless somebody has
+        chosen what that serves."""
         packed = self.pack(self.check(name, adapter))  # here, not on the engine thread
-        return self._publish(name, packed, source, number, config)
+        return self._publish(name, packed, source, number, config, own)
 
     def check(self, name: str, adapter: Adapter) -> Adapter:
         """Raises unless the adapter fits the model; returns it with the model's own names of layers."""
@@ -197,7 +203,13 @@ class Registry:
 
     @between_steps
     def _publish(
-        self, name: str, packed: PackedAdapter, source: str, number: int | None, config: Mapping[str, Any] | None
+        self,
+        name: str,
+        packed: PackedAdapter,
+        source: str,
+        number: int | None,
+        config: Mapping[str, Any] | None,
+        own: bool,
     ) -> Version:
         begun = time.perf_counter()
         if name not in self._entries and len(self._entries) >= self.max_names:
@@ -224,6 +236,8 @@ class Registry:
         entry.current = version.number
         self._entries[name] = entry
         self._latest = name
+        if own and not self.chosen:
+            self._route([AdapterRoute(name, None, 1.0)])
         self._forget_old(entry)
         self._take_off(self._unneeded(entry))
         self.changes += 1
@@ -236,6 +250,10 @@ class Registry:
         for route in routes:
             if route.name is not None:
                 self.find(route.name, route.number)
+        self.chosen = True
+        self._route(routes)
+
+    def _route(self, routes: Sequence[AdapterRoute]) -> None:
         with self._routing:
             self.routes, self._credits = list(routes), [0.0] * len(routes)
 
@@ -270,16 +288,20 @@ class Registry:
         return version
 
     @between_steps
-    def unload(self, name: str) -> None:
-        """Forgets a name; rows that use it keep what they hold."""
+    def unload(self, name: str, *, remember: bool = True) -> None:
+        """Forgets a name; rows that use it keep what they hold. Without `remember`, its numbers may come again: of
+        weights that have numbers of their own elsewhere."""
         self.find(name)
         if any(route.name == name for route in self.routes):
-            raise AdapterError(
-                f"{name!r} is what the model's own name serves: /model/switch-lora to another first", param="name"
-            )
+            if self.chosen:
+                raise AdapterError(
+                    f"{name!r} is what the model's own name serves: /model/switch-lora to another first", param="name"
+                )
+            self._route([])
         entry = self._entries.pop(name)
-        self._last_numbers[name] = max(entry.versions)  # a number means one set of weights, for ever
-        self._last_numbers.move_to_end(name)
+        if remember:
+            self._last_numbers[name] = max(entry.versions)  # a number means one set of weights, for ever
+            self._last_numbers.move_to_end(name)
         while len(self._last_numbers) > REMEMBERED_NAMES:
             self._last_numbers.popitem(last=False)
         self._take_off(version for version in entry.versions.values() if not version.rows)

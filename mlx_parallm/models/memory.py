@@ -63,7 +63,7 @@ def plan_memory(
     plans = []
     for number, (own, room) in enumerate(zip(weights, resident, strict=True)):
         rows = config.cache.kv_cache_memory // len(weights) if config.cache.kv_cache_memory else rest * 2 // 3
-        blocks = 0 if config.cache.num_blocks == 0 else rows // 2
+        blocks = 0 if config.cache.off else rows // 2
         plans.append(
             MemoryPlan(
                 limit=limit,

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_parallm.errors import ConflictError, InvalidRequestError
 from mlx_parallm.lora.files import parse, parse_config, read_adapter, read_contents, usual_config
+from mlx_parallm.runtime.checkpoint_adapters import CheckpointAdapters
 from mlx_parallm.runtime.pool import ModelPool
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types import AdapterVersion
@@ -25,11 +26,16 @@ class LocalAdapters:
         self._pool = pool
         self._training = training
         self._limit = limit  # bytes of an adapter's file
+        self._checkpoints = CheckpointAdapters(lambda: training.sessions, limit)
 
-    def load(self, model: str, name: str, path: str, number: int | None = None) -> AdapterVersion:
+    def checkpoint(self, model: str, name: str) -> AdapterVersion | None:
+        """A checkpoint of training by its name, loaded; None where there is none."""
+        return self._checkpoints.load(self._pool.generators[model].adapters, name)
+
+    def load(self, model: str, name: str, path: str, number: int | None = None, *, own: bool = False) -> AdapterVersion:
         self._check_untrained(name, REPLACED)
         adapter, config, folder = read_adapter(path, self._limit)
-        return self._pool.generators[model].adapters.publish(name, adapter, folder, number, config)
+        return self._pool.generators[model].adapters.publish(name, adapter, folder, number, config, own=own)
 
     def publish(
         self,
@@ -39,11 +45,13 @@ class LocalAdapters:
         config: Mapping[str, Any] | bytes | None,
         number: int | None,
         source: str = "upload",
+        *,
+        own: bool = False,
     ) -> AdapterVersion:
         self._check_untrained(name, REPLACED)
         known = self.config_for(model, name, data, config)
         registry = self._pool.generators[model].adapters
-        return registry.publish(name, parse(known, data, self._limit), source, number, known)
+        return registry.publish(name, parse(known, data, self._limit), source, number, known, own=own)
 
     def config_for(
         self, model: str, name: str, data: bytes, config: Mapping[str, Any] | bytes | None

@@ -43,7 +43,20 @@ class AdapterTable(Protocol):
     @property
     def routes(self) -> Sequence[AdapterRoute]: ...
     @property
-    def policy_version(self) -> int: ...
+    def chosen(self) -> bool:
+        """Whether somebody has said what the model's own name serves."""
+        ...
+
+    @property
+    def served_version(self) -> int:
+        """What the model's own name serves; 0: the model alone."""
+        ...
+
+    @property
+    def policy_version(self) -> int:
+        """The same, or else what the name means that was published last."""
+        ...
+
     @property
     def swaps(self) -> int: ...
     @property
@@ -158,12 +171,26 @@ class PredictorClient(Protocol):
 class AdapterClient(Protocol):
     """Changes to adapters that files or training have a say in. `model` is the served model's name."""
 
-    def load(self, model: str, name: str, path: str, number: int | None = None) -> AdapterVersion: ...
+    def load(self, model: str, name: str, path: str, number: int | None = None, *, own: bool = False) -> AdapterVersion:
+        """`own`: the model's own name serves it from now on, unless somebody has chosen what that serves."""
+        ...
+
     def publish(
-        self, model: str, name: str, data: bytes, config: Mapping[str, Any] | bytes | None, number: int | None
+        self,
+        model: str,
+        name: str,
+        data: bytes,
+        config: Mapping[str, Any] | bytes | None,
+        number: int | None,
+        *,
+        own: bool = False,
     ) -> AdapterVersion:
         """Weights in safetensors or npz, and adapter_config.json, parsed or as it came; without a config, that of the
         version before holds, or a scale of 1."""
+        ...
+
+    def checkpoint(self, model: str, name: str) -> AdapterVersion | None:
+        """A checkpoint of training by its name, loaded as an adapter of its own; None where there is none. Blocks."""
         ...
 
     def unload(self, model: str, name: str) -> AdapterVersion: ...

@@ -18,6 +18,7 @@ from mlx_parallm.runtime.pool import ModelPool
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.service import TrainingService
+from mlx_parallm.types import UNNAMED_ADAPTER
 
 
 class Runtime:
@@ -62,7 +63,8 @@ class Runtime:
                 if name in self._trained:  # its trainer begins with it
                     continue
                 adapter, its_config, folder = read_adapter(path, self._config.adapters.max_lora_bytes)
-                default.adapters.publish(name, adapter, folder, config=its_config)
+                own = name == UNNAMED_ADAPTER and self._config.adapters.has_unnamed
+                default.adapters.publish(name, adapter, folder, config=its_config, own=own)
         self._manager = None if default is None else TrainingManager(default, self._config)
         self.training.bind(self._manager)
 

@@ -30,7 +30,6 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.server.audit import AuditLog
 from mlx_parallm.server.caller import ANYBODY, Caller, current_caller
-from mlx_parallm.server.error_shapes import OLLAMA_PREFIX
 from mlx_parallm.server.errors import error_response
 from mlx_parallm.server.keys import Key, KeyRing, Role
 from mlx_parallm.server.logins import COOKIE, Logins
@@ -51,6 +50,7 @@ UPLOAD_TYPES = frozenset(
     {"multipart/form-data", "application/octet-stream", "application/x-safetensors", "application/vnd.safetensors"}
 )
 FORM_TYPE = "application/x-www-form-urlencoded"
+FORM_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter"})  # these read nothing but forms
 TENSOR_PATHS = frozenset({"/v1/predict", "/v1/rl/act"})
 STORED_RESPONSES = "/v1/responses/"  # routes that read, count and cancel
 CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
@@ -259,14 +259,17 @@ class OriginGuard:
                 f"--allowed-host {name} changes that",
                 code="host_not_allowed",
             )
-        if scope["method"] not in CHANGING_METHODS:
-            return None
         origin = headers.get("origin")
-        if origin is not None and not self._may_call(origin, host):
+        if origin is not None and scope["method"] != "OPTIONS" and not self._may_call(origin, host):
             return PermissionDeniedError(
                 f"a page of {origin[:200]!r} may not call this server: --cors-allow-origin {origin[:200]} changes that",
                 code="origin_not_allowed",
             )
+        if scope["method"] not in CHANGING_METHODS:
+            return None
+        if _reads_as_json(scope["path"], headers):
+            MutableHeaders(scope=scope)["content-type"] = "application/json"
+            return None
         return _media_type_error(scope["path"], headers)
 
     def _is_ours(self, host: str) -> bool:
@@ -284,16 +287,30 @@ def is_own_origin(origin: str, host: str) -> bool:
     return origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
+def _reads_as_json(path: str, headers: Headers) -> bool:
+    """A body of another type, as curl -d sends it: it is read as JSON, but for types that the route reads itself, and
+    never from a browser, whose pages may send such bodies anywhere without asking."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json" or kind.endswith("+json") or kind.startswith("multipart/"):
+        return False
+    if (path in UPLOAD_PATHS and kind in UPLOAD_TYPES) or (path in TENSOR_PATHS and kind in SAFETENSORS_TYPES):
+        return False
+    if path in FORM_PATHS:
+        return False
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    return has_body and not _is_from_browser(headers)
+
+
+def _is_from_browser(headers: Headers) -> bool:
+    return any(name in ("cookie", "origin", "referer") or name.startswith("sec-fetch-") for name in headers)
+
+
 def _media_type_error(path: str, headers: Headers) -> ParallmError | None:
     """What browsers send across sites without asking first is no JSON."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     if (not kind and not has_body) or kind == "application/json" or kind.endswith("+json"):
         return None
-    if path.startswith(OLLAMA_PREFIX) and kind in ("", FORM_TYPE) and "origin" not in headers:
-        return (
-            None  # as Ollama's clients send it, and curl -d; a page in a browser has an origin, and its forms no JSON
-        )
     if path in UPLOAD_PATHS and kind in UPLOAD_TYPES:
         return None
     if path in TENSOR_PATHS and kind in SAFETENSORS_TYPES:

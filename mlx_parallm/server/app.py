@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.runtime.client import RuntimeClient
-from mlx_parallm.server import errors
+from mlx_parallm.server import errors, unknown_fields
 from mlx_parallm.server.access import AccessControl, Authentication, OriginGuard, is_loopback
 from mlx_parallm.server.api import routers
 from mlx_parallm.server.context import ServerContext
@@ -67,6 +67,7 @@ def create_app(
         middleware=middleware,
         redoc_url=None,
     )
+    app.state.unknown_fields = config.http.unknown_fields
     app.state.access = access  # what `run` has read anew on a signal
     errors.add_handlers(app)
     included = list(routers(context))
@@ -96,7 +97,7 @@ def _middleware(config: ServeConfig, access: AccessControl, state: ServerState) 
         allow_origins=list(config.http.cors_allow_origin),
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
+        expose_headers=["X-Request-Id", "Retry-After", unknown_fields.HEADER, *RATE_HEADERS],
     )
     return [
         Middleware(RequestLog, audit=access.audit, recent=state.recent),

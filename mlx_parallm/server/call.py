@@ -47,7 +47,6 @@ class GenerationCall:
 
     model: str = "default"
     lora_adapter: str | None = None  # name or name@version
-    policy_version: int | None = None
     follow_policy: bool = False
 
     add_special_tokens: bool | None = None  # None: to prompts; a chat template has them already

@@ -23,7 +23,10 @@ class Caller:
         return self.key is None or self.key.models is None or name in self.key.models
 
     def may_use_adapter(self, name: str) -> bool:
-        return self.key is None or self.key.adapters is None or name in self.key.adapters
+        """A checkpoint's name has that of its adapter before it."""
+        if self.key is None or self.key.adapters is None:
+            return True
+        return name in self.key.adapters or name.rpartition("/")[0] in self.key.adapters
 
     def check_changes_adapter(self, name: str) -> None:
         """Of an adapter that need not be there yet."""

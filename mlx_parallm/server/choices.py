@@ -114,7 +114,7 @@ class ChoiceStream:
         """What there is to tell, or None while there is nothing."""
         if self.finish_reason is not None:
             return None
-        self.begun = self.begun or time.perf_counter()
+        self.begun = self.begun or delta.begun or time.perf_counter()
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.cached_tokens = self.cached_tokens or delta.cached_tokens

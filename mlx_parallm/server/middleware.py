@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.errors import ParallmError, PayloadTooLargeError
+from mlx_parallm.server import unknown_fields
 from mlx_parallm.server.access import PROBES, UPLOAD_PATHS, is_audited
 from mlx_parallm.server.audit import AuditLog
 from mlx_parallm.server.caller import ANYBODY
@@ -53,6 +54,8 @@ class RequestLog:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = identity
+                if "warning" in scope:
+                    headers[unknown_fields.HEADER] = scope["warning"]
                 if is_anthropic(scope["path"]):  # whose clients look for it by this name
                     headers["request-id"] = identity
             await send(message)

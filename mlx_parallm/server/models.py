@@ -1,5 +1,6 @@
 """The served models, each with its text tools. `app` makes the table of them, routes look them up."""
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
@@ -156,6 +157,20 @@ class ModelTable:
                 f"{name!r} is a model of the kind {statuses[name].kind}, which generates no text", param="model"
             )
 
+    async def checkpoint(self, label: str) -> str | None:
+        """The adapter, as name@version, that a label means which names a checkpoint of training; None for any other.
+        It is loaded first where it has to be."""
+        name, at, _ = label.partition("@")
+        served = next(iter(self), None)
+        if served is None or at or name in (DEFAULT, BASE) or not self._runtime.training.adapters:
+            return None
+        if name in self._served or any(name in one.adapters for one in self):
+            return None
+        version = await asyncio.to_thread(self._runtime.adapters.checkpoint, served.name, name)
+        if version is None or not current_caller.get().may_use_adapter(version.name):
+            return None
+        return version.label
+
     def find(self, name: str) -> ServedModel:
         served = self.visible()
         if name in served:
@@ -182,23 +197,10 @@ class ModelTable:
         if name in names or name in (DEFAULT, BASE):
             raise InvalidRequestError(f"{name!r} is the name of a model", param="name")
 
-    def version_of(
-        self, model: str, lora_adapter: str | None, policy_version: int | None = None
-    ) -> tuple[ServedModel, AdapterVersion | None]:
-        """The model that a request asks for, and the adapter: by `model`, or by `lora_adapter` as name[@version].
-
-        With a `policy_version`, that version of it. A request that names no adapter, where the model's own name serves
-        none, means the only one there is; a model without any adapter has no versions to choose from.
-        """
+    def version_of(self, model: str, lora_adapter: str | None) -> tuple[ServedModel, AdapterVersion | None]:
+        """The model that a request asks for, and the adapter: by `model`, or by `lora_adapter` as name[@version]."""
         served = self.find(model)
-        version = self._version(served, model, lora_adapter)
-        if policy_version is None:
-            return served, version
-        registry = served.adapters
-        if policy_version == 0 or not adapter_names(registry) or (version is None and lora_adapter is not None):
-            return served, None
-        name = version.name if version is not None else _only_name(registry)
-        return served, registry.find(name, policy_version)
+        return served, self._version(served, model, lora_adapter)
 
     def _version(self, served: ServedModel, model: str, lora_adapter: str | None) -> AdapterVersion | None:
         registry = served.adapters
@@ -216,16 +218,6 @@ def adapter_names(registry: AdapterTable) -> list[str]:
     """Of the adapters that the request's key may use."""
     caller = current_caller.get()
     return [name for name in registry.names if caller.may_use_adapter(name)]
-
-
-def _only_name(registry: AdapterTable) -> str:
-    names = adapter_names(registry)
-    if len(names) > 1:
-        raise InvalidRequestError(
-            f"policy_version: there are several adapters: say with lora_adapter which one is meant: {', '.join(names)}",
-            param="policy_version",
-        )
-    return names[0]
 
 
 def parse_label(label: str, param: str) -> tuple[str, int | None]:

@@ -4,8 +4,9 @@
 """
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,12 +20,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server import unknown_fields
 from mlx_parallm.server.schema import Error, responses
+from mlx_parallm.server.unknown_fields import known_fields
 
 MAX_DEPTH = 128  # of a body
 MAX_VALUES = 1 << 22
 MAX_COLONS = 1 << 18  # as many names at most: each is a string of its own
 MAX_OBJECTS = 50_000
+NESTED_OPTIONS = frozenset({"options", "sampling_params", "generation_kwargs"})
 LONG_BODY = 32 << 10  # bytes; shorter ones are validated on the event loop, in some milliseconds at worst
 
 _readers = ThreadPoolExecutor(2, thread_name_prefix="body")
@@ -63,15 +67,22 @@ def add_routes(
 class StrictRequest(Request):
     """Its body is parsed and validated once: here, and on a thread where it is long enough to hold up others."""
 
+    names: Collection[str] = ()  # of the body's fields, once it is read
+
     async def json(self) -> Any:
         if not hasattr(self, "_read"):
             self._read = _parsed(await self.body())
+            self.names = _field_names(self._read)
+            self.scope["sent_fields"] = _sent(self._read)
         return self._read
 
     async def validate(self, field: ModelField) -> None:
         """What `json` then returns is the route's body already, which FastAPI takes as it is."""
         body = await self.body()
-        self._read = await asyncio.get_running_loop().run_in_executor(_readers, _validated, body, field)
+        loop = asyncio.get_running_loop()
+        self._read, self.names, self.scope["sent_fields"] = await loop.run_in_executor(
+            _readers, _validated, body, field
+        )
 
     def check_encoding(self) -> None:
         encoding = self.headers.get("content-encoding", "identity")
@@ -99,7 +110,20 @@ def _parsed(body: bytes) -> Any:
     return parsed
 
 
-def _validated(body: bytes, field: ModelField) -> Any:
+def _field_names(parsed: Any) -> list[str]:
+    """Those that mean something: null is the same as nothing."""
+    return [name for name, value in parsed.items() if value is not None] if isinstance(parsed, dict) else []
+
+
+def _sent(parsed: Any) -> frozenset[str]:
+    """Names of all fields that came, those of sampling options in an object of their own too."""
+    names = set(_field_names(parsed))
+    for inner in NESTED_OPTIONS & names:
+        names.update(_field_names(parsed[inner]))
+    return frozenset(names)
+
+
+def _validated(body: bytes, field: ModelField) -> tuple[Any, list[str], frozenset[str]]:
     try:
         parsed = _parsed(body)
     except json.JSONDecodeError as error:
@@ -108,7 +132,7 @@ def _validated(body: bytes, field: ModelField) -> Any:
     value, errors = field.validate(parsed, {}, loc=("body",))
     if errors:
         raise RequestValidationError(errors, body=parsed)
-    return value
+    return value, _field_names(parsed), _sent(parsed)
 
 
 def _check_objects(parsed: Any) -> None:
@@ -142,15 +166,30 @@ def _check_depth(parsed: Any) -> None:
 class JSONRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler, field = super().get_route_handler(), self.body_field
+        known = frozenset() if field is None else known_fields(field.field_info.annotation)
 
         async def handle(request: Request) -> Response:
             strict = StrictRequest(request.scope, request.receive)
             strict.check_encoding()
-            if field is not None and len(await strict.body()) > LONG_BODY and _is_json(strict):
-                await strict.validate(field)
+            if field is not None and _is_json(strict):
+                if len(await strict.body()) > LONG_BODY:
+                    await strict.validate(field)
+                await _look_for_unknown(strict, known)
             return await handler(strict)
 
         return handle
+
+
+async def _look_for_unknown(request: StrictRequest, known: frozenset[str]) -> None:
+    mode = request.app.state.unknown_fields
+    if mode == "ignore" or not await request.body():
+        return
+    with contextlib.suppress(json.JSONDecodeError):  # FastAPI tells of it
+        await request.json()
+        if mode == "refuse":
+            unknown_fields.refuse(request.names, known)
+        elif (told := unknown_fields.warning(request.names, known)) is not None:
+            request.scope["warning"] = told
 
 
 def _is_json(request: Request) -> bool:

@@ -7,7 +7,7 @@ built as plain JSON; their classes are for /docs, and for the tests that hold ev
 
 import json
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +24,8 @@ EXAMPLES: dict[str, Any] = json.loads(files("mlx_parallm.server").joinpath("exam
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    # Fields that the dialect's own API has and this server does not use: they are no mistakes of the client.
+    api_fields: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod

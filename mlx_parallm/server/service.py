@@ -6,8 +6,10 @@ writer turns what comes of it into bytes.
 """
 
 import asyncio
+from collections.abc import Collection as Collection_
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 
@@ -19,7 +21,7 @@ from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.constraints import compiled_grammar
 from mlx_parallm.server.generation import AnswerNames, Generation
 from mlx_parallm.server.limits import sampling_for
-from mlx_parallm.server.models import ModelTable
+from mlx_parallm.server.models import DEFAULT, ModelTable
 from mlx_parallm.server.tokenizers import TokenizerPool, own_images
 from mlx_parallm.types import Collection
 from mlx_parallm.validation import check_choices
@@ -44,11 +46,13 @@ class GenerationService:
     async def prepare(self, call: GenerationCall, request: Request, answer_id: str) -> Generation:
         """What a call asks for, not handed to a model yet. `answer_id`: what its dialect calls the answer; feedback
         finds it by that name."""
+        call = await self._with_checkpoint(call)
         await self._models.use(call.model, request)
-        served, version = self._models.version_of(call.model, call.lora_adapter, call.policy_version)
+        served, version = self._models.version_of(call.model, call.lora_adapter)
         caller = current_caller.get()
         prompts = own_images(await self._tokenizers.prompts(call, served), caller.tenant)
         grammar = await compiled_grammar(call, served, prompts.inside_thinking, self._tokenizers)
+        call = self._with_defaults(call, request.scope.get("sent_fields", ()))
         default = self._config.max_tokens
         text = None if grammar is None else grammar[0]
         sampling = [sampling_for(call, served, len(prompt), text, default) for prompt in prompts.tokens]
@@ -82,6 +86,22 @@ class GenerationService:
         if scorer is not None:  # else its reward comes later, as feedback
             generation.score = partial(self._score, generation, scorer)
         return generation
+
+    def _with_defaults(self, call: GenerationCall, sent: Collection_[str]) -> GenerationCall:
+        """With the server's own defaults for what its client did not send."""
+        defaults = {"temperature": self._config.default_temperature, "top_p": self._config.default_top_p}
+        wanted: dict[str, Any] = {
+            name: value for name, value in defaults.items() if value is not None and name not in sent
+        }
+        return replace(call, sampling=replace(call.sampling, **wanted)) if wanted else call
+
+    async def _with_checkpoint(self, call: GenerationCall) -> GenerationCall:
+        """A call that names a checkpoint of training, by `model` or by `lora_adapter`, names its adapter then."""
+        if call.lora_adapter is not None:
+            label = await self._models.checkpoint(call.lora_adapter)
+            return call if label is None else replace(call, lora_adapter=label)
+        label = await self._models.checkpoint(call.model)
+        return call if label is None else replace(call, model=DEFAULT, lora_adapter=label)
 
     def _score(self, generation: Generation, scoring_function: str) -> "asyncio.Future[dict[int, float]]":
         collection = Collection(generation.recorded(), scoring_function, generation.call.metadata)

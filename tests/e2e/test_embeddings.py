@@ -136,8 +136,10 @@ def test_an_unknown_model_is_not_found(client: httpx.Client) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_an_empty_text_is_its_special_tokens(client: httpx.Client) -> None:
-    assert embed(client, "")["usage"]["prompt_tokens"] == 1
+@pytest.mark.parametrize("wrong", ["", ["", "a"], ["a", ""]])
+def test_an_empty_text_is_refused(client: httpx.Client, wrong: Any) -> None:
+    answer = client.post("/v1/embeddings", json={"input": wrong})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
 
 
 def test_many_clients_get_what_each_gets_alone(client: httpx.Client) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mlx_parallm.config import (
     ServeConfig,
@@ -247,3 +248,52 @@ def test_a_mode_of_training_has_defaults_of_its_own() -> None:
     assert load_train_config({"steps": 40, "total_steps": 90}, {}).training.rl.total_steps == 90
     given = load_train_config({"mode": "sft", "dataset": "x.jsonl", "lr_schedule": "cosine"}, {})
     assert given.training.rl.schedule == "cosine"
+
+
+# Names that users of other programs know, and what each sets.
+CACHE_KEYS = {
+    "block_size": (8, "cache.block_size"),
+    "num_blocks": (64, "cache.num_blocks"),
+    "kv_bits": (8, "cache.kv_bits"),
+    "kv_group_size": (32, "cache.kv_group_size"),
+    "ssd_enabled": (False, "cache.ssd"),
+    "ssd_cache_dir": ("/tmp/x", "cache.ssd_cache_dir"),
+    "ssd_ttl_days": (3.0, "cache.ssd_ttl_days"),
+    "max_batch_size": (5, "batch.max_batch_size"),
+    "prefill_batch_size": (2, "batch.prefill_batch_size"),
+    "completion_batch_size": (5, "batch.max_batch_size"),
+    "max_kv_size": (512, "model.max_model_len"),
+    "sequence_cache_size": (4, "cache.sequence_cache_size"),
+    "max_queue_size": (9, "batch.max_queue_size"),
+    "request_timeout_s": (12.0, "batch.request_timeout_seconds"),
+    "default_max_tokens": (77, "batch.max_tokens"),
+    "default_temperature": (0.3, "batch.default_temperature"),
+    "default_top_p": (0.9, "batch.default_top_p"),
+    "use_distributed": (True, "cluster.use_distributed"),
+}
+
+
+@pytest.mark.parametrize("key", CACHE_KEYS)
+def test_the_cache_by_its_own_names(tmp_path: Path, key: str) -> None:
+    value, place = CACHE_KEYS[key]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"cache": {key: value}}))
+    config: object = load_config({"config": str(file)}, {})
+    for part in place.split("."):
+        config = getattr(config, part)
+    assert config == value
+
+
+def test_two_names_of_one_option_that_disagree_are_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("server: {max_batch_size: 8}\ncache: {completion_batch_size: 5}\n")
+    with pytest.raises(ConfigError, match="completion_batch_size is max_batch_size"):
+        load_config({"config": str(file)}, {})
+    file.write_text("server: {max_batch_size: 5}\ncache: {completion_batch_size: 5}\n")
+    assert load_config({"config": str(file)}, {}).batch.max_batch_size == 5
+
+
+@pytest.mark.parametrize("flags", [{"default_temperature": 3.0}, {"default_top_p": 0.0}, {"prefill_batch_size": 0}])
+def test_defaults_out_of_range_are_errors(flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        load_config(flags, {})

@@ -130,7 +130,7 @@ class Control:
                 "precision": served.model.precision,
                 "max_model_len": served.context_length,
                 "vocab_size": served.model.vocab_size,
-                "policy_version": served.adapters.policy_version,
+                "policy_version": served.adapters.served_version,
                 "serves": {route.label: route.share for route in served.adapters.routes} or {"base": 1.0},
                 "adapters": {name: served.adapters.find(name).number for name in adapter_names(served.adapters)},
             }

@@ -5,7 +5,7 @@ which this server does not speak: those routes say what to use instead.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
@@ -37,6 +37,7 @@ NO_PUSH = (
 class TrlBody(Body):
     """What TRL's two routes have in common."""
 
+    api_fields: ClassVar = frozenset("chat_template guided_decoding_regex images structured_outputs_regex".split())
     n: int = Field(1, ge=1, description="Completions of each prompt")
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     temperature: float = Field(1.0, ge=0, le=2)

@@ -19,7 +19,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, PermissionDeniedError
 from mlx_parallm.runtime.client import AdapterTable
 from mlx_parallm.server.api.adapters.bodies import (
     AdapterChanged,
@@ -41,7 +41,7 @@ from mlx_parallm.server.models import BASE, GENERATING, ServedModel, adapter_nam
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody
 from mlx_parallm.signature import WeightsVersion
-from mlx_parallm.types import MAX_VERSION, AdapterRoute, AdapterVersion
+from mlx_parallm.types import MAX_VERSION, UNNAMED_ADAPTER, AdapterRoute, AdapterVersion
 
 MAX_FIELD_BYTES = 1 << 20  # of a form's field that is no file
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")
@@ -118,24 +118,32 @@ class Adapters:
         return JSONResponse({"object": "list", "data": data})
 
     async def load(self, body: LoadAdapterBody) -> Response:
-        """Publishes what a folder holds, in mlx-lm's or PEFT's format: a known name gets a new version."""
+        """Publishes what a folder holds, in mlx-lm's or PEFT's format: a known name gets a new version. Without a name
+        it is the next version of `adapter`, which the model's own name and `/generate` then serve, unless
+        `/model/switch-lora` or training has said what they do."""
         served = self._models.find(body.model)
+        self._check_unnamed(body.name)
         version = await self._load(served, body.name, body.path, body.version)
-        return _changed(version, f"{version.label} is what {version.name!r} means now")
+        return _changed(version, _meaning(served, version))
 
     async def upload(self, request: Request) -> Response:
         """A form of `name`, `weights` (safetensors or npz) and `config` (adapter_config.json). A name that running
-        requests use is refused, unless a `version` is given: a newer number than the newest, or `next`."""
+        requests use is refused, unless a `version` is given: a newer number than the newest, or `next`. The file alone,
+        without a name, is the next version of `adapter`, as for `/load_adapter`."""
         async with request.form(max_files=4, max_fields=8, max_part_size=MAX_FIELD_BYTES) as form:
-            fields = {key: await _content(value) for key, value in form.multi_items()}
-        for needed in ("name", "weights"):
-            if needed not in fields:
-                raise InvalidRequestError(
-                    f"the form has no field {needed!r}", param=needed, code="missing_required_parameter"
-                )
-        name = fields["name"].decode(errors="replace")
+            entries = form.multi_items()
+            fields = {key: await _content(value) for key, value in entries}
+            files = [key for key, value in entries if isinstance(value, UploadFile)]
+        if "weights" not in fields and len(files) == 1 and files[0] != "config":
+            fields["weights"] = fields.pop(files[0])  # whatever its field is called
+        if "weights" not in fields:
+            raise InvalidRequestError(
+                "the form has no field 'weights'", param="weights", code="missing_required_parameter"
+            )
+        name = fields["name"].decode(errors="replace") if "name" in fields else None
+        self._check_unnamed(name)
         served, number = self._models.default, _version_field(fields.get("version"))
-        users = sum(version.rows for version in served.adapters.versions(name))
+        users = 0 if name is None else sum(version.rows for version in served.adapters.versions(name))
         if users and number is None:
             raise InvalidRequestError(
                 f"{users} running requests use {name!r}: give a version to publish a newer one beside theirs",
@@ -143,7 +151,7 @@ class Adapters:
                 code="adapter_in_use",
             )
         version = await self._publish(served, name, fields["weights"], fields.get("config"), number or None)
-        return _changed(version, f"{version.label} is what {version.name!r} means now")
+        return _changed(version, _meaning(served, version))
 
     async def update(self, request: Request) -> Response:
         """Weights as a safetensors file in base64, without any file on disk: a new version of `name`. Without a
@@ -206,13 +214,16 @@ class Adapters:
 
     async def switch(self, body: SwitchBody) -> Response:
         """Requests for the model's own name (and for `default`) get an adapter from now on, or by their shares several:
-        `{"split": {"v12": 0.9, "v13": 0.1}}`. `base` is the model alone."""
+        `{"split": {"v12": 0.9, "v13": 0.1}}`. `base` is the model alone; a checkpoint of training is served by its
+        name, beside the policy that trains on."""
         served = self._models.find(body.model)
         registry = served.adapters
         shares = [(body.version, 1.0)] if body.version is not None else [*(body.split or {}).items()]
+        param = "version" if body.split is None else "split"
+        labels = [await self._models.checkpoint(str(label)) or label for label, _ in shares]
         routes = [
-            AdapterRoute(*_routed(registry, label, body.name, "version" if body.split is None else "split"), share)
-            for label, share in shares
+            AdapterRoute(*_routed(registry, label, body.name, param), share)
+            for label, (_, share) in zip(labels, shares, strict=True)
         ]
         only_base = all(route.name is None for route in routes)
         await asyncio.to_thread(served.adapters.serve, [] if only_base else routes)
@@ -243,14 +254,39 @@ class Adapters:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _publish(
-        self, served: ServedModel, name: str, data: bytes, config: Mapping[str, Any] | bytes | None, number: int | None
+        self,
+        served: ServedModel,
+        name: str | None,
+        data: bytes,
+        config: Mapping[str, Any] | bytes | None,
+        number: int | None,
     ) -> AdapterVersion:
-        self._models.check_free(name)
-        return await asyncio.to_thread(self._client.publish, served.name, name, data, config, number)
+        known = UNNAMED_ADAPTER if name is None else name
+        self._models.check_free(known)
+        work = partial(self._client.publish, served.name, known, data, config, number, own=name is None)
+        return await asyncio.to_thread(work)
 
-    async def _load(self, served: ServedModel, name: str, path: str, number: int | None) -> AdapterVersion:
-        self._models.check_free(name)
-        return await asyncio.to_thread(self._client.load, served.name, name, path, number)
+    async def _load(self, served: ServedModel, name: str | None, path: str, number: int | None) -> AdapterVersion:
+        known = UNNAMED_ADAPTER if name is None else name
+        self._models.check_free(known)
+        return await asyncio.to_thread(partial(self._client.load, served.name, known, path, number, own=name is None))
+
+    def _check_unnamed(self, name: str | None) -> None:
+        """It changes what everybody's requests get."""
+        key = current_caller.get().key
+        if name is None and key is not None and key.role != "admin":
+            raise PermissionDeniedError(
+                "an adapter without a name is what the model's own name serves, which needs an admin's key: give it a "
+                "name",
+                param="name",
+            )
+
+
+def _meaning(served: ServedModel, version: AdapterVersion) -> str:
+    told = f"{version.label} is what {version.name!r} means now"
+    if any(route.name == version.name and route.number is None for route in served.adapters.routes):
+        return f"{told}, and {served.name!r} serves it"
+    return told
 
 
 def _validated(fields: Any) -> UpdateWeightsBody:

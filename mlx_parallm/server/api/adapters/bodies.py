@@ -11,7 +11,11 @@ from mlx_parallm.types import INT64, MAX_VERSION
 
 class LoadAdapterBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"name": "math", "path": "adapters/math"}})
-    name: str = Field(validation_alias=AliasChoices("name", "lora_name", "adapter_name"))
+    name: str | None = Field(
+        None,
+        validation_alias=AliasChoices("name", "lora_name", "adapter_name"),
+        description="Without one it is the next version of `adapter`, and the model's own name serves it",
+    )
     path: str = Field(min_length=1, validation_alias=AliasChoices("path", "lora_path", "adapter_path"))
     version: int | None = Field(
         None, ge=1, le=MAX_VERSION, description="Must be newer than the newest; default: the next"

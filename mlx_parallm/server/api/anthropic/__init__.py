@@ -40,7 +40,7 @@ class MessageRoutes:
         self._models = context.models
         self._service = context.service
         self._tokenizers = context.tokenizers
-        self._block_size = 0 if context.config.cache.num_blocks == 0 else context.config.cache.block_size
+        self._block_size = 0 if context.config.cache.off else context.config.cache.block_size
 
     async def create(self, body: MessagesBody, request: Request) -> Response:
         """Answers the conversation. With `stream`, events arrive from `message_start` to `message_stop`."""

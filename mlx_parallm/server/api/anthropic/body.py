@@ -1,6 +1,6 @@
 """The bodies of `/v1/messages` and `/v1/messages/count_tokens`, and the call that they make."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -97,6 +97,11 @@ class PromptBody(Body):
     """What makes the prompt."""
 
     model_config = ConfigDict(json_schema_extra={"example": MESSAGES_EXAMPLE})
+    api_fields: ClassVar = frozenset(
+        (
+            "betas container context_management inference_geo mcp_servers metadata output_config service_tier speed"
+        ).split()
+    )
     model: str = Field(min_length=1, description="A served model or adapter; `default` always names the first model")
     messages: Annotated[list[AnyMessage], few(MAX_MESSAGES)] = Field(min_length=1)
     system: str | list[MessageText] = ""

@@ -1,9 +1,17 @@
-"""Our own shape of `/generate`: one prompt, with the adapter versions that made which tokens."""
+"""Our own shape of `/generate`: a prompt, or a list of them, with the adapter versions that made which tokens."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PlainValidator, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.server.api.generate.writer import GenerateWriter
@@ -42,12 +50,23 @@ class GenerateBody(CompletionBody):
     )
     return_token_ids: bool = True
 
-    @field_validator("prompt")
+    _several: bool = PrivateAttr(False)
+
+    @property
+    def several(self) -> bool:
+        """Whether it was sent a list of prompts, and so is answered by a list."""
+        return self._several
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _one_prompt(cls, value: Any) -> Any:
-        if len(value) != 1:
-            raise PydanticCustomError("prompt", "Expected one prompt, as text or token ids")
-        return value
+    def _note_list(cls, data: Any, handler: ModelWrapValidatorHandler["GenerateBody"]) -> "GenerateBody":
+        body = handler(data)
+        prompt = data.get("prompt") if isinstance(data, dict) else None
+        if isinstance(prompt, list) and isinstance(prompt[0], str | list):
+            body._several = True
+            if body.stream:
+                raise PydanticCustomError("stream", "A list of prompts is answered by a list, which can't be streamed")
+        return body
 
     @field_validator("n")
     @classmethod
@@ -96,6 +115,7 @@ class Generated(AnswerBody):
         description="Several versions made it (follow_policy): its log-probabilities are those of no single policy"
     )
     metadata: dict[str, Any]
+    index: int | None = Field(None, description="Which prompt it answers, where a list of them was sent")
 
 
 class OwnWriter(GenerateWriter):
@@ -125,11 +145,15 @@ class OwnWriter(GenerateWriter):
             **(self._at_the_end(choice) if ended else {}),
         }
 
-    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
-        choice, result = self.generation.choices[0], results[0]
+    def answer(self, results: Sequence[Collected]) -> dict[str, Any] | list[dict[str, Any]]:
+        """For a list of prompts a list, in which each says which it is."""
+        answers = [self._answer(*one) for one in zip(self.generation.choices, results, strict=True)]
+        return [one | {"index": index} for index, one in enumerate(answers)] if self.body.several else answers[0]
+
+    def _answer(self, choice: ChoiceStream, result: Collected) -> dict[str, Any]:
         return {
             **self._common(choice),
-            "prompt_ids": self.generation.prompts[0],
+            "prompt_ids": self.generation.prompts[choice.prompt],
             "completion_ids": result.tokens,
             "text": self._text(result),
             "logprobs": self._logprobs(result.scores),
@@ -154,4 +178,5 @@ class OwnWriter(GenerateWriter):
             "batch_size": max(1, self.served.client.metrics.running),
             "latency_ms": round(1000 * self.seconds, 3),
             "current_policy_version": self._current(),
+            **({} if self.body.policy_version is None else {"requested_policy_version": self.body.policy_version}),
         }

@@ -1,7 +1,7 @@
 """SGLang's own shape of `/generate`."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -62,6 +62,13 @@ class SglangBody(Body):
         json_schema_extra={
             "example": {"input_ids": [72, 101, 108], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}
         }
+    )
+    api_fields: ClassVar = frozenset(
+        (
+            "audio_data background bootstrap_host bootstrap_port bootstrap_room conversation_id "
+            "custom_logit_processor image_data input_embeds log_metrics logprob_start_len modalities "
+            "return_hidden_states return_text_in_logprobs session_params token_ids_logprob video_data"
+        ).split()
     )
     text: str | list[str] | None = None
     input_ids: Annotated[
@@ -137,7 +144,6 @@ def sglang_call(body: SglangBody) -> GenerationCall:
         ),
         structure=structure_of(structure),
         lora_adapter=body.lora_path,
-        policy_version=body.policy_version,
         follow_policy=bool(body.follow_policy),
         include_stop=params.no_stop_trim,
         skip_special_tokens=params.skip_special_tokens,

@@ -1,7 +1,7 @@
 """vLLM's own shape of `/generate`."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import orjson
 from pydantic import ConfigDict, PlainValidator, model_validator
@@ -30,6 +30,12 @@ class VllmBody(CompletionBody):
     """What vLLM's own server takes at /generate."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is", "n": 2}})
+    api_fields: ClassVar = frozenset(
+        (
+            "allowed_token_ids bad_words detokenize early_stopping guided_decoding length_penalty "
+            "logits_processors spaces_between_special_tokens use_beam_search"
+        ).split()
+    )
     prompt: Annotated[
         list[str] | list[list[int]],
         PlainValidator(_read_vllm_prompt, json_schema_input_type=str | list[int] | dict[str, list[int]]),

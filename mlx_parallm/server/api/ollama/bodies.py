@@ -1,6 +1,6 @@
 """The bodies of Ollama's routes that generate, and what its options mean here."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -63,6 +63,12 @@ Think = bool | Literal["low", "medium", "high", "max"]
 class NamedModelBody(Body):
     """The body of a route about one model. Old clients call it name."""
 
+    api_fields: ClassVar = frozenset(
+        (
+            "_debug_render_only context dimensions format images keep_alive logprobs options raw shift stream "
+            "suffix system template think top_logprobs truncate verbose"
+        ).split()
+    )
     model: str = Field(
         min_length=1, validation_alias=AliasChoices("model", "name"), description="With or without `:latest`"
     )

@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: its body, how its answers are written, and the route."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -40,6 +40,13 @@ class ChatBody(GenerationBody, TemplateBody):
     """A conversation to continue."""
 
     model_config = ConfigDict(json_schema_extra={"example": CHAT_EXAMPLE})
+    api_fields: ClassVar = frozenset(
+        (
+            "audio function_call functions metadata modalities moderation parallel_tool_calls prediction "
+            "prompt_cache_key prompt_cache_options prompt_cache_retention reasoning_effort safety_identifier "
+            "service_tier store user verbosity web_search_options"
+        ).split()
+    )
     max_tokens: int | None = Field(
         None, ge=1, le=INT64, description="Must fit the context beside the prompt; default: what fits"
     )

@@ -25,7 +25,11 @@ class PolicyBody(Body):
     """What trainers send beside a request: any of these, and each choice says which adapter version made its tokens."""
 
     policy_version: int | None = Field(
-        None, ge=0, le=INT64, description="The adapter's version that is to answer; 0 is the model without one"
+        None,
+        ge=0,
+        le=INT64,
+        description="The version that the trainer is at: it selects nothing (lora_adapter name@version does), and "
+        "/generate returns it as metadata.requested_policy_version",
     )
     step_id: int | str | None = Field(None, description="Comes back with the answer")
     request_id: str | None = Field(None, min_length=1, max_length=256, description="Comes back with the answer")
@@ -143,7 +147,6 @@ def call_of(
         structure=structure_of(body),
         model=body.model,
         lora_adapter=body.lora_adapter,
-        policy_version=body.policy_version,
         follow_policy=bool(body.follow_policy),
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         include_stop=body.include_stop_str_in_output,

@@ -1,7 +1,7 @@
 """`/v1/completions`: its body, its answers, how they are written, and the route."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -26,6 +26,7 @@ class CompletionBody(GenerationBody):
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}}
     )
+    api_fields: ClassVar = frozenset("best_of suffix user".split())
     prompt: PromptInput = Field(description="Text or token ids, or a list of either")
     echo: bool = Field(False, description="Begin the text with the prompt")
     max_tokens: int | None = Field(

@@ -2,11 +2,12 @@
 
 import base64
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import orjson
 from pydantic import ConfigDict, Field, PlainValidator
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,7 +25,10 @@ Vectors = Sequence[Vector]
 
 
 def _read_input(value: Any) -> list[str] | list[list[int]]:
-    return read_prompts(value, MAX_INPUTS)
+    inputs = read_prompts(value, MAX_INPUTS)
+    if "" in inputs:
+        raise PydanticCustomError("input", "An input must not be empty")
+    return inputs
 
 
 EmbeddingTexts = Annotated[
@@ -37,6 +41,7 @@ class EmbeddingBody(TruncationBody):
     """Texts to embed."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"input": ["The food was delicious.", "It tasted great."]}})
+    api_fields: ClassVar = frozenset("user".split())
     model: str | None = Field(None, description="Default: the first embedding model")
     input: EmbeddingTexts = Field(description=f"A text, its token ids, or a list of up to {MAX_INPUTS} of either")
     encoding_format: Literal["float", "base64"] = Field(

@@ -127,7 +127,7 @@ class Operations:
         if "application/json" not in request.headers.get("accept", ""):
             return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
         summary = {
-            "current_policy_version": next((one.adapters.policy_version for one in self._models), 0),
+            "current_policy_version": next((one.adapters.served_version for one in self._models), 0),
             "queue_depth": sum(served.client.metrics.queue_depth for served in self._models),
             "max_batch_size": self._config.batch.max_batch_size,
             "flush_interval_ms": 1000 * self._config.batch.batch_timeout,

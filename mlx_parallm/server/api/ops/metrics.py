@@ -92,9 +92,9 @@ TRAINING_GAUGES = {
     "rl_kl": ("kl", "KL divergence to the model when last measured, nats a token"),
     "rl_updates_per_second": ("updates_per_second", "Updates published a second"),
     "rl_trajectories_buffered": ("buffered", "Trajectories that wait"),
+    "rl_trajectories_collected": ("collected", "Trajectories since the start"),
 }
 TRAINING_COUNTERS = {
-    "rl_trajectories_collected": ("collected", "Trajectories"),
     "rl_trajectories_used": ("used", "Trajectories that updates learnt from"),
     "rl_trajectories_flat": ("flat", "Trajectories of groups without a difference"),
     "rl_trajectories_stale": ("stale", "Trajectories that were too old"),
@@ -176,7 +176,7 @@ class EngineCollector(Collector):
             registry = served.adapters
             swaps.add_metric([served.name], registry.swaps)
             held.add_metric([served.name], registry.resident_bytes)
-            policy.add_metric([served.name], registry.policy_version)
+            policy.add_metric([served.name], registry.served_version)
             requests.add_metric([served.name, "base", "0"], registry.base_requests)
             tokens.add_metric([served.name, "base", "0"], registry.base_tokens)
             for version in [version for name in registry.names for version in registry.versions(name)]:

@@ -1,6 +1,6 @@
 """What `/v1/responses` is sent: the body of a request, with all that is wrong with it found before anything runs."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -72,6 +72,12 @@ class ResponseBody(ResponseSampling):
     """An input to answer."""
 
     model_config = ConfigDict(json_schema_extra={"example": EXAMPLE})
+    api_fields: ClassVar = frozenset(
+        (
+            "context_management conversation moderation prompt prompt_cache_key prompt_cache_options "
+            "prompt_cache_retention safety_identifier service_tier stream_options user"
+        ).split()
+    )
     model: str = Field("default", description="A served model or adapter; `default` always names the first model")
     lora_adapter: str | None = Field(None, min_length=1, description="An adapter of the model, as name or name@version")
     input: str | Annotated[list[InputItem], few(MAX_ITEMS)] = Field(

@@ -39,6 +39,7 @@ def router(context: ServerContext) -> APIRouter:
         ("/classify", "POST", scoring.classify, Classifications, "Classify texts, as vLLM"),
         ("/v1/rewards/score", "POST", scoring.reward, Scored, "Score texts with a reward model"),
         ("/pooling", "POST", scoring.reward, Scored, "Score texts with a reward model, as vLLM"),
+        ("/v1/pool", "POST", scoring.reward, Scored, "Score texts with a reward model, as vLLM"),
         ("/v1/score", "POST", scoring.score, Scored, "Score pairs of texts, or texts with a reward model"),
         ("/score", "POST", scoring.score, Scored, "Score pairs of texts, as vLLM"),
         ("/v1/rerank", "POST", scoring.rerank, Ranking, "Rank documents by a query"),

@@ -153,7 +153,8 @@ class TrainingRoutes:
             raise InvalidRequestError("submit needs a scoring_function", param="submit")
         if body.n > self._max_rows:
             raise InvalidRequestError(f"n must be at most {self._max_rows}", param="n")
-        adapter = self._adapter(body.model)
+        label = await self._models.checkpoint(body.model)
+        adapter = self._adapter(body.model) if label is None else label.rpartition("@")[0]
         prompts, caller = await self._prompts(body), current_caller.get()
         call = RolloutCall(
             prompts=prompts,

@@ -5,6 +5,7 @@ import asyncio
 import sys
 from typing import Any
 
+from mlx_parallm.arms import CONFIDENCE, MIN_REWARDS
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.http_client import add_tls_flags
 
@@ -30,6 +31,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         _action(actions, name, purpose, "name").add_argument("number", nargs="?", type=int, metavar="VERSION")
     switch = _action(actions, "switch", "what the model's own name serves")
     switch.add_argument("to", nargs="+", metavar="NAME[@VERSION][=SHARE]", help="'base' is the model alone")
+    switch.add_argument(
+        "--auto",
+        action="store_true",
+        help=f"all requests go to the better arm once each has --min-rewards rewards (default: {MIN_REWARDS}) and its "
+        f"mean is higher with --confidence (default: {CONFIDENCE}, one-sided, Welch's test)",
+    )
+    switch.add_argument("--confidence", type=float, default=CONFIDENCE, help="of --auto (default: %(default)s)")
+    switch.add_argument("--min-rewards", type=int, default=MIN_REWARDS, help="of --auto (default: %(default)s)")
 
 
 def _action(actions: Any, name: str, purpose: str, *arguments: str) -> argparse.ArgumentParser:
@@ -69,7 +78,8 @@ async def _run(args: argparse.Namespace) -> int:
                 await client.unpin(args.name, args.number)
                 _say(f"{args.name} is no longer pinned")
             case "switch":
-                serves = await client.switch(_split(args.to))
+                rule = {"auto": True, "confidence": args.confidence, "min_rewards": args.min_rewards}
+                serves = await client.switch(_split(args.to), **(rule if args.auto else {}))
                 _say(
                     "the model's own name serves " + ", ".join(f"{name} ({share:g})" for name, share in serves.items())
                 )

@@ -236,10 +236,15 @@ class InferenceClient:
     async def unpin(self, name: str, version: int | None = None) -> None:
         await self._post("/v1/adapters/unpin", {"name": name, "version": version})
 
-    async def switch(self, version: str | int | Mapping[str, float], name: str | None = None) -> dict[str, float]:
-        """What the model's own name serves: one adapter, or several with their shares. Gives what it serves now."""
+    async def switch(
+        self, version: str | int | Mapping[str, float], name: str | None = None, **rule: Any
+    ) -> dict[str, float]:
+        """What the model's own name serves: one adapter, or several with their shares. Gives what it serves now.
+
+        `rule`: `auto=True`, `confidence=`, `min_rewards=`: the better of several gets all requests once that is proven.
+        """
         way = "split" if isinstance(version, Mapping) else "version"
-        answer = await self._post("/model/switch-lora", {way: version, "name": name})
+        answer = await self._post("/model/switch-lora", {way: version, "name": name, **rule})
         return dict(answer["serves"])
 
     async def adapters(self) -> list[dict[str, Any]]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from mlx_parallm.arms import ArmStats
+
 if TYPE_CHECKING:
     from mlx_parallm.errors import ParallmError
 
@@ -201,6 +203,7 @@ class AdapterVersion:
     tokens: int = 0  # that it made
     pinned: bool = False  # kept, however many newer ones there are
     digest: str = ""  # of its weights as they are served; equal weights have equal ones
+    stats: ArmStats = field(default_factory=ArmStats)
 
     @property
     def label(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from mlx_parallm.arms import AutoSplit
 from mlx_parallm.cluster.changes import Change
 from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError
 from mlx_parallm.runtime.policy_weights import policy_of, read_weights, version_of
@@ -169,7 +170,9 @@ class ReplicatedTable(Through):
     def __contains__(self, name: str) -> bool:
         return name in self._own
 
-    def serve(self, routes: Sequence[AdapterRoute]) -> None:
+    def serve(self, routes: Sequence[AdapterRoute], auto: AutoSplit | None = None) -> None:
+        if auto is not None:
+            raise InvalidRequestError("auto: replicas do not share their rewards; one server decides", param="auto")
         for route in routes:
             if route.name is not None:
                 self._own.find(route.name, route.number)

@@ -49,8 +49,9 @@ class Recording:
     recorder: Recorder | None = None  # is told of every recorded choice that has ended
     records_all: bool = False  # else only what asks for it
 
-    def wants(self, request: Request) -> bool:
-        return self.recorder is not None and (self.records_all or request.record)
+    def wants(self, request: Request, split: bool = False) -> bool:
+        """`split`: several adapters share the traffic, and are compared by rewards."""
+        return self.recorder is not None and (self.records_all or request.record or split)
 
 
 class Delivery:
@@ -134,6 +135,7 @@ class Delivery:
         if not self._live.entries(reader.request.id):
             self._metrics.count_finish(reason)
             self._metrics.request_seconds.observe(time.monotonic() - reader.arrival)
+            self._policies.registry.count_end(row.adapter, time.monotonic() - reader.arrival)
         if not row.readers:
             row.finish_reason = row.finish_reason or "abort"
             self._scheduler.remove(row)

@@ -81,7 +81,8 @@ class Intake:
             for row in rows:
                 row.adapter = version
         for row in rows:
-            row.recorded = request.images is None and self._recording.wants(request)  # training sees tokens alone
+            # Training sees tokens alone. Where arms share the traffic, each may get rewards.
+            row.recorded = request.images is None and self._recording.wants(request, len(self._adapters.routes) > 1)
         return rows
 
     def _reserve(self, requests: Sequence[Request]) -> None:

@@ -7,7 +7,6 @@ earlier one has replaced, unless rows use them. The model's own name may serve a
 share of the requests. Any thread may look names up and ask for changes; the engine thread makes these between steps.
 """
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,9 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from mlx_parallm.arms import AutoSplit
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.layout import Layout, PackedAdapter
 from mlx_parallm.lora.rows import AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
+from mlx_parallm.lora.traffic import Traffic
 from mlx_parallm.lora.weights import Adapter, AdapterError, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.types import AdapterRoute, AdapterVersion
 
@@ -85,12 +86,9 @@ class Registry:
         self.max_names = max_names
         self.swaps = 0  # adapters copied to the device
         self.joins = 0  # stacks of adapters put together
-        self.base_requests = 0  # without an adapter
-        self.base_tokens = 0
-        self.routes: list[AdapterRoute] = []  # empty: the model's own name is the model alone
+        self.base = AdapterVersion(name="base", number=0, source="", rank=0, bytes=0)  # what answers have without any
+        self.traffic = Traffic(self._serve)
         self.chosen = False  # somebody has said what it serves; until then, what was loaded without a name
-        self._credits: list[float] = []  # what each route has due
-        self._routing = threading.Lock()
         self._latest = ""  # the name published last
         self._last_numbers: OrderedDict[str, int] = OrderedDict()  # of names that were unloaded
         self._entries: dict[str, Entry] = {}
@@ -130,14 +128,8 @@ class Registry:
 
     def route(self) -> Version | None:
         """What the next request for the model's own name gets: each route in turn, by its share."""
-        with self._routing:
-            if not self.routes:
-                return None
-            credits = [credit + route.share for credit, route in zip(self._credits, self.routes, strict=True)]
-            place = max(range(len(credits)), key=credits.__getitem__)
-            credits[place] -= 1.0
-            chosen, self._credits = self.routes[place], credits
-        return None if chosen.name is None else self.find(chosen.name, chosen.number)
+        chosen = self.traffic.next_route()
+        return None if chosen is None or chosen.name is None else self.find(chosen.name, chosen.number)
 
     @property
     def policy_name(self) -> str | None:
@@ -146,6 +138,15 @@ class Registry:
         if names:
             return max(names, key=lambda route: route.share).name
         return self._latest if self._latest in self._entries else None
+
+    @property
+    def routes(self) -> Sequence[AdapterRoute]:
+        """What the model's own name serves; empty: the model alone."""
+        return self.traffic.routes
+
+    @property
+    def auto(self) -> AutoSplit | None:
+        return self.traffic.auto
 
     @property
     def served_version(self) -> int:
@@ -189,8 +190,7 @@ class Registry:
         *,
         own: bool = False,
     ) -> Version:
-        """A new version, which the name means from now on. `own`: and the model's own name too, unless somebody has
-        chosen what that serves."""
+        """A new version, which the name means now; `own`: the model's own name too, unless somebody chose otherwise."""
         packed = self.pack(self.check(name, adapter))  # here, not on the engine thread
         return self._publish(name, packed, source, number, config, own)
 
@@ -237,25 +237,30 @@ class Registry:
         self._entries[name] = entry
         self._latest = name
         if own and not self.chosen:
-            self._route([AdapterRoute(name, None, 1.0)])
+            self.traffic.set_routes([AdapterRoute(name, None, 1.0)])
         self._forget_old(entry)
         self._take_off(self._unneeded(entry))
         self.changes += 1
         self._observe(time.perf_counter() - begun)
         return version
 
+    def serve(self, routes: Sequence[AdapterRoute], auto: AutoSplit | None = None) -> None:
+        """What the model's own name serves from now on. `auto`: until a rule finds the better of them."""
+        self.traffic.serve(routes, auto)
+
     @between_steps
-    def serve(self, routes: Sequence[AdapterRoute]) -> None:
-        """What the model's own name serves from now on."""
+    def _serve(self, routes: Sequence[AdapterRoute]) -> None:
         for route in routes:
             if route.name is not None:
                 self.find(route.name, route.number)
         self.chosen = True
-        self._route(routes)
+        self.traffic.set_routes(routes)
 
-    def _route(self, routes: Sequence[AdapterRoute]) -> None:
-        with self._routing:
-            self.routes, self._credits = list(routes), [0.0] * len(routes)
+    def note_reward(self, name: str | None, number: int, reward: float) -> None:
+        """An answer of this adapter version got a reward. Not on the engine thread."""
+        version = None if name is None else next((v for v in self.versions(name) if v.number == number), None)
+        stats = self.base.stats if name is None else None if version is None else version.stats
+        self.traffic.note_reward(stats, ("base",) if name is None else (name, f"{name}@{number}"), reward)
 
     @between_steps
     def pin(self, name: str, number: int | None, pinned: bool) -> Version:
@@ -289,15 +294,14 @@ class Registry:
 
     @between_steps
     def unload(self, name: str, *, remember: bool = True) -> None:
-        """Forgets a name; rows that use it keep what they hold. Without `remember`, its numbers may come again: of
-        weights that have numbers of their own elsewhere."""
+        """Forgets a name; rows keep what they hold. Without `remember`, its numbers may come again."""
         self.find(name)
         if any(route.name == name for route in self.routes):
             if self.chosen:
                 raise AdapterError(
                     f"{name!r} is what the model's own name serves: /model/switch-lora to another first", param="name"
                 )
-            self._route([])
+            self.traffic.set_routes([])
         entry = self._entries.pop(name)
         if remember:
             self._last_numbers[name] = max(entry.versions)  # a number means one set of weights, for ever
@@ -322,16 +326,13 @@ class Registry:
                 self._forget_old(entry)
 
     def count_request(self, version: Version | None) -> None:
-        if version is None:
-            self.base_requests += 1
-        else:
-            version.requests += 1
+        (version or self.base).requests += 1
+
+    def count_end(self, version: Version | None, seconds: float) -> None:
+        (version or self.base).stats.add_end(seconds)
 
     def count_tokens(self, version: Version | None, tokens: int) -> None:
-        if version is None:
-            self.base_tokens += tokens
-        else:
-            version.tokens += tokens
+        (version or self.base).tokens += tokens
 
     def row_adapters(self, versions: Sequence[Version | None]) -> RowAdapters:
         """The adapters of a pass's rows, of whom at least one has one."""

@@ -4,9 +4,10 @@ What the registries do is theirs; here is what they can't know: how files are re
 belongs to its trainer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlx_parallm.arms import Decision
 from mlx_parallm.errors import ConflictError, InvalidRequestError
 from mlx_parallm.lora.files import parse, parse_config, read_adapter, read_contents, usual_config
 from mlx_parallm.runtime.checkpoint_adapters import CheckpointAdapters
@@ -26,6 +27,7 @@ class LocalAdapters:
         self._pool = pool
         self._training = training
         self._limit = limit  # bytes of an adapter's file
+        self.on_decision: Callable[[str, Decision], None] = lambda model, decision: None
         self._checkpoints = CheckpointAdapters(lambda: training.sessions, limit)
 
     def checkpoint(self, model: str, name: str) -> AdapterVersion | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from mlx_parallm.arms import AutoSplit, Decision
 from mlx_parallm.metrics import EngineMetrics, PredictorMetrics
 from mlx_parallm.signature import WeightsVersion
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
@@ -62,9 +63,10 @@ class AdapterTable(Protocol):
     @property
     def resident_bytes(self) -> int: ...
     @property
-    def base_requests(self) -> int: ...
-    @property
-    def base_tokens(self) -> int: ...
+    def base(self) -> AdapterVersion:
+        """What is counted of answers without an adapter."""
+        ...
+
     def __contains__(self, name: str) -> bool: ...
     def find(self, name: str, number: int | None = None) -> AdapterVersion:
         """The version that the name means now, or the one of this number; ModelNotFoundError."""
@@ -79,7 +81,12 @@ class AdapterTable(Protocol):
         """What the next request for the model's own name gets; None: the model alone."""
         ...
 
-    def serve(self, routes: Sequence[AdapterRoute]) -> None: ...
+    @property
+    def auto(self) -> AutoSplit | None:
+        """The rule by which a split of the traffic ends, with the rewards so far."""
+        ...
+
+    def serve(self, routes: Sequence[AdapterRoute], auto: AutoSplit | None = None) -> None: ...
     def pin(self, name: str, number: int | None, pinned: bool) -> AdapterVersion: ...
 
 
@@ -188,6 +195,8 @@ class AdapterClient(Protocol):
         """Weights in safetensors or npz, and adapter_config.json, parsed or as it came; without a config, that of the
         version before holds, or a scale of 1."""
         ...
+
+    on_decision: Callable[[str, Decision], None]  # told of a model whose split has found its better arm
 
     def checkpoint(self, model: str, name: str) -> AdapterVersion | None:
         """A checkpoint of training by its name, loaded as an adapter of its own; None where there is none. Blocks."""

@@ -3,22 +3,29 @@
 The server, `LLM`, `RLIntegratedServer` and `mlx_parallm_train` call `start`, and `close` what it returns.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
+from mlx_parallm.arms import Decision
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.errors import ConfigError, UnavailableError
 from mlx_parallm.lora.files import read_adapter
+from mlx_parallm.paths import user_cache
 from mlx_parallm.progress import StartProgress, silent
 from mlx_parallm.runtime.adapters import LocalAdapters
 from mlx_parallm.runtime.pool import ModelPool
 from mlx_parallm.runtime.predicting import LocalPredictor
+from mlx_parallm.runtime.split_file import SplitFile
 from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types import UNNAMED_ADAPTER
+
+log = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -68,6 +75,20 @@ class Runtime:
         self._manager = None if default is None else TrainingManager(default, self._config)
         self.training.bind(self._manager)
 
+    def follow_split(self) -> None:
+        """The default model's own name serves what a rule has come to, over restarts; `adapters` tells of decisions."""
+        engine, config = self.engine, self._config
+        folder = Path(config.checkpoints.checkpoint_dir).expanduser() if config.trains else user_cache() / "splits"
+        self._split = SplitFile(folder, engine.model.name)
+        self._split.restore(engine.adapters)
+        self._split.follow(engine.adapters)
+
+        def decided(decision: Decision) -> None:
+            log.info("the better arm serves all requests from now on: %s", decision.facts())
+            self.adapters.on_decision(engine.model.name, decision)
+
+        engine.adapters.traffic.on_decision = decided
+
     def close(self) -> None:
         """Writes training's state and ends the engines; what still runs is cut off."""
         self.training.close()
@@ -95,6 +116,7 @@ def start(
         pool.start(progress)
         if learn and runtime.models:
             runtime.manager.start()
+            runtime.follow_split()
         elif not runtime.models and (config.trains or config.named_adapters()):
             raise ConfigError("training and adapters need a model that generates text: name it with --model-path")
         undo.pop_all()

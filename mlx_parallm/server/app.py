@@ -68,6 +68,11 @@ def create_app(
         redoc_url=None,
     )
     app.state.unknown_fields = config.http.unknown_fields
+    if access.audit is not None:
+        audit = access.audit
+        runtime.adapters.on_decision = lambda model, decision: audit.write(
+            event="split_decided", model=model, **decision.facts()
+        )
     app.state.access = access  # what `run` has read anew on a signal
     errors.add_handlers(app)
     included = list(routers(context))
@@ -97,7 +102,7 @@ def _middleware(config: ServeConfig, access: AccessControl, state: ServerState) 
         allow_origins=list(config.http.cors_allow_origin),
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After", unknown_fields.HEADER, *RATE_HEADERS],
+        expose_headers=["X-Request-Id", "Retry-After", "X-Parallm-Adapter", unknown_fields.HEADER, *RATE_HEADERS],
     )
     return [
         Middleware(RequestLog, audit=access.audit, recent=state.recent),

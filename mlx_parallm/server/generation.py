@@ -95,6 +95,11 @@ class Generation:
         return self._requests[0].answer_id
 
     @property
+    def is_arm(self) -> bool:
+        """Whether it was given its adapter as one of several that share the traffic."""
+        return self.call.lora_adapter is None and len(self.served.adapters.routes) > 1
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 

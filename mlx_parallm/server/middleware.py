@@ -54,6 +54,8 @@ class RequestLog:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = identity
+                if "adapter" in scope:
+                    headers["X-Parallm-Adapter"] = scope["adapter"]
                 if "warning" in scope:
                     headers[unknown_fields.HEADER] = scope["warning"]
                 if is_anthropic(scope["path"]):  # whose clients look for it by this name

@@ -83,6 +83,8 @@ class GenerationService:
             grammar=None if grammar is None else grammar[1],
         )
         request.scope["summary"] = generation.summary
+        if version is not None or generation.is_arm:
+            request.scope["adapter"] = "base" if version is None else version.label
         if scorer is not None:  # else its reward comes later, as feedback
             generation.score = partial(self._score, generation, scorer)
         return generation

@@ -235,13 +235,29 @@ class TrainingManager:
         group_id: str | None,
         adapter: str | None,
         owner: str | None,
-    ) -> Session:
-        """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
-        self.session()
+    ) -> tuple[Session | None, Record]:
+        """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it; no
+        session where nobody learns from it, and it only tells arms of the traffic apart."""
+        if not self.splits:
+            self.session()
         record = self.find_record(request_id, index, owner)
-        session = self.session(adapter) if adapter is not None else self.session_of(record)
-        self._keep(session, [RewardedRecord(record, reward, group_id or "")])
-        return session
+        learns = adapter is not None or record.policy in self.sessions
+        session = None
+        if learns or not self.splits:  # else it says no more than which arm is the better
+            session = self.session(adapter) if adapter is not None else self.session_of(record)
+            self._keep(session, [RewardedRecord(record, reward, group_id or "")])
+        self._note_arms([RewardedRecord(record, reward, group_id or "")])
+        return session, record
+
+    @property
+    def splits(self) -> bool:
+        """Whether several adapters share the traffic of the model's own name."""
+        return len(self.engine.adapters.routes) > 1
+
+    def _note_arms(self, rewarded: Sequence[RewardedRecord]) -> None:
+        for one in rewarded:
+            version = one.record.spans[-1].version if one.record.spans else 0
+            self.engine.adapters.note_reward(one.record.policy, version, one.reward)
 
     def find_record(self, request_id: str, index: int | None = None, owner: str | None = None) -> Record:
         """An answer by a name of its request. One that is being given, or was ended by its text a moment ago, is waited
@@ -296,6 +312,7 @@ class TrainingManager:
         """Answers with their rewards, for the adapter that gave them."""
         if rewarded:
             self._keep(self.session_of(rewarded[0].record), rewarded)
+            self._note_arms(rewarded)
 
     def status(self, name: str | None = None) -> dict[str, Any]:
         if not self.sessions:

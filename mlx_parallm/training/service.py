@@ -249,7 +249,9 @@ class TrainingService:
         owner: str | None = None,
     ) -> FeedbackReport:
         """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
-        session = self._manager.feedback(request_id, reward, index, group_id, adapter, owner)
+        session, record = self._manager.feedback(request_id, reward, index, group_id, adapter, owner)
+        if session is None:
+            return FeedbackReport(record.policy or "base", 0, 0)
         return FeedbackReport(session.name, len(session.buffer), session.buffer.ready())
 
     # Rollouts and scores.

@@ -119,6 +119,7 @@ def ours(
     port: int | None = None,
     fork: bool = True,
     ca: Path | None = None,
+    environment: dict[str, str] | None = None,
 ) -> ServerProcess:
     port = port or free_port()
     path = ["--model-path", model] if model else []
@@ -134,4 +135,4 @@ def ours(
         *path,
         *flags,
     ]
-    return ServerProcess(command, port, "default", fork=fork, ca=ca)
+    return ServerProcess(command, port, "default", environment, fork=fork, ca=ca)

@@ -204,7 +204,7 @@ def test_routes_take_turns_by_their_shares() -> None:
     found.serve([AdapterRoute("p", 1, 0.5), AdapterRoute("q", None, 0.25), AdapterRoute(None, None, 0.25)])
     drawn = [found.route() for _ in range(8)]
     labels = [version.label if version else "base" for version in drawn]
-    assert found._credits == [0.0, 0.0, 0.0], "after whole rounds nobody is owed anything"
+    assert found.traffic._credits == [0.0, 0.0, 0.0], "after whole rounds nobody is owed anything"
     assert sorted(labels) == ["base"] * 2 + ["p@1"] * 4 + ["q@1"] * 2
     assert labels[:4].count("p@1") == 2, "in turn, not one after another"
     assert [route.label for route in found.routes] == ["p@1", "q", "base"]
@@ -233,7 +233,7 @@ def test_requests_and_tokens_are_counted_by_version() -> None:
         found.count_request(one)
         found.count_tokens(one, tokens)
     assert (version.requests, version.tokens) == (2, 7)
-    assert (found.base_requests, found.base_tokens) == (3, 7)
+    assert (found.base.requests, found.base.tokens) == (3, 7)
 
 
 def test_the_least_recently_used_makes_room_on_the_device() -> None:

@@ -19,6 +19,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from mlx_parallm.arms import AutoSplit
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, PermissionDeniedError
 from mlx_parallm.runtime.client import AdapterTable
 from mlx_parallm.server.api.adapters.bodies import (
@@ -215,7 +216,8 @@ class Adapters:
     async def switch(self, body: SwitchBody) -> Response:
         """Requests for the model's own name (and for `default`) get an adapter from now on, or by their shares several:
         `{"split": {"v12": 0.9, "v13": 0.1}}`. `base` is the model alone; a checkpoint of training is served by its
-        name, beside the policy that trains on."""
+        name, beside the policy that trains on. With `auto` the better arm of a split gets all requests once its rewards
+        have proven it; that is audited and kept over restarts."""
         served = self._models.find(body.model)
         registry = served.adapters
         shares = [(body.version, 1.0)] if body.version is not None else [*(body.split or {}).items()]
@@ -226,7 +228,8 @@ class Adapters:
             for label, (_, share) in zip(labels, shares, strict=True)
         ]
         only_base = all(route.name is None for route in routes)
-        await asyncio.to_thread(served.adapters.serve, [] if only_base else routes)
+        auto = AutoSplit(body.min_rewards, body.confidence) if body.auto else None
+        await asyncio.to_thread(served.adapters.serve, [] if only_base else routes, auto)
         return JSONResponse(
             {
                 "status": "success",
@@ -355,6 +358,9 @@ def _describe(served: ServedModel, version: AdapterVersion, current: int) -> dic
         "requests": version.requests,
         "generated_tokens": version.tokens,
         "digest": version.digest,
+        "rewards": version.stats.rewards,
+        "reward_mean": version.stats.reward_mean if version.stats.rewards else None,
+        "latency_mean": version.stats.seconds_mean if version.stats.ended else None,
         "source": current_caller.get().visible_source(version.source),
         "created": int(version.created),
     }

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from mlx_parallm.arms import CONFIDENCE, MIN_REWARDS
 from mlx_parallm.server.schema import AnswerBody, Body
 from mlx_parallm.types import INT64, MAX_VERSION
 
@@ -66,6 +67,12 @@ class SwitchBody(Body):
         None, description="name, name@version, a version of `name`, or base (also 0): the model alone"
     )
     split: dict[str, float] | None = Field(None, min_length=1, max_length=16, description="Shares that add up to 1")
+    auto: bool = Field(
+        False,
+        description="The better arm gets all requests once each has min_rewards rewards and it is proven",
+    )
+    confidence: float = Field(CONFIDENCE, ge=0.5, le=0.9999, description="One-sided, by Welch's test")
+    min_rewards: int = Field(MIN_REWARDS, ge=2, le=1_000_000, description="Of each arm")
     name: str | None = Field(None, description="The adapter whose versions are meant; needed where there are several")
     model: str = Field("default", description="The model whose name it is about")
 
@@ -73,6 +80,8 @@ class SwitchBody(Body):
     def _one_way(self) -> "SwitchBody":
         if (self.version is None) == (self.split is None):
             raise PydanticCustomError("switch", "Give either version or split")
+        if self.auto and len(self.split or ()) < 2:
+            raise PydanticCustomError("switch", "auto needs a split between two arms or more")
         return self
 
     @field_validator("split")
@@ -98,6 +107,9 @@ class AdapterInfo(AnswerBody):
     pinned: bool = Field(description="Whether it is kept, however many newer ones there are")
     requests: int = Field(description="That it has answered or is answering")
     generated_tokens: int
+    rewards: int = Field(description="That its answers got")
+    reward_mean: float | None
+    latency_mean: float | None = Field(description="Seconds from a request's submission to its end")
     digest: str = Field(description="Of its weights as they are served: equal weights have equal ones")
     source: str
     created: int

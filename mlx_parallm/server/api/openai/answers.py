@@ -29,9 +29,11 @@ PromptLogprobs = list[dict[str, Any] | None]
 
 
 class PolicyChoice(AnswerBody):
-    """What trainers are told of a choice, when they send any of their fields."""
+    """What trainers are told of a choice, when they send any of their fields, and everybody where several adapters
+    share the traffic of the model's own name."""
 
     policy_version: int | None = Field(None, description="The adapter version that made its newest token; 0: none")
+    lora_adapter: str | None = Field(None, description="The adapter that answered; base: none")
     policy_spans: list[tuple[int, int, int]] | None = Field(
         None, description="[first token, the one after the last, version] over its tokens"
     )

@@ -114,9 +114,14 @@ class ResponseWriter(ABC):
         return chunk
 
     def _policy(self, choice: ChoiceStream, ended: bool) -> dict[str, Any]:
-        if not self.options.policy:
+        """What trainers are told; and where several adapters share the traffic, which of them answered."""
+        if not self.options.policy and not self.generation.is_arm:
             return {}
-        found: dict[str, Any] = {"policy_version": choice.policy_version}
+        version = self.generation.version
+        found: dict[str, Any] = {
+            "policy_version": choice.policy_version,
+            "lora_adapter": "base" if version is None else version.name,
+        }
         if ended:
             found |= {"policy_spans": choice.policy_spans, "mixed_policy": choice.mixed_policy}
         if self.generation.rewards is not None:

@@ -106,6 +106,14 @@ TRAINING_COUNTERS = {
 }
 
 
+ARM_COUNTERS = {
+    "answers": "Answers that have ended, by adapter version",
+    "answer_seconds": "Seconds from the submission of those to their end",
+    "rewards": "Rewards of answers, by adapter version",
+}
+ARM_FIELDS = {"answers": "ended", "answer_seconds": "seconds", "rewards": "rewards"}
+
+
 class EngineCollector(Collector):
     """Turns the counters into Prometheus families when they are asked for; each model is a label."""
 
@@ -172,18 +180,29 @@ class EngineCollector(Collector):
         tokens = CounterMetricFamily(
             f"{PREFIX}adapter_tokens", "Tokens, by the adapter version that made them", labels=labels
         )
+        arms = {
+            name: CounterMetricFamily(f"{PREFIX}adapter_{name}", text, labels=labels)
+            for name, text in ARM_COUNTERS.items()
+        }
+        rewards = GaugeMetricFamily(f"{PREFIX}adapter_reward_mean", "Mean reward, by adapter version", labels=labels)
         for served in self._models:
             registry = served.adapters
             swaps.add_metric([served.name], registry.swaps)
             held.add_metric([served.name], registry.resident_bytes)
             policy.add_metric([served.name], registry.served_version)
-            requests.add_metric([served.name, "base", "0"], registry.base_requests)
-            tokens.add_metric([served.name, "base", "0"], registry.base_tokens)
-            for version in [version for name in registry.names for version in registry.versions(name)]:
+            requests.add_metric([served.name, "base", "0"], registry.base.requests)
+            tokens.add_metric([served.name, "base", "0"], registry.base.tokens)
+            versions = [version for name in registry.names for version in registry.versions(name)]
+            stats = {(version.name, str(version.number)): version.stats for version in versions}
+            for arm, one in {("base", "0"): registry.base.stats, **stats}.items():
+                for name, family in arms.items():
+                    family.add_metric([served.name, *arm], getattr(one, ARM_FIELDS[name]))
+                rewards.add_metric([served.name, *arm], one.reward_mean)
+            for version in versions:
                 which = [served.name, version.name, str(version.number)]
                 requests.add_metric(which, version.requests)
                 tokens.add_metric(which, version.tokens)
-        yield from (swaps, held, policy, requests, tokens)
+        yield from (swaps, held, policy, requests, tokens, *arms.values(), rewards)
 
     def _histogram(self, full_name: str, name: str, text: str) -> Metric:
         family = HistogramMetricFamily(full_name, text, labels=["model"])

@@ -68,6 +68,8 @@ function adapterRow(adapter, run, busy) {
       bytes(adapter.bytes),
       `${number(adapter.requests)} (${number(adapter.pinned_requests)} now)`,
       number(adapter.generated_tokens),
+      adapter.latency_mean === null ? "–" : `${adapter.latency_mean.toFixed(2)} s`,
+      adapter.reward_mean === null ? "–" : `${adapter.reward_mean.toFixed(3)} (${number(adapter.rewards)})`,
       html`<code title=${adapter.digest}>${adapter.digest.slice(0, 10)}</code>`,
       adapter.source,
       date(adapter.created),
@@ -135,7 +137,7 @@ export function Models() {
       )}
       <${Table}
         caption="Adapter versions"
-        columns=${[["Version"], ["Model"], ["Rank", true], ["Size", true], ["Requests", true], ["Tokens", true], ["Digest"], ["Source"], ["Published"], ["Actions"]]}
+        columns=${[["Version"], ["Model"], ["Rank", true], ["Size", true], ["Requests", true], ["Tokens", true], ["Latency", true], ["Reward", true], ["Digest"], ["Source"], ["Published"], ["Actions"]]}
         rows=${data.adapters.toReversed().map((adapter) => adapterRow(adapter, run, notice.busy))}
         empty="No adapter is loaded. --lora-path or /v1/adapters/load brings one, --enable-rl-training makes one."
       />

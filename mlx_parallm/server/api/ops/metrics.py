@@ -95,6 +95,7 @@ TRAINING_GAUGES = {
     "rl_trajectories_collected": ("collected", "Trajectories since the start"),
 }
 TRAINING_COUNTERS = {
+    "rl_trajectories_collected": ("collected", "Trajectories"),
     "rl_trajectories_used": ("used", "Trajectories that updates learnt from"),
     "rl_trajectories_flat": ("flat", "Trajectories of groups without a difference"),
     "rl_trajectories_stale": ("stale", "Trajectories that were too old"),

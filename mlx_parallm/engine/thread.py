@@ -32,6 +32,12 @@ class _Threads:
         self._lock = threading.Lock()
         atexit.register(self._close)
 
+    @property
+    def busy(self) -> int:
+        """Those that an engine has, which may hold its weights."""
+        with self._lock:
+            return len(self._threads) - len(self._idle)
+
     def run(self, main: Callable[[], None]) -> None:
         with self._lock:
             work = self._idle.pop() if self._idle else self._another()
@@ -62,7 +68,7 @@ class _Threads:
             thread.join(STUCK_SECONDS)
 
 
-_threads = _Threads()
+engine_threads = _Threads()
 
 
 class EngineThread:
@@ -81,7 +87,7 @@ class EngineThread:
 
     def start(self) -> None:
         self._ended = threading.Event()
-        _threads.run(self._run)
+        engine_threads.run(self._run)
 
     def _run(self) -> None:
         assert self._main is not None

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.patch import use_native_kernels
 from mlx_parallm.engine.start import start_engine
+from mlx_parallm.engine.thread import engine_threads
 from mlx_parallm.models.device import AllocatorCache, process_allocator_cache
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
@@ -97,6 +99,14 @@ class Driver:
         self.engine.check_integrity()
         assert self.engine.metrics.slots_free == self.engine.metrics.slots_total
         assert self.engine.metrics.kv_bytes == 0
+
+
+def no_engine_runs() -> bool:
+    """Whether every thread that engines have had is free for another, within a moment."""
+    deadline = time.monotonic() + 5
+    while engine_threads.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not engine_threads.busy
 
 
 def as_served(kind: str) -> LanguageModel:

@@ -23,7 +23,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.models.device import AllocatorCache
 from mlx_parallm.text.grammar import json_grammar
-from tests.engine.harness import Bare, driver
+from tests.engine.harness import Bare, driver, no_engine_runs
 from tests.tiny import tiny
 
 PROMPT = list(range(10, 40))
@@ -263,7 +263,7 @@ def test_whatever_goes_wrong_on_the_way_up_is_an_error_of_start(monkeypatch: pyt
     monkeypatch.setattr(build, "warm_up", fail)
     with pytest.raises(ModelLoadError, match="the model can't be loaded: out of luck"):
         start_engine(tiny, ServeConfig.of(ssd=False), deliver)
-    assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
+    assert no_engine_runs()
     assert mx.set_cache_limit(before) == 1 << 20, "what it was allowed to keep is still allowed"
 
 

@@ -1,7 +1,6 @@
 """Memory: nothing grows with the steps of a batch that never empties, and a budget that can't work is told at start."""
 
 import gc
-import threading
 from dataclasses import replace
 
 import mlx.core as mx
@@ -9,7 +8,7 @@ import pytest
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import snapshots
-from tests.engine.harness import Bare, driver, driver_of
+from tests.engine.harness import Bare, driver, driver_of, no_engine_runs
 from tests.tiny import tiny
 
 
@@ -73,7 +72,7 @@ def test_a_budget_that_the_machine_has_not_does_not_start() -> None:
         pass
     with pytest.raises(ModelLoadError, match=r"--memory-limit \d+MiB"), driver("llama", memory_limit=10_000):
         pass
-    assert not [thread for thread in threading.enumerate() if thread.name == "engine"], "it still holds the weights"
+    assert no_engine_runs(), "it still holds the weights"
 
 
 def test_the_budget_is_kept_and_told() -> None:

@@ -1,4 +1,4 @@
-"""A call on its way through an engine: what its key is charged, and how Anthropic's clients are told of several calls."""
+"""Calls on their way through an engine: what their keys are charged, and what Anthropic's clients are told of tools."""
 
 import asyncio
 import json

@@ -1,6 +1,7 @@
 """`make mutate`: runs mutmut over some modules and says how many of their mutants the tests caught.
 
     python -m tests.mutation [MODULE ...]    engine.scheduler, kv.blocks, …; none: all of [tool.mutmut]
+    python -m tests.mutation --sample N      a random sample over the whole package: tests/faults/sample.py
 
 mutmut keeps its results in mutants/, so modules may be run one after another, and a run goes on where the last one
 stopped; remove that folder to begin anew. `mutmut results` lists what survived, `mutmut show NAME` shows a mutant.
@@ -14,6 +15,8 @@ import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
+
+from tests.faults.sample import main as sampled
 
 PACKAGE = "mlx_parallm"
 WANTED = 0.85
@@ -89,4 +92,5 @@ def main(modules: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    arguments = sys.argv[1:]
+    sys.exit(sampled(arguments) if arguments and arguments[0].startswith("-") else main(arguments))

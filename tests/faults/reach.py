@@ -1,4 +1,4 @@
-"""Which tests reach which functions, measured once by coverage and kept in mutants/reach, a file for each test file.
+"""Which tests reach which functions: measured once by coverage, and kept in mutants-sample/reach by test file.
 
 Tests are run in a copy of the tree, each file in a process of its own. What a server does that a test file has started
 counts for all tests of that file. A test that fails or is left out here reaches nothing. This file is also the pytest
@@ -26,7 +26,7 @@ import pytest
 
 from tests.faults.places import PACKAGE, Functions
 
-WORK = Path("mutants")
+WORK = Path("mutants-sample")
 REACH = WORK / "reach"
 TREE = WORK / "tree"
 FILE_SECONDS = 900  # for one test file with coverage

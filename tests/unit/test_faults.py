@@ -89,7 +89,7 @@ def test_the_report_counts_by_folder_without_equivalents(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults = faults_of(root)
-    results, notes = root / "sample-1.jsonl", root / "notes.md"
+    results, notes = root / "seed-1.jsonl", root / "notes.md"
     words = ["caught"] * 6 + ["survived", "unreached", "error", "survived"]
     lines = [f'{{"name": {_json(one.name)}, "verdict": "{word}"}}' for one, word in zip(faults, words, strict=False)]
     results.write_text("\n".join(lines))
@@ -101,7 +101,7 @@ def test_the_report_counts_by_folder_without_equivalents(
     printed = capsys.readouterr().out
     assert f"survived: {faults[6].name}\n" in printed
     assert f"unreached: {faults[7].name}\n" in printed
-    assert printed.splitlines()[-2].split() == ["kv", "6", "1", "1", "1", "75.0%"]
+    assert printed.splitlines()[-2].split() == ["kv", "6", "1", "1", "1", "6", "75.0%"]
 
 
 def _json(text: str) -> str:

@@ -19,7 +19,7 @@ help:
 	@echo "make serve     install what is missing, then serve on http://127.0.0.1:8000 (flags in ARGS=)"
 	@echo "make chat      talk to a running server"
 	@echo "make test      the tests that take seconds; test-fast: the quickest, in two minutes; test-all: all of them"
-	@echo "make mutate    faults put into the code, and how many the tests catch (modules in ARGS=; all: an hour and more)"
+	@echo "make mutate    faults put into the code at random, and how many the tests notice (--sample 400, or modules, in ARGS=)"
 	@echo "make check     ruff, mypy and the import layers; format: let ruff rewrite"
 	@echo "make bench     this server against mlx_lm.server (flags in ARGS=)"
 	@echo "make rl-demo   the embedded model learns a task, ten minutes; rl-demo-long: a harder one"
@@ -64,7 +64,7 @@ rl-demo-long: $(VENV)/.installed-dev
 	  --eval-every 10 --out rl-demo-long $(ARGS)
 
 clean:
-	rm -rf $(VENV) mutants build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) mutants mutants-sample build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp says that the environment is as pyproject.toml and constraints.txt want it; without it, make it so.

@@ -1,6 +1,8 @@
-"""`make mutate`: runs mutmut over some modules and says how many of their mutants the tests caught.
+"""`make mutate`: puts small faults into the package and says how many of them the tests notice.
 
-    python -m tests.mutation [MODULE ...]    engine.scheduler, kv.blocks, …; none: all of [tool.mutmut]
+    python -m tests.mutation [--sample N ...]   a random sample over the whole package: tests/faults/sample.py
+    python -m tests.mutation MODULE ...         all faults in engine.scheduler, kv.blocks, … by mutmut
+    python -m tests.mutation all                the same of all modules that [tool.mutmut] names
 
 mutmut keeps its results in mutants/, so modules may be run one after another, and a run goes on where the last one
 stopped; remove that folder to begin anew. `mutmut results` lists what survived, `mutmut show NAME` shows a mutant.
@@ -89,4 +91,9 @@ def main(modules: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from tests.faults.sample import main as plant_sample
+
+    arguments = sys.argv[1:]
+    if arguments and not arguments[0].startswith("-"):
+        sys.exit(main([] if arguments == ["all"] else arguments))
+    sys.exit(plant_sample(arguments))

@@ -371,15 +371,15 @@ class ModelPool:
         now, patience = time.monotonic(), self._config.batch.request_timeout_seconds or ROOM_SECONDS
         entry.room_by = entry.room_by or now + patience
         self._without_room.append(entry)
-        timer = threading.Timer(max(0.0, entry.room_by - now), self._give_up, (entry,))
+        timer = threading.Timer(max(0.0, entry.room_by - now), self._give_up, (entry, entry.room_by))
         timer.daemon = True
         timer.start()
         raise WaitsForRoom
 
-    def _give_up(self, entry: PoolEntry) -> None:
+    def _give_up(self, entry: PoolEntry, room_by: float) -> None:
         """On a thread of its own: no model in use has left in time. Those that were to leave stay."""
-        with self._changed:
-            if entry not in self._without_room or self._closing.is_set():
+        with self._changed:  # a timer of a load that found room may end during the next
+            if entry not in self._without_room or entry.room_by != room_by or self._closing.is_set():
                 return
             self._without_room.remove(entry)
             for one in self._known if not self._without_room else ():

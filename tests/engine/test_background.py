@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from mlx_parallm.engine import background as module
 from mlx_parallm.engine.background import Background
 from mlx_parallm.errors import UnavailableError
 from mlx_parallm.metrics import BackgroundMetrics
@@ -146,6 +147,20 @@ def test_steps_of_a_turn_take_no_longer_than_one_may() -> None:
         counts.append(count)
     background.close()
     assert counts[-1] == 1, counts
+
+
+def test_who_has_not_asked_for_long_does_not_get_it_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CREDIT", 0.03)
+    background = Background(0.5, BackgroundMetrics())
+    background.add(busy(1000, 0.01), Future())
+    for _ in range(100):
+        background.served(1.0, 1)
+    count = 0
+    while background.due(True) and count < 20:
+        background.step(True)
+        count += 1
+    background.close()
+    assert 1 <= count <= 4, "seconds that serving took long ago were paid out"
 
 
 def test_drawn_logprobs_are_recorded_for_all() -> None:

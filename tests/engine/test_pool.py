@@ -36,13 +36,12 @@ def recognises(config):
     return config.get("kind") == "slow"
 
 def load(folder):
-    return Slow(json.loads((folder / "config.json").read_text())["seconds"])
+    return Slow(**json.loads((folder / "config.json").read_text()))
 
 class Slow(Predictor):
-    info = PredictorInfo(kind="slow", weight_bytes=1000)
-
-    def __init__(self, seconds):
+    def __init__(self, kind, seconds, weight_bytes=1000):
         self.seconds = seconds
+        self.info = PredictorInfo(kind=kind, weight_bytes=weight_bytes)
 
     def predict(self, batch):
         time.sleep(self.seconds)
@@ -85,6 +84,13 @@ def status(runtime: Runtime, name: str) -> ModelStatus:
 
 def loaded(runtime: Runtime) -> set[str]:
     return {one.name for one in runtime.pool.statuses() if one.status == "ready"}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def answer(runtime: Runtime, name: str, tokens: int = 8) -> list[int]:
@@ -189,6 +195,56 @@ def test_a_load_gives_up_when_no_model_leaves_in_time(models: Path, started: Cal
     runtime.pool.release(runtime.pool.acquire("one").result(60))  # which has stayed
     runtime.pool.release(held)
     assert len(answer(runtime, "two")) == 8
+
+
+def test_a_load_that_waits_for_room_twice_waits_no_longer(models: Path, started: Callable[..., Runtime]) -> None:
+    size = weight_bytes(models / "one", "cpu")
+    runtime = started(model_dir=str(models), memory_limit=int(size * 1.6), request_timeout_seconds=60)
+    held = runtime.pool.acquire("one").result(60)
+    second, third = (runtime.pool.acquire(name) for name in ("two", "three"))
+    entry = runtime.pool._known.find("three")
+    until(lambda: entry in runtime.pool._without_room)
+    patience = entry.room_by
+    runtime.pool.release(held)
+    other = second.result(60)  # it was the first in line
+    until(lambda: status(runtime, "two").status == "unloading" and entry in runtime.pool._without_room)
+    assert entry.room_by == patience is not None
+    runtime.pool.release(other)
+    runtime.pool.release(third.result(60))
+    assert entry.room_by is None, "the next load has its own time"
+
+
+def test_a_load_that_found_room_leaves_the_next_one_its_time(models: Path, started: Callable[..., Runtime]) -> None:
+    size, patience = weight_bytes(models / "one", "cpu"), 0.5
+    runtime = started(model_dir=str(models), memory_limit=int(size * 1.6), request_timeout_seconds=patience)
+    held = runtime.pool.acquire("one").result(60)
+    waits = runtime.pool.acquire("two")
+    until(lambda: status(runtime, "one").status == "unloading")
+    runtime.pool.release(held)
+    runtime.pool.release(waits.result(60))
+    held = runtime.pool.acquire("one").result(60)
+    begun = time.monotonic()
+    with pytest.raises(UnavailableError, match="there is no memory for 'two'"):
+        runtime.pool.acquire("two").result(60)
+    assert time.monotonic() - begun > 0.9 * patience
+    runtime.pool.release(held)
+
+
+def test_a_generator_that_comes_later_leaves_predictors_their_memory(
+    models: Path, tmp_path: Path, started: Callable[..., Runtime]
+) -> None:
+    heavy = {"kind": "slow", "seconds": 0, "weight_bytes": 64 << 20}
+    (tmp_path / "config.json").write_text(json.dumps(heavy))
+    runtime = started(model_path=(f"one={models / 'one'}",), memory_limit=512 << 20)
+    alone = runtime.pool.generators["one"].memory
+    runtime.pool.load("heavy", str(tmp_path)).result(60)
+    beside = runtime.pool.generators["one"].memory
+    assert beside.rows + beside.blocks + beside.kept < alone.rows + alone.blocks + alone.kept - (60 << 20)
+    runtime.pool.unload("one", 10)
+    runtime.pool.load("one").result(60)
+    assert runtime.pool.generators["one"].memory == beside
+    runtime.pool.unload("heavy", 10)
+    assert runtime.pool.generators["one"].memory.rows == alone.rows
 
 
 def test_nobody_leaves_for_a_model_that_does_not_fit_then_either(models: Path, started: Callable[..., Runtime]) -> None:
@@ -348,6 +404,16 @@ def test_a_model_that_nobody_asks_for_leaves(models: Path, started: Callable[...
         time.sleep(0.05)
     assert loaded(runtime) == {"two"}, "a pinned one stays"
     assert len(answer(runtime, "one")) == 8
+
+
+def test_a_model_is_idle_from_the_end_of_its_last_request(models: Path, started: Callable[..., Runtime]) -> None:
+    runtime = started(model_path=(f"slow={models / 'slow'}",), idle_unload_seconds=600)
+    hold = runtime.pool.acquire("slow").result(60)
+    with runtime.pool._changed:
+        runtime.pool._known.find("slow").used -= 1000  # so long ago has the request begun
+        runtime.pool.release(hold)
+    assert 590 < (status(runtime, "slow").leaves_in or 0) <= 600
+    assert loaded(runtime) == {"slow"}
 
 
 def test_a_model_stays_as_long_as_it_is_kept_alive(models: Path, started: Callable[..., Runtime]) -> None:

@@ -20,7 +20,7 @@ from mlx_parallm.engine.batching import warm_blocks, warm_prompt_shapes
 from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import disk, prefix, snapshots
-from mlx_parallm.kv.slots import SlotCache
+from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache
 from mlx_parallm.models.forward import Forward
 from tests.engine.harness import Answer, Bare, Driver, driver, driver_of
 from tests.tiny import tiny
@@ -232,6 +232,20 @@ def test_what_was_computed_is_not_computed_again() -> None:
         assert running.engine.metrics.cached_tokens == 99 + 119 + 37
         assert running.engine.flush_cache() > 0
         assert running.ask(PROMPT, max_tokens=2).deltas[0].cached_tokens == 0
+        running.settle()
+
+
+def test_a_row_that_lost_its_place_tells_what_was_cached_when_it_began() -> None:
+    with driver("llama") as running:
+        cache = running.engine._parts.compute.runner.cache
+        assert isinstance(cache, SlotCache)
+        per_token = cache.bytes_per_token
+    with driver("llama", num_blocks=100, kv_cache_memory=2 * CAPACITY_STEP * per_token) as running:
+        running.ask(PROMPT[:40], max_tokens=2)
+        prompts = [PROMPT[:40] + [number] * (CAPACITY_STEP - 60) for number in (5, 6)]
+        both = [running.submit(prompt, max_tokens=40, ignore_eos=True)[1] for prompt in prompts]
+        assert [pending.wait()[0].deltas[0].cached_tokens for pending in both] == [40, 40]
+        assert running.engine.metrics.preemptions > 0
         running.settle()
 
 

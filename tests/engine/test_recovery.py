@@ -97,10 +97,14 @@ def test_a_grammar_goes_on_after_a_fault() -> None:
 def test_nothing_computed_before_a_fault_is_found_in_the_cache() -> None:
     with faulty() as (drive, saboteur):
         first = drive.ask(PROMPTS[2], max_tokens=4)
+        other = drive.ask(list(range(60, 120)), max_tokens=4)
         assert drive.ask(PROMPTS[2], max_tokens=4).deltas[0].cached_tokens > 0
         saboteur.faults = 1
         assert drive.ask(PROMPTS[2], max_tokens=4).tokens == first.tokens
         assert drive.engine.metrics.faults == 1
+        again = drive.ask(list(range(60, 120)), max_tokens=4)  # the fault was in another request
+        assert (again.tokens, again.deltas[0].cached_tokens) == (other.tokens, 0)
+        assert drive.ask(list(range(60, 120)), max_tokens=4).deltas[0].cached_tokens > 0
         drive.engine.check_integrity()
 
 

@@ -95,6 +95,19 @@ def test_who_has_gone_is_not_chosen() -> None:
     assert router.choose(text(1, 2), avoid=["b"]) == "a"
 
 
+def test_who_has_gone_takes_its_load_along() -> None:
+    router = router_of("a", "b", "busy", overload_slack=4, load_cost=0)
+    for _ in range(100):
+        router.begin("busy")
+    router.remove("busy")
+    for _ in range(100):
+        router.end("busy")  # its requests end after it has gone
+    router.note("a", text(*range(100)))
+    for _ in range(12):
+        router.begin("a")
+    assert router.choose(text(*range(100))) == "b", "12 requests are too many, where all others have none"
+
+
 def test_its_books_balance_whatever_happens() -> None:
     draw = random.Random(0)
     router = AffinityRouter(capacity=50, adapters=2)

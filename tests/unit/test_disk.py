@@ -57,6 +57,13 @@ def put(opened: DiskTier, *numbers: int) -> None:
     assert opened.settle(10)
 
 
+def held_up(opened: DiskTier) -> threading.Event:
+    """Keeps the thread of the tier from its writes until the event is set."""
+    gate = threading.Event()
+    opened.read([], lambda found: gate.wait(10) and None)
+    return gate
+
+
 def same(one: Payload, other: Payload) -> bool:
     pairs = zip(one.arrays, other.arrays, strict=True)
     return one.note == other.note and all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
@@ -224,9 +231,8 @@ def test_what_a_dead_process_left_is_swept_up(tmp_path: Path) -> None:
 
 def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_QUEUED_BYTES", 3 * payload(0).nbytes)
-    gate = threading.Event()
     with tier(tmp_path) as opened:
-        opened.read([], lambda found: gate.wait(10) and None)
+        gate = held_up(opened)
         for number in range(6):
             opened.write(HASHES[number], payload(number))
         assert opened.metrics.dropped == 3
@@ -238,6 +244,35 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         opened.write(HASHES[9], huge)  # alone, it may be larger
         assert opened.settle(10)
         assert HASHES[9] in opened
+
+
+def test_what_was_written_waits_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUED_BYTES", 3 * payload(0).nbytes)
+    with tier(tmp_path) as opened:
+        for first in (0, 3, 6):  # as many as may wait, again and again
+            gate = held_up(opened)
+            for number in range(first, first + 3):
+                opened.write(HASHES[number], payload(number))
+            gate.set()
+            assert opened.settle(10)
+        assert (opened.metrics.writes, opened.metrics.dropped) == (9, 0)
+
+
+def test_a_flush_takes_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUED_BYTES", 3 * payload(0).nbytes)
+    with tier(tmp_path) as opened:
+        put(opened, 0)
+        gate = held_up(opened)
+        for number in (1, 2, 3):
+            opened.write(HASHES[number], payload(number))
+        opened.flush()
+        for number in (4, 5, 6):  # there is room again
+            opened.write(HASHES[number], payload(number))
+        gate.set()
+        assert opened.settle(10)
+        assert [number for number in range(7) if HASHES[number] in opened] == [4, 5, 6]
+        assert [file.stem for file in files(tmp_path)] == [HASHES[number].hex() for number in (4, 5, 6)]
+        assert opened.metrics.dropped == 0
 
 
 def test_files_of_an_older_format_are_misses_and_go(tmp_path: Path) -> None:

@@ -91,6 +91,22 @@ class Site(BaseHTTPRequestHandler):
         except OSError:
             pass
 
+    def _chunked(self, count: str) -> None:
+        """So many chunks of 500 bytes, and nothing that says how many."""
+        self.protocol_version = "HTTP/1.1"
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            for _ in range(int(count)):
+                self.wfile.write(b"1f4\r\n" + b"x" * 500 + b"\r\n")
+                self.wfile.flush()
+                time.sleep(0.01)
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            pass
+
     def _slow(self, _: str) -> None:
         self.send_response(200)
         self.end_headers()
@@ -187,12 +203,17 @@ def test_names_with_internal_addresses_are_refused_and_resolved_once(port: int) 
         ("status/302", "without a location"),
         ("large", "more than 2,000 bytes"),
         ("endless", "more than 2,000 bytes"),
+        ("chunked/5", "more than 2,000 bytes"),
         ("slow", "within 0.3 seconds"),
     ],
 )
 def test_limits_of_a_fetch(port: int, path: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         fetch(f"http://127.0.0.1:{port}/{path}", ("127.0.0.1",), max_bytes=2000, seconds=0.3)
+
+
+def test_chunks_up_to_the_limit_are_taken_together(port: int) -> None:
+    assert fetch(f"http://127.0.0.1:{port}/chunked/4", ("127.0.0.1",), max_bytes=2000) == b"x" * 2000
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""Which tests reach which functions: measured once by coverage, and kept in mutants-sample/reach by test file.
+
+Tests are run in a copy of the tree, each file in a process of its own. What a server does that a test file has started
+counts for all tests of that file. A test that fails or is left out here reaches nothing. This file is also the pytest
+plugin of those runs.
+"""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import coverage
+import pytest
+
+from tests.faults.places import PACKAGE, Functions
+
+WORK = Path("mutants-sample")
+REACH = WORK / "reach"
+TREE = WORK / "tree"
+FILE_SECONDS = 900  # for one test file with coverage
+SETTINGS = """[run]
+source = {tree}/mlx_parallm
+data_file = {data}
+parallel = true
+patch = subprocess
+sigterm = true
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """By the tests of one file."""
+
+    digest: str  # of that file
+    seconds: dict[str, float]  # by test
+    by_function: dict[str, list[int]]  # by path:function, the numbers of tests in that order
+    modules: list[str]  # paths that are imported at least
+
+    def tests(self, function: str) -> dict[str, float]:
+        """Those that reach a function, with their seconds."""
+        names = list(self.seconds)
+        return {names[number]: self.seconds[names[number]] for number in self.by_function.get(function, ())}
+
+
+class Recorder:
+    """Tells coverage which test runs, and writes down how long each took that passed."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.passed: set[str] = set()
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+        measured = coverage.Coverage.current()
+        assert measured is not None
+        measured.switch_context(item.nodeid)
+        yield
+        measured.switch_context("")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] += report.duration
+        if report.when == "call" and report.passed:
+            self.passed.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        kept = {name: round(self.seconds[name], 3) for name in self.passed}
+        Path(os.environ["FAULTS_TIMES"]).write_text(json.dumps(kept))
+
+
+def pytest_configure(config: Any) -> None:
+    config.pluginmanager.register(Recorder())
+
+
+def copy_tree() -> None:
+    """The tree as it is now, in which faults may be planted."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, check=True
+    )
+    shutil.rmtree(TREE, ignore_errors=True)
+    for name in filter(os.path.isfile, listed.stdout.splitlines()):
+        (TREE / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(name, TREE / name)
+
+
+def environment_in_tree() -> dict[str, str]:
+    """For tests in the copy: the package there comes before the one that is installed."""
+    return os.environ | {"PYTHONPATH": str(TREE.resolve()), "MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def test_files(under: Sequence[str]) -> list[str]:
+    """All of the suite, or those below some folders."""
+    found = [str(path) for path in sorted(Path("tests").rglob("test_*.py"))]
+    return [path for path in found if not under or path.startswith(tuple(under))]
+
+
+def measure_all(under: Sequence[str]) -> None:
+    """Measures the test files that are new or have changed since."""
+    known = load()
+    todo = [path for path in test_files(under) if path not in known or known[path].digest != _digest(path)]
+    for number, path in enumerate(todo, 1):
+        begun = time.monotonic()
+        reached = measure(path)
+        REACH.mkdir(parents=True, exist_ok=True)
+        _file_of(path).write_text(json.dumps(asdict(reached)))
+        count, took = len(reached.seconds), time.monotonic() - begun
+        print(f"{number}/{len(todo)} {path}: {count} tests in {took:.0f} s", flush=True)  # noqa: T201
+
+
+def measure(path: str) -> Reached:
+    with TemporaryDirectory() as scratch:
+        times, settings = Path(scratch, "times.json"), Path(scratch, "settings")
+        settings.write_text(SETTINGS.format(tree=TREE.resolve(), data=Path(scratch, "data")))
+        command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q"]
+        command += ["-p", "tests.faults.reach", "-p", "no:cacheprovider", "-m", "not slow", path]
+        environment = environment_in_tree() | {"FAULTS_TIMES": str(times)}
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, cwd=TREE, env=environment, capture_output=True, timeout=FILE_SECONDS)
+        seconds = json.loads(times.read_text()) if times.exists() else {}
+        return _read(_digest(path), settings, seconds)
+
+
+def _read(digest: str, settings: Path, seconds: dict[str, float]) -> Reached:
+    measured = coverage.Coverage(config_file=str(settings))
+    with suppress(coverage.exceptions.NoDataError):
+        measured.combine()
+    data = measured.get_data()
+    by_function: dict[str, set[str]] = defaultdict(set)
+    modules = []
+    for file in data.measured_files():
+        path = str(Path(file).relative_to(TREE.resolve() / PACKAGE))
+        contexts = data.contexts_by_lineno(file)
+        modules += [path] if contexts else []
+        places = dict(functions_by_line(Path(file)))
+        for line, tests in contexts.items():
+            if line in places:  # without a test: by a process that a test has started
+                by_function[f"{path}:{places[line]}"].update(tests if any(tests) else seconds)
+    numbers = {test: number for number, test in enumerate(seconds)}
+    kept = {name: sorted(numbers[test] for test in tests & numbers.keys()) for name, tests in by_function.items()}
+    return Reached(digest, seconds, {name: tests for name, tests in kept.items() if tests}, sorted(modules))
+
+
+def functions_by_line(file: Path) -> Iterator[tuple[int, str]]:
+    """The function whose body each line is of, the innermost last."""
+
+    def within(node: ast.AST, name: str) -> Iterator[tuple[int, str]]:
+        if isinstance(node, Functions | ast.ClassDef):
+            name = f"{name}.{node.name}" if name else node.name
+        if isinstance(node, Functions):
+            yield from ((line, name) for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1))
+        for child in ast.iter_child_nodes(node):
+            yield from within(child, name)
+
+    return within(ast.parse(file.read_bytes()), "")
+
+
+def load() -> dict[str, Reached]:
+    """What was measured so far, by test file."""
+    found = {path: _file_of(path) for path in test_files(())}
+    return {path: Reached(**json.loads(file.read_text())) for path, file in found.items() if file.exists()}
+
+
+def _file_of(path: str) -> Path:
+    return REACH / (path.replace("/", "+") + ".json")
+
+
+def _digest(path: str) -> str:
+    return blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()

@@ -1,0 +1,159 @@
+"""Plants faults one by one in a copy of the tree, runs the tests that reach each, and writes down what became of it.
+
+    python -m tests.mutation --sample 400 --seed 1           plants so many; goes on where the last call stopped
+    python -m tests.mutation --sample 400 --seed 1 --report  what is known of them so far, folder by folder
+    python -m tests.mutation --map [tests/unit ...]          measures which tests reach what, where they have changed
+
+Results stay in mutants-sample/seed-1.jsonl, a line for each fault; remove a line, and its fault is planted again.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.faults import reach
+from tests.faults.places import PACKAGE, Fault, faults_of, sample
+from tests.faults.reach import TREE, WORK, Reached
+
+MUTANT_SECONDS = 60.0  # after which a fault counts as noticed: its tests take half of that without it
+TEST_SECONDS = 25.0  # of tests for one fault, as they were measured
+WANTED = 0.85
+NOTES = Path("docs/MUTATION.md")
+MISSING = re.compile(r"^ERROR: not found: (.+)$", re.MULTILINE)
+EQUIVALENT = re.compile(r"^- `(?P<name>[^`]+)`: (?P<reason>.+)$", re.MULTILINE)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    if options.map is not None:
+        reach.copy_tree()
+        reach.measure_all(options.map)
+        return 0
+    results = WORK / f"seed-{options.seed}.jsonl"
+    chosen = sample(faults_of(Path()), options.sample, options.seed)
+    if not options.report:
+        reach.copy_tree()
+        if not reach.load():
+            reach.measure_all(())
+        _run(chosen, results)
+    return report(chosen, results)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make mutate", description="Faults at random, over the whole package.")
+    parser.add_argument("--sample", type=int, default=400, metavar="N", help="plant so many (default: 400)")
+    parser.add_argument("--seed", type=int, default=1, help="which ones (default: 1)")
+    parser.add_argument("--report", action="store_true", help="plant none: tell what is known so far")
+    parser.add_argument("--map", nargs="*", metavar="TESTS", help="measure which of these tests reach what, and end")
+    return parser
+
+
+def _run(chosen: Sequence[Fault], results: Path) -> None:
+    known, reached, equivalent = verdicts(results), reach.load(), equivalents(NOTES.read_text())
+    print(f"{len(reached)} of {len(reach.test_files(()))} test files are in the map")  # noqa: T201
+    todo = [fault for fault in chosen if fault.name not in known and fault.name not in equivalent]
+    for number, fault in enumerate(todo, 1):
+        begun, tests = time.monotonic(), chosen_tests(fault, reached)
+        verdict = _plant(fault, tests) if tests else "unreached"
+        line = {"name": fault.name, "verdict": verdict, "line": fault.line, "tests": len(tests)}
+        with results.open("a") as file:
+            file.write(json.dumps(line | {"seconds": round(time.monotonic() - begun, 1)}) + "\n")
+        print(f"{number}/{len(todo)} {verdict:<9} {fault.name}", flush=True)  # noqa: T201
+
+
+def chosen_tests(fault: Fault, reached: Mapping[str, Reached]) -> list[str]:
+    """Tests that reach a fault's function, as many as there is time for: first those of a file of its name, then the
+    quickest. Of code that runs on import, all tests that import it."""
+    found: dict[str, float] = {}
+    for one in reached.values():
+        found |= one.tests(fault.reached_as)
+    for one in reached.values() if not found else ():
+        found |= one.seconds if fault.path in one.modules else {}
+    words = set(fault.path.removesuffix(".py").replace("/", "_").split("_"))
+
+    def rank(test: str) -> tuple[int, float]:
+        return -len(words & set(Path(test.partition("::")[0]).stem.split("_"))), found[test]
+
+    chosen: list[str] = []
+    left = TEST_SECONDS
+    for test in sorted(found, key=rank):
+        if found[test] <= left:
+            left -= found[test]
+            chosen.append(test)
+    return chosen
+
+
+def _plant(fault: Fault, tests: Sequence[str]) -> str:
+    """Runs tests with a fault in place: caught, survived, or an error where they could not be run."""
+    file = TREE / PACKAGE / fault.path
+    whole = file.read_bytes()
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+        compiled.unlink()  # one of the same size and second would be taken for it
+    try:
+        file.write_bytes(fault.planted(whole))
+        status, output = _pytest(tests)
+        if missing := MISSING.findall(output):  # the map is older than the tests, or a name is new each time
+            tests = [test for test in tests if not any(name.endswith(test) for name in missing)]
+            status, output = _pytest(tests) if tests else (0, "")
+    finally:
+        file.write_bytes(whole)
+    if MISSING.search(output):
+        return "error"
+    return "survived" if status == 0 else "caught"
+
+
+def _pytest(tests: Sequence[str]) -> tuple[int, str]:
+    names = WORK / "tests.txt"
+    names.write_text("\n".join(tests))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"@{names.resolve()}"]
+    environment = reach.environment_in_tree() | {"PYTHONDONTWRITEBYTECODE": "1"}
+    running = subprocess.Popen(
+        command, cwd=TREE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output = running.communicate(timeout=MUTANT_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)  # with the servers that it has started
+        running.communicate()
+        return -1, ""
+    return running.returncode, output.decode(errors="replace")
+
+
+def verdicts(results: Path) -> dict[str, str]:
+    """By fault, without those whose tests could not be run."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    found = [json.loads(line) for line in lines]
+    return {one["name"]: one["verdict"] for one in found if one["verdict"] != "error"}
+
+
+def equivalents(notes: str) -> dict[str, str]:
+    """Faults that change nothing, each with the reason."""
+    return {found["name"]: found["reason"] for found in EQUIVALENT.finditer(notes)}
+
+
+def report(chosen: Sequence[Fault], results: Path) -> int:
+    """Prints what survived, and the counts by folder; 1 where too little was caught."""
+    known, same = verdicts(results), equivalents(NOTES.read_text())
+    counts: Counter[tuple[str, str]] = Counter()
+    for fault in chosen:
+        verdict = "equivalent" if fault.name in same else known.get(fault.name, "not run")
+        counts[fault.path.rpartition("/")[0].partition("/")[0] or ".", verdict] += 1
+        counts["all", verdict] += 1
+        if verdict in ("survived", "unreached"):
+            print(f"{verdict}: {fault.name}")  # noqa: T201
+    verdict_names = ("caught", "survived", "unreached", "equivalent", "not run")
+    print(f"{'folder':<12}" + "".join(f"{verdict:>12}" for verdict in verdict_names) + f"{'share':>8}")  # noqa: T201
+    share = 1.0
+    for folder in [*sorted({folder for folder, _ in counts} - {"all"}), "all"]:
+        numbers = [counts[folder, verdict] for verdict in verdict_names]
+        share = numbers[0] / max(1, sum(numbers[:3]))
+        print(f"{folder:<12}" + "".join(f"{number:>12}" for number in numbers) + f"{share:>8.1%}")  # noqa: T201
+    return int(share < WANTED)

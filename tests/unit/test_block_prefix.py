@@ -1,0 +1,90 @@
+"""The prefix cache on its way to the SSD: what is flushed or may be damaged does not get there."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_parallm.kv.blocks import Chain
+from mlx_parallm.kv.disk import DiskTier
+from mlx_parallm.kv.prefix import KEEP_TOKENS, BlockPrefix
+from mlx_parallm.kv.snapshots import SnapshotPrefix
+from mlx_parallm.kv.store import BlockStore, Packing, Side
+
+SIZE = 32
+SIDE = Side(2, 8, mx.float32)
+TOKENS = list(range(KEEP_TOKENS))  # long enough to be kept
+FORGET = [BlockPrefix.flush, BlockPrefix.reset]
+
+
+@dataclass
+class Layer:
+    keys: mx.array
+    values: mx.array
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Iterator[BlockPrefix]:
+    disk = DiskTier(tmp_path, "model", 1 << 30, 86400.0)
+    disk.start()
+    yield BlockPrefix(BlockStore(SIZE, [SIDE, SIDE], Packing(), max_bytes=1 << 24), SIZE, "model", 1, disk)
+    disk.close(10)
+
+
+def kept(prefix: BlockPrefix) -> Chain:
+    """A text whose blocks wait for the SSD."""
+    state = mx.random.normal((1, SIDE.heads, len(TOKENS), SIDE.width))
+    chain = prefix.chain(TOKENS, "")
+    prefix.commit([Layer(state, state)], 0, chain, TOKENS)
+    assert prefix.waiting_to_write
+    return chain
+
+
+def written(prefix: BlockPrefix) -> int:
+    """Hands over all that waits, and says how many files there are then."""
+    assert prefix.disk is not None
+    while prefix.waiting_to_write:
+        prefix.write_down()
+    assert prefix.disk.settle(10)
+    return prefix.disk.metrics.files
+
+
+def test_long_texts_get_to_the_ssd(prefix: BlockPrefix) -> None:
+    kept(prefix)
+    assert written(prefix) == len(TOKENS) // SIZE
+
+
+@pytest.mark.parametrize("forget", FORGET)
+def test_blocks_that_are_forgotten_are_not_written(prefix: BlockPrefix, forget: Callable[[BlockPrefix], None]) -> None:
+    chain = kept(prefix)
+    match = prefix.match(chain, TOKENS)  # in use: a flush leaves them where they are
+    forget(prefix)
+    assert not prefix.waiting_to_write
+    assert written(prefix) == 0
+    if forget is BlockPrefix.flush:
+        prefix.release(match)
+
+
+@pytest.mark.parametrize("forget", FORGET)
+def test_copies_that_are_forgotten_are_not_written(prefix: BlockPrefix, forget: Callable[[BlockPrefix], None]) -> None:
+    kept(prefix)
+    prefix.write_down()  # copied now, brought to the host by the next call
+    assert prefix.waiting_to_write
+    forget(prefix)
+    assert not prefix.waiting_to_write
+    assert written(prefix) == 0
+
+
+@pytest.mark.parametrize("forget", [SnapshotPrefix.flush, SnapshotPrefix.reset])
+def test_snapshots_that_are_forgotten_are_not_written(tmp_path: Path, forget: Callable[[SnapshotPrefix], None]) -> None:
+    disk = DiskTier(tmp_path, "model", 1 << 30, 86400.0)
+    prefix = SnapshotPrefix(lambda: [KVCache()], SIZE, "model", 1 << 24, 1, disk)
+    cache = KVCache()
+    cache.update_and_fetch(mx.ones((1, 2, len(TOKENS), 8)), mx.ones((1, 2, len(TOKENS), 8)))
+    prefix.take(prefix.chain(TOKENS, ""), [cache], len(TOKENS), len(TOKENS))
+    assert prefix.waiting_to_write
+    forget(prefix)
+    assert not prefix.waiting_to_write

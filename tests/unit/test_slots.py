@@ -1,0 +1,63 @@
+"""Slots of running rows: their buffers grow ahead of need, and never past the bytes that they may hold."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache
+
+HEADS, WIDTH = 2, 8
+ROW_BYTES = CAPACITY_STEP * 2 * HEADS * WIDTH * 4  # of a row of one step's length: keys and values of one layer
+
+
+def cache_of(rows: int, max_slots: int = 16) -> SlotCache:
+    """Room for so many rows of a step's length. It knows what a token takes, as every cache does that serves."""
+    cache = SlotCache(1, max_slots, rows * ROW_BYTES, view_step=32)
+    [place] = join(cache, 5)
+    cache.leave(place)
+    cache.compact(0)
+    assert (cache.nbytes, cache.bytes_per_token) == (0, ROW_BYTES // CAPACITY_STEP)
+    return cache
+
+
+def join(cache: SlotCache, *lengths: int) -> list[int]:
+    staged = cache.stage(len(lengths), max(lengths))
+    state = mx.ones((len(lengths), HEADS, max(lengths), WIDTH))
+    staged[0].update_and_fetch(state, state)
+    return cache.join(staged, list(enumerate(lengths)))
+
+
+def decode(cache: SlotCache, lengths: Sequence[int]) -> None:
+    def forward(tokens: mx.array, layers: list[object], context: object = None) -> mx.array:
+        return mx.zeros((*tokens.shape, 3))
+
+    assert cache.decode(forward, mx.zeros((len(lengths),), mx.int32), lengths).shape == (len(lengths), 3)
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(8, 3), (3, 3), (2, 2)])
+def test_a_long_row_gets_room_ahead_as_far_as_there_is_some(rows: int, steps: int) -> None:
+    cache = cache_of(rows)
+    join(cache, 2 * CAPACITY_STEP - 10)  # a quarter more is the third step
+    assert cache.nbytes == steps * ROW_BYTES
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(16, 3), (5, 2), (4, 2)])
+def test_rows_that_grow_stay_within_the_limit(rows: int, steps: int) -> None:
+    cache = cache_of(rows)
+    join(cache, 9, 7)
+    assert cache.nbytes == 2 * ROW_BYTES
+    assert cache.fits(2, 2 * CAPACITY_STEP)
+    decode(cache, [2 * CAPACITY_STEP - 10, 7])
+    assert cache.nbytes == 2 * steps * ROW_BYTES <= cache.max_bytes
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(16, 8), (8, 8), (7, 2), (2, 2)])
+def test_slots_for_rows_to_come_are_made_where_they_fit(rows: int, slots: int) -> None:
+    cache = cache_of(rows)
+    cache.expect(7)
+    join(cache, 9, 7)
+    assert cache.positions == slots
+    assert cache.nbytes == slots * ROW_BYTES <= cache.max_bytes
+    cache.check_integrity()

@@ -268,6 +268,7 @@ class OriginGuard:
         if scope["method"] not in CHANGING_METHODS:
             return None
         if _reads_as_json(scope["path"], headers):
+            scope["media_type_error"] = _media_type_error(scope["path"], headers)  # to be said if it is no JSON
             MutableHeaders(scope=scope)["content-type"] = "application/json"
             return None
         return _media_type_error(scope["path"], headers)

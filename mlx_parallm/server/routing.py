@@ -71,7 +71,10 @@ class StrictRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_read"):
-            self._read = _parsed(await self.body())
+            try:
+                self._read = _parsed(await self.body())
+            except json.JSONDecodeError as error:
+                raise self.scope.get("media_type_error") or error from None
             self.names = _field_names(self._read)
             self.scope["sent_fields"] = _sent(self._read)
         return self._read
@@ -80,9 +83,14 @@ class StrictRequest(Request):
         """What `json` then returns is the route's body already, which FastAPI takes as it is."""
         body = await self.body()
         loop = asyncio.get_running_loop()
-        self._read, self.names, self.scope["sent_fields"] = await loop.run_in_executor(
-            _readers, _validated, body, field
-        )
+        try:
+            self._read, self.names, self.scope["sent_fields"] = await loop.run_in_executor(
+                _readers, _validated, body, field
+            )
+        except json.JSONDecodeError as error:
+            place = {"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg, "input": {}}
+            invalid = RequestValidationError([place | {"ctx": {"error": error.msg}}], body=body)
+            raise self.scope.get("media_type_error") or invalid from None
 
     def check_encoding(self) -> None:
         encoding = self.headers.get("content-encoding", "identity")
@@ -124,11 +132,7 @@ def _sent(parsed: Any) -> frozenset[str]:
 
 
 def _validated(body: bytes, field: ModelField) -> tuple[Any, list[str], frozenset[str]]:
-    try:
-        parsed = _parsed(body)
-    except json.JSONDecodeError as error:
-        place = {"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg, "input": {}}
-        raise RequestValidationError([place | {"ctx": {"error": error.msg}}], body=body) from None
+    parsed = _parsed(body)
     value, errors = field.validate(parsed, {}, loc=("body",))
     if errors:
         raise RequestValidationError(errors, body=parsed)

@@ -95,7 +95,8 @@ TABLE = [
     Bad(CHAT, b"\xff\xfe\x00", None, code=NO_JSON),
     Bad(TEXT, b'{"prompt": "x", "temperature": NaN}', None, code=NO_JSON),
     Bad(TEXT, b'{"prompt": "x", "temperature": Infinity}', None, code=NO_JSON),
-    Bad(TEXT, b'{"prompt": "x"}', None, code="unsupported_media_type", headers={"Content-Type": "text/plain"}),
+    Bad(TEXT, b"prompt=x", None, code="unsupported_media_type", headers={"Content-Type": "text/plain"}),
+    Bad(TEXT, b"x" * 50_000, None, code="unsupported_media_type", headers={"Content-Type": "text/plain"}),
     Bad(TEXT, b'{"prompt": "\xed\xa0\x80"}', None, code=NO_JSON),
     # required fields
     Bad(CHAT, {}, "messages", code=MISSING),

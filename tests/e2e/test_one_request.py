@@ -135,7 +135,7 @@ def test_a_key_rolls_out_and_collects_for_its_own_adapters_alone(keys: Keys) -> 
         answer = bound.post(ROLLOUT, json={"model": model, "prompts": [[5]], "max_tokens": 2})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert free.post(ROLLOUT, json={"model": model, "prompts": [[5]], "max_tokens": 2}).status_code == 200
-    body = {"prompt": [5, 6], "max_tokens": 2, "collect_trajectory": True, "scoring_function": "length"}
+    body = {"prompt": [5, 6], "max_tokens": 2, "collect_trajectory": True}
     assert bound.post(TEXT, json=body).status_code == 404
     assert free.post(TEXT, json=body).status_code == 200
 

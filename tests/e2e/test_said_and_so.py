@@ -86,7 +86,7 @@ def test_a_json_body_of_another_type_is_read_but_from_a_browser(client: httpx.Cl
     for more in BROWSER:
         assert client.post(CHAT, content=body, headers=headers | more).status_code in (400, 403), more
     wrong = client.post(CHAT, content=b"a=b", headers=headers)
-    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_json")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "unsupported_media_type")
     assert client.post("/model/switch-lora", content=b'{"version": "base"}', headers=headers).status_code == 200
 
 

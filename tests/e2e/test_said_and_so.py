@@ -47,7 +47,7 @@ def test_a_warning_is_short_and_ascii(client: httpx.Client) -> None:
         (CHAT, HELLO | {"service_tier": "auto", "store": False, "verbosity": "low", "temperature": None, "foo": None}),
         ("/v1/completions", {"prompt": "a", "max_tokens": 1, "user": "me", "suffix": None}),
         ("/v1/messages", HELLO | {"model": "default", "service_tier": "auto", "metadata": {"user_id": "me"}}),
-        ("/api/chat", {"model": "default", "messages": HELLO["messages"], "stream": False, "keep_alive": 60}),
+        ("/api/chat", {"model": "default", "messages": HELLO["messages"], "stream": False, "keep_alive": -1}),
         ("/v1/responses", {"input": "a", "max_output_tokens": 1, "service_tier": "auto"}),
         ("/generate", {"prompt": "a", "max_tokens": 1, "step_id": 1}),
     ],

@@ -167,7 +167,8 @@ class Scheduler:
         beside = [*self.running, *(row for job in started for row in job.rows)]
         if len(beside) >= self.limits.max_rows:
             return None
-        return next_job([job for job in self.waiting if not self._fetching(job)], beside, self.limits.rollout_rows)
+        ready = [job for job in self.waiting if not self._fetching(job)]
+        return next_job(ready, beside, self.limits.rollout_rows, started)
 
     def displaced(self) -> list[Row]:
         """Rows of rollouts whose places go to requests that wait."""

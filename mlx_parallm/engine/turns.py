@@ -13,13 +13,14 @@ from mlx_parallm.engine.rows import Job, Row
 Admissible = Callable[[Job, Sequence[Row], Sequence[Job]], bool]  # (job, rows that run, jobs admitted before it)
 
 
-def next_job(ready: Sequence[Job], beside: Sequence[Row], rollout_rows: int) -> Job | None:
-    """`beside`: rows that run, or are about to. `rollout_rows`: that rollouts may hold while requests wait."""
+def next_job(ready: Sequence[Job], beside: Sequence[Row], rollout_rows: int, started: Sequence[Job] = ()) -> Job | None:
+    """`beside`: rows that run, or are about to. `rollout_rows`: that rollouts may hold while requests wait. `started`:
+    jobs of this step, whose first tokens the prompts of more rollouts would hold up."""
+    if any(not job.rollout for job in (*ready, *started)):
+        held = sum(row.rollout for row in beside)
+        ready = [job for job in ready if not job.rollout or not held or held + len(job.rows) <= rollout_rows]
     if len(ready) < 2:
         return ready[0] if ready else None
-    held = sum(row.rollout for row in beside)
-    if any(not job.rollout for job in ready):
-        ready = [job for job in ready if not job.rollout or not held or held + len(job.rows) <= rollout_rows]
     return min(ready, key=_order(beside))
 
 

@@ -37,6 +37,10 @@ def test_rollouts_go_first_only_within_their_part() -> None:
     assert next_job([rollout, request], rows(2, rollout=True), 2) is request
     assert next_job([rollout], rows(2, rollout=True), 2) is rollout  # nobody else wants the place
     assert next_job([], rows(2), 2) is None
+    begun = [job(0)]  # a request whose prompt is computed in this step: rollouts wait for the next
+    assert next_job([rollout], rows(2, rollout=True), 2, begun) is None
+    assert next_job([rollout], rows(1, rollout=True), 2, begun) is rollout
+    assert next_job([rollout], rows(2, rollout=True), 2, [job(0, rollout=True)]) is rollout
     large = job(1, n=4, rollout=True)  # more rows than their part: when none of them runs
     assert next_job([large, request], rows(1, rollout=True), 2) is request
     assert next_job([large, request], rows(1), 2) is large

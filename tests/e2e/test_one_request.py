@@ -84,7 +84,8 @@ def keys(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield Keys(server, secrets, clients)
 
 
-def test_hostile_requests_are_refused_in_time_and_hold_nobody_up(keys: Keys) -> None:
+def refused(keys: Keys) -> tuple[Watch, dict[str, float]]:
+    """All of them, one after another, and how long each took to be refused."""
     bodies = {name: json.dumps(body | {"model": "default"}).encode() for name, (_, body, _) in HOSTILE.items()}
     client, taken = keys.client("bob"), {}
     with Watch(keys.server, keys.headers("ada")) as watch:
@@ -93,12 +94,22 @@ def test_hostile_requests_are_refused_in_time_and_hold_nobody_up(keys: Keys) -> 
             answer = client.post(path, content=bodies[name], headers={"Content-Type": "application/json"})
             taken[name] = time.monotonic() - begun
             assert answer.status_code == status, (name, answer.text[:300])
+    return watch, taken
+
+
+def test_hostile_requests_are_refused_and_streams_go_on(keys: Keys) -> None:
+    watch, _ = refused(keys)
     assert not watch.errors
-    # Quiet, these are 1.7, 0.4 and 0.4; the bounds leave room for tests that run beside this one.
-    assert max(taken.values()) < 5, taken
-    assert max(watch.health) < 1.5
-    assert max(watch.gaps) < watch.normal_gap + 1.5
+    assert watch.gaps
     assert watch.memory_growth < 500 << 20
+
+
+@pytest.mark.slow  # its times are those of a machine with nothing beside it
+def test_hostile_requests_hold_nobody_up(keys: Keys) -> None:
+    watch, taken = refused(keys)
+    assert max(taken.values()) < 2, taken
+    assert max(watch.health) < 0.5
+    assert max(watch.gaps) < watch.normal_gap + 0.5
 
 
 def free_rows(keys: Keys) -> int:

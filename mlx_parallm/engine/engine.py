@@ -91,9 +91,9 @@ class Engine:
         """Whether there are requests that run or wait."""
         return not self._parts.compute.scheduler.idle
 
-    def check_grammar(self, grammar: str, param: str) -> CompiledGrammar:
+    def check_grammar(self, grammar: str, param: str, quick: bool = False) -> CompiledGrammar | None:
         """Compiles it, or raises InvalidRequestError about the field `param`: it can't be followed, or too complex."""
-        return self._parts.grammars.check(grammar, param)
+        return self._parts.grammars.check(grammar, param, quick)
 
     def check_prompt(self, prompt: list[int], choices: int) -> None:
         """Raises ContextLengthError where so many answers to this prompt can't be had."""

@@ -29,4 +29,8 @@ async def compiled_grammar(
         return None
     if structure is not None and not (chat is not None and chat.must_call and chat.conversation.tools):
         param = structure.param
-    return grammar, await pool.compile(partial(served.client.check_grammar, grammar, param))
+    compiled = await pool.compile(partial(served.client.check_grammar, grammar, param, True))
+    if compiled is None:
+        compiled = await pool.compile_slowly(partial(served.client.check_grammar, grammar, param))
+    assert compiled is not None
+    return grammar, compiled

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from mlx_parallm.server.call import GenerationCall, ImageSource
 from mlx_parallm.server.media.loader import MediaLoader
 from mlx_parallm.server.models import ServedModel
@@ -20,6 +20,7 @@ from mlx_parallm.types import ImageInput, PromptImages
 from mlx_parallm.validation import check_ids
 
 LONG_TEXT = 4_000  # characters; about a millisecond of tokenising
+MAX_SLOW_GRAMMARS = 8  # that wait to be compiled, each for 1.5 seconds at most
 VERY_LONG_TEXT = 400_000  # about half a second
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class TokenizerPool:
     pool: ThreadPoolExecutor = field(default_factory=partial(_threads, "tokenise"))
     long_pool: ThreadPoolExecutor = field(default_factory=partial(_threads, "tokenise-long", 1))
     compilers: ThreadPoolExecutor = field(default_factory=partial(_threads, "grammar"))  # who hold up no others
+    slow_compilers: ThreadPoolExecutor = field(default_factory=partial(_threads, "grammar-slow", 1))
     media: MediaLoader = field(default_factory=MediaLoader.of)
 
     async def prompts(self, call: GenerationCall, served: ServedModel) -> "TokenizedPrompts":
@@ -94,6 +96,13 @@ class TokenizerPool:
 
     async def compile(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.compilers, work)
+
+    async def compile_slowly(self, work: Callable[[], T]) -> T:
+        """For grammars whose first try took too long: these wait for each other alone, and not for long."""
+        waiting = self.slow_compilers._work_queue.qsize()
+        if waiting >= MAX_SLOW_GRAMMARS:
+            raise QueueFullError(f"{waiting} large schemas or patterns are waiting to be compiled: try again later")
+        return await asyncio.get_running_loop().run_in_executor(self.slow_compilers, work)
 
     async def encode(
         self, served: ServedModel, text: str, add_special_tokens: bool, limit: int | None = None

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.text.detokenize import Vocabulary
-from mlx_parallm.text.grammar_process import PARSER_LIMITS, SECONDS, GrammarProcess
+from mlx_parallm.text.grammar_process import PARSER_LIMITS, QUICK_SECONDS, SECONDS, GrammarProcess
 from mlx_parallm.text.parsers import harmony
 from mlx_parallm.text.parsers.calls import Tool
 from mlx_parallm.text.parsers.chat import Thinking
@@ -210,15 +210,20 @@ class GrammarCompiler:
         self._tools: tuple[llguidance.LLTokenizer, GrammarProcess] | None = None
         self._tools_lock = threading.Lock()
 
-    def check(self, grammar: str, param: str) -> CompiledGrammar:
-        """For grammars of clients: compiles one within the limits of `grammar_process`, or raises what is wrong."""
+    def check(self, grammar: str, param: str, quick: bool = False) -> CompiledGrammar | None:
+        """For grammars of clients: compiles one within the limits of `grammar_process`, or raises what is wrong.
+
+        None: it takes longer than `quick` allows, and is to be checked again where slow ones wait for each other.
+        """
         if (known := self._known(grammar)) is not None:
             return known
         digest = hashlib.blake2b(grammar.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             error = self._refused.get(digest)
         if error is None:
-            error = self._try_out(grammar, param)
+            error = self._try_out(grammar, param, quick)
+            if error == TOO_COMPLEX and quick:
+                return None
         if not error:
             return self.compile(grammar, param)
         with self._lock:
@@ -247,11 +252,11 @@ class GrammarCompiler:
                 self._compiled.move_to_end(grammar)
             return self._compiled.get(grammar)
 
-    def _try_out(self, grammar: str, param: str) -> str:
+    def _try_out(self, grammar: str, param: str, quick: bool) -> str:
         """What is wrong with it, in words for its client; empty: nothing."""
         if len(grammar) > MAX_GRAMMAR:
             return f"it is too large, with {len(grammar)} characters of at most {MAX_GRAMMAR}"
-        error = self._text_tools(param)[1].try_out(grammar)
+        error = self._text_tools(param)[1].try_out(grammar, QUICK_SECONDS if quick else SECONDS)
         return TOO_COMPLEX if error is None else error and explain(error)
 
     def _text_tools(self, param: str) -> tuple[llguidance.LLTokenizer, GrammarProcess]:

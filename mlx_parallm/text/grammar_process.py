@@ -20,6 +20,7 @@ from typing import IO
 from mlx_parallm.errors import UnavailableError
 
 SECONDS = 1.5  # for which a grammar may compile
+QUICK_SECONDS = 0.2  # of its first try: most need a few milliseconds, and wait for no slow one
 BYTES = 512 << 20  # that it may take meanwhile
 # Of llguidance: what a matcher may hold and do for a token; its other defaults stand.
 PARSER_LIMITS = {"max_lexer_states": 50_000}
@@ -38,7 +39,6 @@ class GrammarProcess:
             "vocab_size": vocab_size,
             "end_ids": sorted(end_ids),
             "limits": PARSER_LIMITS,
-            "seconds": SECONDS,
             "bytes": BYTES,
         }
         self._process: subprocess.Popen[str] | None = None
@@ -46,8 +46,8 @@ class GrammarProcess:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
-    def try_out(self, grammar: str) -> str | None:
-        """What is wrong with a grammar, empty if nothing is; None where it takes too long or too much memory."""
+    def try_out(self, grammar: str, seconds: float = SECONDS) -> str | None:
+        """What is wrong with a grammar, empty if nothing is; None where it takes longer or too much memory."""
         number = next(self._numbers)
         answer: Future[str | None] = Future()
         with self._lock:
@@ -55,7 +55,7 @@ class GrammarProcess:
             assert process.stdin is not None
             self._waiting[number] = answer
             try:
-                process.stdin.write(json.dumps({"number": number, "grammar": grammar}) + "\n")
+                process.stdin.write(json.dumps({"number": number, "grammar": grammar, "seconds": seconds}) + "\n")
                 process.stdin.flush()
             except OSError:
                 self._fail_all(process)

@@ -50,7 +50,7 @@ def main() -> None:
 def try_out(tokenizer: Any, limits: Any, request: dict[str, Any], setup: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.nice(NICENESS)
-    signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     if sys.platform == "linux":  # elsewhere the time limits the memory
         limit = virtual_memory() + setup["bytes"]
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

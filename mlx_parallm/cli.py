@@ -107,7 +107,7 @@ def serve(args: argparse.Namespace) -> int:
     sys.stdout.write(f"MLX ParaLLM {__version__} is starting\n")
     sys.stdout.flush()
     if settings.cluster.several:
-        prepare_cluster(settings.cluster)
+        settings = prepare_cluster(settings)
         from mlx_parallm.cluster.run import serve_replicas
 
         return serve_replicas(settings)

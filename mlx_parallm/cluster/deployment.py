@@ -12,9 +12,11 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,8 @@ from ray.serve.schema import LoggingConfig
 
 from mlx_parallm.cluster.replica import FrontLink, Replica
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.progress import say
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +104,14 @@ class RayCluster:
 
     def _start_head(self) -> None:
         ip = _own_address(self._config.http.host)
-        self.address = f"{ip}:{CLUSTER_PORT}"
+        self.address = f"{ip}:{_free_port(ip)}"
         self._head = _ray_start(
-            ["--head", f"--port={CLUSTER_PORT}", f"--node-ip-address={ip}", "--include-dashboard=false"],
+            [
+                "--head",
+                f"--port={self.address.rpartition(':')[2]}",
+                f"--node-ip-address={ip}",
+                "--include-dashboard=false",
+            ],
             self._config.cluster.replicas,
             self._folder,
         )
@@ -153,13 +162,21 @@ def join(config: ServeConfig) -> int:
     assert config.cluster.connect_to is not None
     folder = tempfile.mkdtemp(prefix="parallm-ray-")
     process = _ray_start([f"--address={config.cluster.connect_to}"], config.cluster.replicas, folder)
+    asked = False
+
+    def leave(*_: Any) -> None:
+        nonlocal asked
+        asked = True
+        process.terminate()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: process.terminate())
+        signal.signal(number, leave)
+    say(f"  joining the cluster at {config.cluster.connect_to} with {config.cluster.replicas} replica(s)")
     try:
         code = process.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return 0 if code in (0, -signal.SIGTERM) else 1
+    return 0 if asked or code == 0 else 1  # Ray has an exit code of its own for a signal
 
 
 def queue_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -192,6 +209,14 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.wait(20)
     except subprocess.TimeoutExpired:
         process.kill()
+
+
+def _free_port(ip: str) -> int:
+    """Ray's usual port, or another where a program has that one."""
+    for port in (CLUSTER_PORT, 0):
+        with suppress(OSError), socket.create_server((ip, port)) as probe:
+            return int(probe.getsockname()[1])
+    raise ConfigError(f"no port is free on {ip} for Ray")
 
 
 def _own_address(host: str) -> str:

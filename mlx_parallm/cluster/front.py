@@ -16,12 +16,13 @@ from typing import Any
 import aiohttp
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xxhash import xxh3_64_intdigest
 from yarl import URL
 
 from mlx_parallm.cluster.affinity import PromptPrefix
 from mlx_parallm.cluster.dashboard import send_merged
+from mlx_parallm.cluster.joining import JOIN_PATH
 from mlx_parallm.cluster.links import PREFIX_HEADER, SECRET_HEADER, login_secret, pack_hashes
 from mlx_parallm.cluster.members import Member, Members
 from mlx_parallm.cluster.prompts import STICKY, PromptDigest, prompt_digest
@@ -77,11 +78,12 @@ class Front:
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.session: aiohttp.ClientSession | None = None
+        self.join_route: ASGIApp | None = None  # where other machines may join
         self._members = members
         self._owners = ResponseOwners()
         self._limit = config.http.max_body_size
         self._secret = secret
-        self._access = AccessControl(KeyRing.of(config), login_secret=login_secret(secret))
+        self.access = AccessControl(KeyRing.of(config), login_secret=login_secret(secret))
         self._everywhere = frozenset({DEFAULT, BASE, *config.named_models()})  # models that every replica has
 
     async def open(self) -> None:
@@ -128,6 +130,9 @@ class Front:
             return
         if self.draining:
             raise UnavailableError("the server is shutting down")
+        if self.join_route is not None and (scope["method"], scope["path"]) == ("GET", JOIN_PATH):
+            await self.join_route(scope, receive, send)
+            return
         view = VIEWS.get((scope["method"], scope["path"]))
         if view is not None:
             await self._view(view, scope, receive, send)
@@ -149,8 +154,8 @@ class Front:
 
     def _limited_key_digest(self, scope: Scope, headers: Headers) -> PromptDigest | None:
         """Routes all requests of a key with limits to one replica, which counts what it uses. None: no such key."""
-        self._access.ring.refresh()
-        key = self._access.find(scope["method"], headers)
+        self.access.ring.refresh()
+        key = self.access.find(scope["method"], headers)
         if key is None or not key.limits:
             return None
         return PromptDigest(PromptPrefix([xxh3_64_intdigest(key.identity.encode())], [STICKY]), None)

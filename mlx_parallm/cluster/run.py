@@ -20,6 +20,7 @@ import uvicorn
 from mlx_parallm.cluster.deployment import RayCluster, join
 from mlx_parallm.cluster.front import Front
 from mlx_parallm.cluster.front_routes import FrontRoutes
+from mlx_parallm.cluster.joining import JoinRoute, RayAddress, ray_token
 from mlx_parallm.cluster.links import new_secret
 from mlx_parallm.cluster.members import Members
 from mlx_parallm.cluster.scaling import Scaling
@@ -75,6 +76,9 @@ class FrontServer(InnerServer):
         self._signals = StopSignals()
         self._members = Members(self._secret, config.cluster.replicas, self._session)
         self._front = Front(self._members, config, self._secret)
+        if cluster.shared:
+            found = RayAddress.here(cluster.address, ray_token())
+            self._front.join_route = JoinRoute(config, self._front.access, found)
         paths = (config.http.tls_cert, config.http.tls_key)
         cert, key = (None if path is None else str(Path(path).expanduser()) for path in paths)
         super().__init__(
@@ -138,11 +142,17 @@ class FrontServer(InnerServer):
         kept = [line for line in lines if not line.startswith("  URL")]
         kept.append(f"  {'replicas':<10} {self._members.expected}, each with an engine of its own")
         if self._cluster.shared:
-            token = os.environ.get("RAY_AUTH_TOKEN", "(the file of RAY_AUTH_TOKEN_PATH)")
-            kept.append(
-                f"  {'to join':<10} RAY_AUTH_TOKEN={token} mlx_parallm_serve --connect-to {self._cluster.address}"
-            )
+            kept.append(f"  {'to join':<10} {self._join_command(scheme, port)}")
         say("\n".join([*kept, f"  {'URL':<10} {url}  (described at {url}/docs)"]))
+
+    def _join_command(self, scheme: str, port: int) -> str:
+        """What to type on another machine. Ray's token is shown only where the front tells it to nobody."""
+        route = self._front.join_route
+        if not isinstance(route, JoinRoute) or route.is_open:
+            return f"RAY_AUTH_TOKEN={ray_token()} mlx_parallm_serve --connect-to {self._cluster.address}"
+        address = f"{self._cluster.address.rpartition(':')[0]}:{port}"
+        key = " --admin-key KEY" if self._front.access.ring.guards("admin") else ""
+        return f"mlx_parallm_serve --connect-to {'https://' if scheme == 'https' else ''}{address}{key}"
 
     async def _watch(self, url: str) -> None:
         """Starts replicas, and others as machines come and go; parts with those that say nothing."""

@@ -354,6 +354,13 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(is_loopback_address(address.partition("%")[0]) for address in found)
 
 
+def answered_hosts(config: ServeConfig) -> list[str] | None:
+    """The names that the server answers to beside loopback's; None: any."""
+    if not config.http.allowed_host and not is_loopback(config.http.host):
+        return None
+    return [config.http.host, *config.http.allowed_host]
+
+
 def check_exposure(config: ServeConfig) -> None:
     """A server that other machines can reach has keys, unless somebody says that it need not."""
     if config.http.insecure or config.http.has_keys or is_loopback(config.http.host):

@@ -13,7 +13,7 @@ from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.server import errors, unknown_fields
-from mlx_parallm.server.access import AccessControl, Authentication, OriginGuard, is_loopback
+from mlx_parallm.server.access import AccessControl, Authentication, OriginGuard, answered_hosts
 from mlx_parallm.server.api import routers
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.exact_paths import ExactPaths
@@ -88,13 +88,6 @@ def _media(config: ServeConfig) -> MediaLoader:
     return MediaLoader.of(config.http.allowed_media_host, config.http.allowed_local_media_path)
 
 
-def _hosts(config: ServeConfig) -> list[str] | None:
-    """The names that the server answers to beside loopback's; None: any."""
-    if not config.http.allowed_host and not is_loopback(config.http.host):
-        return None
-    return [config.http.host, *config.http.allowed_host]
-
-
 def _middleware(config: ServeConfig, access: AccessControl, state: ServerState) -> list[Middleware]:
     """From the outside in."""
     cors = Middleware(
@@ -107,7 +100,7 @@ def _middleware(config: ServeConfig, access: AccessControl, state: ServerState) 
     return [
         Middleware(RequestLog, audit=access.audit, recent=state.recent),
         *([cors] if config.http.cors_allow_origin else []),
-        Middleware(OriginGuard, hosts=_hosts(config), origins=config.http.cors_allow_origin),
+        Middleware(OriginGuard, hosts=answered_hosts(config), origins=config.http.cors_allow_origin),
         Middleware(Authentication, access=access),
         # In base64 an adapter grows by a third.
         Middleware(

@@ -25,10 +25,21 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # a proxy must not wait for more
 ]
 DONE = b"data: [DONE]\n\n"
+NEXT_LINE = "\u0085".encode()
+SEPARATORS = "\u2028".encode()[:2]  # how those of lines and of paragraphs begin
+
+
+def one_line(content: object) -> bytes:
+    """JSON as a line of a stream. Readers such as httpx also end lines at three characters that JSON leaves alone."""
+    found = orjson.dumps(content)
+    if NEXT_LINE in found or SEPARATORS in found:
+        found = found.replace(NEXT_LINE, b"\\u0085")
+        found = found.replace(SEPARATORS + b"\xa8", b"\\u2028").replace(SEPARATORS + b"\xa9", b"\\u2029")
+    return found
 
 
 def event(content: object) -> bytes:
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+    return b"data: " + one_line(content) + b"\n\n"
 
 
 class StreamWriter(Protocol):

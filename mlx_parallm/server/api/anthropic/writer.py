@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.error_shapes import Failure, anthropic_error
 from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.responses import one_line
 from mlx_parallm.text.parsers.calls import CallDelta, read_arguments
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "abort": "pause_turn"}
@@ -65,7 +64,9 @@ class MessageWriter:
         return self._closed() + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
 
     def failure(self, error: ParallmError) -> bytes:
-        return b"event: error\ndata: " + _dumps(anthropic_error(Failure.of(error), self._options.request_id)) + b"\n\n"
+        return (
+            b"event: error\ndata: " + one_line(anthropic_error(Failure.of(error), self._options.request_id)) + b"\n\n"
+        )
 
     def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
         result = results[0]
@@ -146,11 +147,7 @@ class MessageWriter:
 
 
 def _event(name: str, **fields: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + _dumps({"type": name, **fields}) + b"\n\n"
-
-
-def _dumps(value: Any) -> bytes:
-    return orjson.dumps(value)
+    return b"event: " + name.encode() + b"\ndata: " + one_line({"type": name, **fields}) + b"\n\n"
 
 
 def _identity(call: CallDelta) -> dict[str, Any]:

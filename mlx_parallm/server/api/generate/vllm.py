@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-import orjson
 from pydantic import ConfigDict, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -12,6 +11,7 @@ from mlx_parallm.server.api.openai.completions import CompletionBody
 from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.responses import one_line
 from mlx_parallm.server.schema import read_prompt
 from mlx_parallm.types import TokenLogprob
 
@@ -64,7 +64,7 @@ class VllmWriter(GenerateWriter):
         self.body = body
 
     def _frame(self, part: Any) -> bytes:
-        return orjson.dumps(part) + b"\n"
+        return one_line(part) + b"\n"
 
     def _part(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
         return {"text": [self._prompt(choice) + self._text(one) for one in self._so_far]} | self._rest(self._so_far)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-import orjson
-
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.error_shapes import Failure, ollama_error
 from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.responses import one_line
 from mlx_parallm.text.parsers.calls import CallDelta, read_arguments
 from mlx_parallm.types import TokenLogprob
 
@@ -153,4 +152,4 @@ def _call(call: CallDelta) -> dict[str, Any]:
 
 
 def _dumps(line: dict[str, Any]) -> bytes:
-    return orjson.dumps(line) + b"\n"
+    return one_line(line) + b"\n"

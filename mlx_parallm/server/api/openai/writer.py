@@ -14,7 +14,7 @@ import orjson
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.responses import DONE, event
+from mlx_parallm.server.responses import DONE, event, one_line
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.types import TokenLogprob
 
@@ -70,7 +70,7 @@ class ResponseWriter(ABC):
             if not piece.content:
                 return b""
             before, after = self._frames[choice.index]
-            return before + orjson.dumps(piece.content) + after
+            return before + one_line(piece.content) + after
         if not piece and update.finish_reason is None and not update.logprobs and not self.options.token_ids:
             return b""
         return event(self._chunk([self._choice(choice, update)]))

@@ -4,14 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import orjson
-
 from mlx_parallm.errors import ParallmError, QueueFullError
 from mlx_parallm.server.api.responses.bodies import ENCRYPTED, ResponseBody
 from mlx_parallm.server.api.responses.output import OutputBuilder
 from mlx_parallm.server.api.responses.tools import ToolChoiceBody
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.responses import one_line
 from mlx_parallm.server.schema import Body
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.calls import Piece
@@ -140,7 +139,7 @@ class ResponsesWriter:
 
 
 def _event(kind: str, number: int, **fields: Any) -> bytes:
-    content = orjson.dumps({"type": kind, "sequence_number": number, **fields})
+    content = one_line({"type": kind, "sequence_number": number, **fields})
     return b"event: " + kind.encode() + b"\ndata: " + content + b"\n\n"
 
 

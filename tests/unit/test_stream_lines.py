@@ -1,0 +1,13 @@
+"""A line of a stream is one line for every reader, whatever the model writes."""
+
+import json
+
+from mlx_parallm.server.responses import event, one_line
+
+
+def test_no_reader_ends_a_line_within() -> None:
+    text = "".join(map(chr, range(0x2100)))  # all that str.splitlines takes for an end, as httpx does
+    assert len(text.splitlines()) > 5
+    for written in (one_line({"text": text}), event({"text": text})):
+        assert len(written.decode().splitlines()) in (1, 2)  # an event ends with an empty line
+        assert json.loads(written.removeprefix(b"data: ")) == {"text": text}

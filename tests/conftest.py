@@ -23,6 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
         log_check.start(folder / os.environ.get("PYTEST_XDIST_WORKER", "main"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 WORKERS_FINDINGS: list[list[str]] = []  # of xdist's processes: a summary, then what was found
 
 

@@ -205,6 +205,7 @@ def test_progress_bar_when_forced(llm: LLM, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_to_close_still_ends(tiny_folder: Path) -> None:
     code = f"from mlx_parallm import LLM; print(len(LLM({str(tiny_folder)!r}).generate('the')[0].prompt_ids))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -167,6 +167,7 @@ def test_a_full_disk(tiny_folder: Path, answers: list[str], tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not private_mounts(), reason="mounts of one's own are not allowed here")
+@pytest.mark.slow
 def test_a_folder_that_can_only_be_read(tiny_folder: Path, answers: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "fixed"
     with cached(tiny_folder, folder / "kv") as server:

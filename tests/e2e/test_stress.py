@@ -15,6 +15,7 @@ def run_stress(*args: str, seconds: float) -> None:
     assert "nothing leaked" in answer.stdout
 
 
+@pytest.mark.slow
 def test_a_little_stress(tiny_folder: Path) -> None:
     sizes = ["--requests", "150", "--clients", "24", "--output-tokens", "12", "--sample", "25"]
     run_stress("--model", str(tiny_folder), *sizes, seconds=120)

@@ -1,6 +1,7 @@
 """Rollouts beside requests: they leave room, resume, and come out as if they had been alone; keys share the queue."""
 
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -111,13 +112,18 @@ def test_a_rollout_has_a_time_limit() -> None:
 def test_rollouts_fill_a_queue_of_their_own() -> None:
     with driver("llama", max_batch_size=1, max_queue_size=2) as running:
         rollouts = rollouts_of(running, 1)
-        drawings = [Drawing(rollouts, RolloutClient("ada", None, Future()), [[5, number]]) for number in range(3)]
+        blocker, first = running.submit([3], max_tokens=2000, ignore_eos=True, stream=True)
+        first.wait_for_tokens(1)
+        drawings = [Drawing(rollouts, RolloutClient("ada", None, Future()), [[5, number]]) for number in range(2)]
         scheduler = running.engine._parts.compute.scheduler
-        while scheduler.queued < 2:
+        deadline = time.monotonic() + 30
+        while scheduler.queued < 2 and time.monotonic() < deadline:
             threading.Event().wait(0.005)
         with pytest.raises(QueueFullError):
             rollouts.draw(PROMPTS[:1], LONG, adapter=None, client=RolloutClient("ada"))
-        assert len(running.ask([3], max_tokens=2, ignore_eos=True).tokens) == 2  # requests are not refused
+        _, pending = running.submit([4], max_tokens=2, ignore_eos=True)  # requests are not refused
+        running.engine.cancel(blocker)
+        assert len(pending.wait()[0].tokens) == 2
         for drawing in drawings:
             drawing.join(60)
             assert drawing.groups

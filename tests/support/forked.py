@@ -8,6 +8,7 @@ has no threads before its first use, so that a fork of what has only been import
 import contextlib
 import multiprocessing
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -15,10 +16,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from mlx_parallm.models import kinds
+from mlx_parallm.server import api
+
 PYTHON = (sys.executable, "-m", "mlx_parallm")  # how the commands begin that can be forked
 IMPORTED = (
     *("mlx_parallm.cli", "mlx_parallm.serve", "mlx_parallm.runtime.startup", "mlx_parallm.engine.start"),
     *("mlx_parallm.server.app", "mlx_parallm.integrated", "mlx_parallm.training.loop", "mlx_lm.models.llama"),
+    *(
+        found.name
+        for package in (api, kinds)
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    ),
 )
 CONTEXT = multiprocessing.get_context("forkserver")
 

@@ -56,7 +56,7 @@ class ServerProcess:
                 raise UnavailableError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
             if self._healthy():
                 return
-            time.sleep(0.2)
+            time.sleep(0.05)
         raise UnavailableError(f"the server did not answer within {patience:g} s:\n{self.tail()}")
 
     def _healthy(self) -> bool:

@@ -20,7 +20,7 @@ from mlx_lm.utils import load as load_with_mlx_lm
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.device import device_kind
-from mlx_parallm.models.gguf import converted
+from mlx_parallm.models.gguf.convert import converted
 from mlx_parallm.models.hub import load_error, looks_like_a_path
 from mlx_parallm.models.language import LanguageModel, Vision
 from mlx_parallm.models.vision.load import has_image_encoder, load_vision, why_text_only

@@ -12,11 +12,12 @@ import pytest
 from mlx_lm.utils import _get_classes
 
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models.gguf import converted, model_config, read_header
-from mlx_parallm.models.gguf_tokenizer import build_tokenizer, end_token_ids
+from mlx_parallm.models.gguf.architectures import architecture_of
+from mlx_parallm.models.gguf.convert import converted, model_config
+from mlx_parallm.models.gguf.header import read_header
 from mlx_parallm.models.loader import load
-from tests.gguf_writer import HEAD_DIM, GgufFile, model_file
-from tests.tiny import tiny_tokenizer
+from tests.gguf_models import KINDS, model_file
+from tests.gguf_writer import GgufFile
 
 TOKENS = mx.array([[5, 90, 17, 203, 44, 44, 9, 260]])
 
@@ -24,11 +25,13 @@ TOKENS = mx.array([[5, 90, 17, 203, 44, 44, 9, 260]])
 def reference_logits(weights: dict[str, np.ndarray], config: dict[str, Any]) -> mx.array:
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
-    model.load_weights([(name, mx.array(values)) for name, values in weights.items()])
+    arrays = {name: mx.array(values) for name, values in weights.items()}
+    arrays = model.sanitize(arrays) if hasattr(model, "sanitize") else arrays
+    model.load_weights(list(arrays.items()))
     return model(TOKENS)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", KINDS)
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q4_1", "Q8_0"])
 def test_logits_are_those_of_the_stored_weights(architecture: str, kind: str, tmp_path: Path) -> None:
     file, weights, config = model_file(architecture, kind)
@@ -97,10 +100,18 @@ def test_a_file_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported, only llama, qwen2, qwen3"),
-        ({"llama.expert_count": 8}, "mixtures of experts"),
+        (
+            {"general.architecture": "mamba"},
+            "architecture 'mamba' is not supported, only llama, mistral3, .* phi3: serve",
+        ),
+        ({"general.architecture": "clip"}, r"image encoder \(mmproj\).* name the text model's GGUF file"),
+        ({"split.count": 3}, "one of 3 parts .* join them first"),
+        ({"llama.expert_count": 8}, r"no llama\.expert_used_count"),
         ({"llama.block_count": None}, r"no llama\.block_count"),
-        ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope' is not supported"),
+        (
+            {"llama.rope.scaling.type": "longrope"},
+            "rope scaling 'longrope' is not supported for llama, only linear and yarn",
+        ),
         ({"llama.rope.dimension_count": 8}, "rope over a part of each head"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' is not supported"),
         ({"tokenizer.ggml.pre": "klingon"}, "pre-tokenizer 'klingon' is not supported"),
@@ -116,11 +127,120 @@ def test_unsupported_files_say_why(change: dict[str, Any], message: str, tmp_pat
         converted(file.write(tmp_path / "model.gguf"))
 
 
+def config_of(name: str, tmp_path: Path, **metadata: Any) -> dict[str, Any]:
+    """config.json made of a tiny file, with some metadata changed; `__` stands for a dot, None takes a key away."""
+    file, *_ = model_file(name)
+    prefix = file.metadata["general.architecture"]
+    file.metadata |= {f"{prefix}.{key.replace('__', '.')}": value for key, value in metadata.items()}
+    file.metadata = {key: value for key, value in file.metadata.items() if value is not None}
+    header = read_header(file.write(tmp_path / "model.gguf"))
+    return model_config(header, architecture_of(header))
+
+
+def test_gemma_3_says_what_its_file_leaves_out(tmp_path: Path) -> None:
+    config = config_of("gemma3", tmp_path)
+    assert (config["query_pre_attn_scalar"], config["sliding_window_pattern"]) == (32, 6)
+    assert config["rope_local_base_freq"] == 10000.0
+    assert config["model_type"] == "gemma3_text"
+    largest = config_of("gemma3", tmp_path, block_count=62)  # only the 27B model has as many layers
+    assert largest["query_pre_attn_scalar"] == 64 // 4
+    everywhere = config_of("gemma3", tmp_path, attention__sliding_window=None)
+    assert everywhere["sliding_window_pattern"] == 1
+    assert config_of("gemma3", tmp_path, rope__freq_base_swa=5000.0)["rope_local_base_freq"] == 5000.0
+
+
+def test_phi_3_without_long_context_has_plain_rope(tmp_path: Path) -> None:
+    file, weights, config = model_file("phi3")
+    del file.tensors["rope_factors_long.weight"], file.tensors["rope_factors_short.weight"]
+    del file.metadata["phi3.rope.scaling.attn_factor"], file.metadata["phi3.rope.dimension_count"]
+    config |= {"rope_scaling": None, "partial_rotary_factor": 1.0}
+    model = load(str(file.write(tmp_path / "model.gguf")), name="m", dtype="float32")
+    assert mx.allclose(model.module(TOKENS), reference_logits(weights, config), atol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 96, 128])
+def test_every_part_of_a_head_that_rope_turns_survives_the_division(head_dim: int, tmp_path: Path) -> None:
+    for rotated in range(2, head_dim + 1, 2):
+        config = config_of("phi3", tmp_path, rope__dimension_count=rotated, embedding_length=4 * head_dim)
+        assert int(head_dim * config["partial_rotary_factor"]) == rotated
+
+
+def test_the_size_of_experts_can_follow_from_the_whole(tmp_path: Path) -> None:
+    assert config_of("qwen3moe", tmp_path)["moe_intermediate_size"] == 32
+    assert config_of("qwen3moe", tmp_path, expert_feed_forward_length=None)["moe_intermediate_size"] == 128 // 2
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_stacked_experts_are_read_block_by_block(kind: str, tmp_path: Path) -> None:
+    """Each expert's own values, as quantised weights: not only the same logits."""
+    file, weights, _ = model_file("qwen3moe", kind)
+    folder = converted(file.write(tmp_path / "model.gguf"))
+    stored: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # type: ignore[assignment]
+    for part in ("gate", "up", "down"):
+        name = f"model.layers.1.mlp.switch_mlp.{part}_proj"
+        packed = [stored[f"{name}.{suffix}"] for suffix in ("weight", "scales", "biases")]
+        values = mx.dequantize(
+            packed[0], *(array.astype(mx.float32) for array in packed[1:]), group_size=32, bits=int(kind[1])
+        )
+        np.testing.assert_allclose(np.array(values), weights[f"{name}.weight"], atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "phi3", "mistral", "ministral3", "mixtral", "qwen3moe"])
+def test_new_architectures_can_stay_quantised(architecture: str, tmp_path: Path) -> None:
+    file, weights, config = model_file(architecture, "Q8_0")
+    model = load(str(file.write(tmp_path / "model.gguf")), name="m", dtype="quantized")
+    assert model.precision == "8-bit"
+    assert mx.allclose(model.module(TOKENS).astype(mx.float32), reference_logits(weights, config), atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemma3", {"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": 7}, "sliding_window_pattern 7 .* 6 layers"),
+        ("gemma3", {"gemma3.rope.scaling.type": "yarn"}, "'yarn' is not supported for gemma3, only linear"),
+        ("phi3", {"phi3.rope.scaling.attn_factor": 2.0}, r"attn_factor is 2\.0, and only longrope's own"),
+        ("phi3", {"phi3.attention.key_length": 32}, "4 heads of size 32 is not supported"),
+        ("qwen3moe", {"qwen3moe.rope.scaling.type": "yarn"}, "'yarn' is not supported for qwen3moe, only none"),
+        ("mixtral", {"llama.rope.scaling.type": "linear"}, "'linear' is not supported for llama, only none"),
+        ("ministral3", {"mistral3.rope.scaling.type": "none"}, "temperature_scale without rope scaling 'yarn'"),
+        ("qwen3", {"qwen3.expert_count": 4}, "mixtures of experts are not supported for the architecture qwen3"),
+    ],
+)
+def test_unsupported_kinds_of_an_architecture_say_why(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    file, *_ = model_file(name)
+    file.metadata |= change
+    with pytest.raises(ModelLoadError, match=rf"model\.gguf: .*{message}"):
+        converted(file.write(tmp_path / "model.gguf"))
+
+
+def test_image_encoders_within_the_file_are_refused(tmp_path: Path) -> None:
+    file, *_ = model_file("gemma3")
+    file.add("v.blk.0.attn_q.weight", np.ones((32, 32)), "F32")
+    with pytest.raises(
+        ModelLoadError, match=r"model\.gguf: v\.blk\.0\.attn_q\.weight belongs to an image encoder.*mmproj"
+    ):
+        converted(file.write(tmp_path / "model.gguf"))
+
+
+def test_half_a_long_rope_is_refused(tmp_path: Path) -> None:
+    file, *_ = model_file("phi3")
+    del file.tensors["rope_factors_short.weight"]
+    with pytest.raises(ModelLoadError, match=r"rope_factors_short\.weight is missing"):
+        converted(file.write(tmp_path / "model.gguf"))
+    file.add("rope_factors_short.weight", np.ones(6), "F16")
+    with pytest.raises(ModelLoadError, match=r"rope_factors_short\.weight has type F16, and must be F32"):
+        converted(file.write(tmp_path / "model.gguf"))
+
+
 def test_unsupported_tensor_type_is_named(tmp_path: Path) -> None:
     file, *_ = model_file("llama")
     file.tensors["blk.1.ffn_down.weight"] = ("Q6_K", (64, 256), b"\0" * 64 * 210)
     with pytest.raises(
-        ModelLoadError, match=r"blk\.1\.ffn_down\.weight has tensor type Q6_K.*only F32, F16, Q4_0, Q4_1, Q8_0"
+        ModelLoadError,
+        match=r"blk\.1\.ffn_down\.weight has tensor type Q6_K.*only F32, F16, Q4_0, Q4_1, Q8_0: download",
     ):
         converted(file.write(tmp_path / "model.gguf"))
 
@@ -161,15 +281,17 @@ def test_foreign_files_are_clear_errors(tmp_path: Path) -> None:
 
 def test_rope_scaling_of_llama_3_is_recognised(tmp_path: Path) -> None:
     file, *_ = model_file("llama")
-    turns = 8192 / (2 * math.pi * 50000.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM))
+    head_dim = file.metadata["llama.attention.key_length"]
+    turns = 8192 / (2 * math.pi * 50000.0 ** (np.arange(0, head_dim, 2) / head_dim))
     smooth = np.clip((turns - 1) / 3, 0, 1)
     file.add("rope_freqs.weight", 1 / ((1 - smooth) / 8 + smooth), "F32")
     path = file.write(tmp_path / "model.gguf")
-    scaling = model_config(read_header(path))["rope_scaling"]
+    header = read_header(path)
+    scaling = model_config(header, architecture_of(header))["rope_scaling"]
     assert scaling["rope_type"] == "llama3"
     assert scaling["factor"] == 8
     load(str(path), name="m")
-    file.add("rope_freqs.weight", np.linspace(1, 8, HEAD_DIM // 2), "F32")
+    file.add("rope_freqs.weight", np.linspace(1, 8, head_dim // 2), "F32")
     with pytest.raises(ModelLoadError, match="rope_freqs"):
         converted(file.write(path))
 
@@ -184,101 +306,6 @@ def test_rope_scaling_from_metadata(kind: str, tmp_path: Path) -> None:
     assert mx.allclose(model.module(TOKENS), reference_logits(weights, config), atol=1e-4)
 
 
-def test_byte_level_tokenizer_is_restored(tmp_path: Path) -> None:
-    model = load(str(model_file("llama")[0].write(tmp_path / "model.gguf")), name="m")
-    expected = tiny_tokenizer()
-    for text in ("the sand and the other of", "naïve 日本 🙂\n\tx = 1234", "<|im_start|>user\nhi<|im_end|>", ""):
-        assert model.tokenizer.encode(text) == expected.encode(text)
-        assert model.tokenizer.decode(model.tokenizer.encode(text)) == text
-    messages = [{"role": "user", "content": "hello"}]
-    render = {"add_generation_prompt": True, "tokenize": False}
-    assert model.tokenizer.apply_chat_template(messages, **render) == expected.apply_chat_template(messages, **render)
-    assert model.tokenizer.bos_token == "<|endoftext|>"
-    assert model.tokenizer.eos_token == "<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("cut", "pieces"),
-    [
-        ("gpt-2", ["Hello", "Ġ123456", "'", "S", "Ġit"]),  # GPT-2 knows 's, not 'S
-        ("smollm", ["Hello", "Ġ", "1", "2", "3", "4", "5", "6", "'", "S", "Ġit"]),
-        ("llama-bpe", ["Hello", "Ġ", "123", "456", "'S", "Ġit"]),
-        ("qwen2", ["Hello", "Ġ", "1", "2", "3", "4", "5", "6", "'S", "Ġit"]),
-    ],
-)
-def test_text_is_cut_as_the_file_says(cut: str, pieces: list[str]) -> None:
-    metadata = model_file("llama")[0].metadata | {"tokenizer.ggml.pre": cut}
-    tokenizer = build_tokenizer(metadata, "file")
-    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("Hello 123456'S it")] == pieces
-
-
-def sentencepiece_metadata() -> dict[str, Any]:
-    words = [
-        "▁",
-        "h",
-        "e",
-        "l",
-        "o",
-        "w",
-        "r",
-        "d",
-        "ll",
-        "he",
-        "▁w",
-        "or",
-        "▁hell",
-        "▁he",
-        "▁hello",
-        "ld",
-        "▁world",
-        "▁wor",
-    ]
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    scores = [0.0] * 259 + [-float(len(words) - len(word)) for word in words]
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": pieces,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(words),
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-    }
-
-
-def test_sentencepiece_tokenizer_is_restored() -> None:
-    tokenizer = build_tokenizer(sentencepiece_metadata(), "file")
-    assert tokenizer.encode("hello world").tokens == ["<s>", "▁hello", "▁world"]
-    assert tokenizer.encode("hello é").tokens == ["<s>", "▁hello", "▁", "<0xC3>", "<0xA9>"]
-    for text in ("hello world", "held é 日本", "  two  spaces"):
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-def test_sentencepiece_model_loads(tmp_path: Path) -> None:
-    file, *_ = model_file("llama")
-    del file.metadata["tokenizer.ggml.merges"], file.metadata["tokenizer.ggml.add_bos_token"]
-    file.metadata |= sentencepiece_metadata()
-    size = len(file.metadata["tokenizer.ggml.tokens"])
-    file.add("token_embd.weight", np.random.default_rng(0).normal(size=(size, 64)), "F32")
-    file.add("output.weight", np.random.default_rng(1).normal(size=(size, 64)), "F32")
-    model = load(str(file.write(tmp_path / "model.gguf")), name="m")
-    detokenizer = model.tokenizer.detokenizer
-    for token in model.tokenizer.encode("hello world", add_special_tokens=False):
-        detokenizer.add_token(token)
-    detokenizer.finalize()
-    assert detokenizer.text == "hello world"
-    assert model.vocab_size == size
-
-
-def test_end_tokens_by_id_and_by_name() -> None:
-    metadata = {
-        "tokenizer.ggml.tokens": ["a", "<|eot_id|>", "<|im_end|>", "</x>"],
-        "tokenizer.ggml.token_type": [1, 3, 1, 3],  # an ordinary token may look like one
-        "tokenizer.ggml.eos_token_id": 3,
-    }
-    assert end_token_ids(metadata) == [1, 3]
-
-
 def test_an_empty_file_has_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="missing"):
-        read_header(GgufFile({"general.architecture": "llama"}).write(tmp_path / "m.gguf"))
+        converted(GgufFile({"general.architecture": "llama"}).write(tmp_path / "m.gguf"))

@@ -1,4 +1,4 @@
-"""Builds tokenizer.json and tokenizer_config.json from GGUF metadata. Called by `gguf.convert`.
+"""Builds tokenizer.json and tokenizer_config.json from GGUF metadata. Called by `convert`.
 
 GGUF keeps a vocabulary, merges or scores, and a short name for how text is cut before merging. The two
 families are byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from mlx_parallm.errors import ModelLoadError
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # kinds of token, as GGUF numbers them
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of token, as GGUF numbers them
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -20,12 +20,28 @@ _WORDS = (
 )
 LLAMA3 = _WORDS % r"\p{N}{1,3}"
 QWEN2 = _WORDS % r"\p{N}"
+_CASED_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%(suffix)s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%(suffix)s"
+    r"|%(digits)s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = _CASED_WORDS % {"suffix": "", "digits": r"\p{N}"}
+GPT4O = _CASED_WORDS % {"suffix": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "digits": r"\p{N}{1,3}"}
 
 # tokenizer.ggml.pre → how text is cut
 GPT2_LIKE = ("gpt-2", "default", "gpt2", "phi-2", "jina-es", "jina-de", "roberta-bpe")
 DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe")
+LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 QWEN2_LIKE = ("qwen2", "deepseek-r1-qwen")
+PATTERNS = {
+    **dict.fromkeys((*LLAMA3_LIKE, "dbrx", "smaug-bpe"), LLAMA3),  # dbrx: Phi-4
+    **dict.fromkeys(QWEN2_LIKE, QWEN2),
+    "tekken": TEKKEN,  # Mistral since Nemo
+    "gpt-4o": GPT4O,  # Phi-4-mini
+}
+WHOLE_WORDS_FIRST = (*LLAMA3_LIKE, "tekken")  # a word that is a token is not merged; a text begins with BOS
+
+PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other special tokens swallow white space behind them
 
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
@@ -57,14 +73,14 @@ def build_tokenizer(metadata: dict[str, Any], file: str) -> Tokenizer:
 
 
 def end_token_ids(metadata: dict[str, Any]) -> list[int]:
-    """Every id that ends an answer: those the file names, and control tokens known to end a turn."""
+    """Every id that ends an answer: those the file names, and special tokens known to end a turn."""
     named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     ids = {number for number in named if number is not None}
     types = metadata.get("tokenizer.ggml.token_type", [])
     ids |= {
         index
         for index, (token, kind) in enumerate(zip(metadata.get("tokenizer.ggml.tokens", []), types, strict=False))
-        if kind == CONTROL and token in END_TOKENS
+        if kind in (CONTROL, USER_DEFINED) and token in END_TOKENS
     }
     return sorted(ids)
 
@@ -76,7 +92,7 @@ def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
 def _byte_level(metadata: dict[str, Any], file: str) -> Tokenizer:
     cut = metadata.get("tokenizer.ggml.pre") or _assumed_cut(metadata)
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
-    model = models.BPE(vocab=_vocabulary(metadata), merges=merges, ignore_merges=cut in LLAMA3_LIKE)
+    model = models.BPE(vocab=_vocabulary(metadata), merges=merges, ignore_merges=cut in WHOLE_WORDS_FIRST)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _pre_tokenizer(cut, file)
     tokenizer.decoder = decoders.ByteLevel()
@@ -96,10 +112,14 @@ def _pre_tokenizer(cut: str, file: str) -> pre_tokenizers.PreTokenizer:
     if cut in DIGITS_FIRST:
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    if cut in LLAMA3_LIKE or cut in QWEN2_LIKE:
-        split = pre_tokenizers.Split(Regex(LLAMA3 if cut in LLAMA3_LIKE else QWEN2), "isolated")
+    if cut in PATTERNS:
+        split = pre_tokenizers.Split(Regex(PATTERNS[cut]), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise ModelLoadError(f"{file}: GGUF pre-tokenizer {cut!r} is not supported")
+    known = ", ".join((*GPT2_LIKE, *DIGITS_FIRST, *PATTERNS))
+    raise ModelLoadError(
+        f"{file}: GGUF pre-tokenizer {cut!r} is not supported, only {known}: serve the model's folder from the "
+        "Hugging Face hub instead"
+    )
 
 
 def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
@@ -119,29 +139,36 @@ def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _merges_from_scores(metadata: dict[str, Any], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best: so each split of a token is a merge, by score."""
+    """SentencePiece joins the neighbours whose union scores best: so each split of a token is a merge, by score.
+    Control tokens, bytes and the like never come about by joining."""
     scores = metadata["tokenizer.ggml.scores"]
+    kinds = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(scores)
     found = [
         (-scores[index], vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])
         for token, index in vocabulary.items()
         for cut in range(1, len(token))
-        if token[:cut] in vocabulary and token[cut:] in vocabulary
+        if kinds[index] in (NORMAL, USER_DEFINED) and token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     return [(left, right) for *_, left, right in sorted(found)]
 
 
 def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
+    phi3 = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
+    special, defined = [], []
     for token, kind in zip(tokens, kinds, strict=False):
+        strip = phi3 and token not in PHI3_KEEPS_SPACE
         if kind in (CONTROL, UNKNOWN):
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+            special.append(AddedToken(token, special=True, normalized=False, rstrip=strip))
         elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+            defined.append(AddedToken(token, special=False, normalized=False, rstrip=strip))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(defined)
 
 
 def _add_begin_and_end(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
     spm = metadata.get("tokenizer.ggml.model") == "llama"
-    by_default = spm or metadata.get("tokenizer.ggml.pre") in LLAMA3_LIKE
+    by_default = spm or metadata.get("tokenizer.ggml.pre") in WHOLE_WORDS_FIRST
     begin = _special(metadata, "bos") if metadata.get("tokenizer.ggml.add_bos_token", by_default) else None
     end = _special(metadata, "eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     if begin is None and end is None:

@@ -55,7 +55,7 @@ class Taken:
 
 async def drive(server: servers.ServerProcess, args: argparse.Namespace, clients: int, training: bool) -> Taken:
     load, resident = Load([Part("all")]), [server.memory()]
-    settings = argparse.Namespace(**vars(args), updates_per_minute=0.0, learn_from="rollouts")
+    settings = argparse.Namespace(**vars(args), updates_per_minute=0.0, learn_from="rollouts", ahead=False)
     limits = httpx.Limits(max_connections=clients + 4)
     async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as client:
         weights = (await client.get("/debug/metrics")).json()["active_memory"]

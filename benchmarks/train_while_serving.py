@@ -39,6 +39,7 @@ def parse_args() -> argparse.Namespace:
     add("--training-seconds", type=float, help="of a part with updates (default: the same)")
     add("--rounds", type=int, default=1, help="with updates, and alone again (default: %(default)s)")
     add("--updates-per-minute", type=float, default=0.0, help="0: one after another")
+    add("--ahead", action="store_true", help="draw the next rollouts while the last are learnt from")
     add("--learn-from", choices=["rollouts", "requests"], default="rollouts")
     add("--prompts", type=int, default=4, help="of an update")
     add("--group-size", type=int, default=8)
@@ -156,13 +157,21 @@ async def train(
     choose = random.Random(load.trainings)  # other prompts each time: none is found in a cache
     made: list[dict[str, Any]] = []
     begun = time.perf_counter()
+
+    def next_groups() -> "asyncio.Future[tuple[Groups, int]]":
+        return asyncio.ensure_future(
+            draw(client, args, choose) if args.learn_from == "rollouts" else recent(load, args)
+        )
+
+    coming = next_groups() if args.ahead and learn else None
     while time.perf_counter() < until:
         if args.updates_per_minute:
             due = begun + 60 / args.updates_per_minute * len(made)
             await asyncio.sleep(max(0.0, min(due, until) - time.perf_counter()))
             if due >= until:
                 break
-        groups, rolled_out = await (draw(client, args, choose) if args.learn_from == "rollouts" else recent(load, args))
+        groups, rolled_out = await (coming or next_groups())
+        coming = next_groups() if args.ahead and learn else None
         trajectories = [
             {"group_id": str(number), "request_id": name, "index": index, "reward": choose.random()}
             for number, group in enumerate(groups)
@@ -177,6 +186,8 @@ async def train(
         report = answer.json()
         load.current = load.newest = report["policy_version"]
         made.append(report | {"rolled_out": rolled_out})
+    if coming is not None:
+        await coming
     return made
 
 

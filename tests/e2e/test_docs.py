@@ -155,11 +155,16 @@ def readers(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     found.close()
 
 
+def is_slow(section: Section) -> bool:
+    """`make test` runs the README's examples and how to start; the rest of the pages is for `make test-all`."""
+    return section.is_slow or not (section.page == "README.md" or section.title == "Configure and start")
+
+
 def parameters() -> Iterator[object]:
     for section in ALL:
         if section.runs:
             name = f"{Path(section.page).stem}: {section.title}"
-            yield pytest.param(section, id=name, marks=pytest.mark.slow if section.is_slow else ())
+            yield pytest.param(section, id=name, marks=pytest.mark.slow if is_slow(section) else ())
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the examples use curl")

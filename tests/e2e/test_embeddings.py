@@ -172,7 +172,7 @@ def test_vectors_that_are_not_numbers_are_an_error(client: httpx.Client, tmp_pat
     assert client.post("/v1/models/unload", json={"model": "damaged"}).status_code == 200
 
 
-@pytest.mark.parametrize("beside_chat", [False, True])
+@pytest.mark.parametrize("beside_chat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sigterm_lets_embeddings_finish(tiny_folder: Path, tmp_path: Path, beside_chat: bool) -> None:
     models = [f"bert={write_model(tmp_path / 'cls', 'cls')}", *([f"tiny={tiny_folder}"] if beside_chat else [])]
     flags = [part for model in models[1:] for part in ("--model-path", model)]

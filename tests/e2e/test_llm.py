@@ -89,6 +89,7 @@ def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
     assert "".join(piece.text for piece in llm.stream_chat(conversation, GREEDY)) == one.text
 
 
+@pytest.mark.slow
 def test_the_templates_beginning_is_known_from_the_start() -> None:
     with LLM() as embedded:
         (first,) = embedded.chat([{"role": "user", "content": "Name a river."}], GREEDY)

@@ -83,6 +83,7 @@ def test_a_learner_that_was_killed_goes_on_while_the_server_serves(
     assert last(tmp_path).name != done
 
 
+@pytest.mark.slow
 def test_a_server_that_restarts_is_waited_for(tiny_folder: Path, tmp_path: Path) -> None:
     port = free_port()
     with running(ours(str(tiny_folder), ["--no-ssd"], port=port)) as first:

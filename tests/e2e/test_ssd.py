@@ -124,6 +124,7 @@ def test_damaged_files_are_misses(tiny_folder: Path, answers: list[str], tmp_pat
         assert [ask(server, text)[0] for text in TEXTS] == answers
 
 
+@pytest.mark.slow
 def test_the_folder_deleted_while_it_runs(tiny_folder: Path, answers: list[str], tmp_path: Path) -> None:
     with cached(tiny_folder, tmp_path / "kv") as server:
         for _ in range(3):

@@ -98,8 +98,8 @@ def test_conversations_that_grow_and_branch(pair: tuple[Driver, Bare], turns: li
 
 RESTARTED = [
     ("llama", None),
-    ("llama", 12),
     ("hybrid", None),
+    pytest.param("llama", 12, marks=pytest.mark.slow),
     *(pytest.param(kind, None, marks=pytest.mark.slow) for kind in ("gemma3", "qwen3_next", "mamba")),
 ]
 
@@ -190,7 +190,7 @@ def test_models_that_can_not_be_cut_reuse_their_beginnings(kind: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "hybrid"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=pytest.mark.slow), "hybrid"])
 def test_rows_that_lose_their_place_go_on_as_if_nothing_had_happened(kind: str) -> None:
     prompts = [random.Random(seed).choices(range(3, 250), k=100 + 9 * seed) for seed in range(32)]
     options = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 5}

@@ -4,10 +4,12 @@
     python benchmarks/mixed_load.py --model SmolLM2-135M-Instruct         # the embedded one
 
 A few clients send chats, completions, responses, messages, Ollama's requests, `/generate` in three shapes, embeddings,
-tools, schemas, adapter uploads and publishes, rollouts with an update, streams that they leave, and requests that must
-be refused. Recorded: every unexpected status and broken stream, the server's memory, and percentiles of the time to the
-first token and between tokens, per interval. Exit code 1 if a request went wrong or memory grew; docs/RELIABILITY.md
-has the figures of an hour.
+tools, schemas, adapter uploads and publishes, rollouts with an update, rewards, streams and rollouts that they leave,
+requests that must be refused, and those that once did harm to others. Recorded: every unexpected status and broken
+stream, every greedy answer that is not the one of its prompt alone, the server's memory and threads, and percentiles of
+the time to the first token and between tokens, per interval. `--kills` ends the server so many times with SIGKILL and
+starts it anew: responses, rewards and updates that were acknowledged must be there. Exit code 1 if a request went
+wrong, something was lost, or memory or threads grew; docs/RELIABILITY.md has the figures of an hour.
 """
 
 import argparse
@@ -30,6 +32,7 @@ import mlx_parallm  # noqa: F401  (a fast BLAS, before MLX)
 import httpx  # isort: skip
 import numpy as np
 import servers
+from mixed_lives import Lives, moments
 from mixed_requests import Mixed, Timings
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +47,7 @@ from tests.tiny import save_tiny, tiny
 
 MIB = 1 << 20
 SAMPLE_SECONDS = 5.0
+MORE_THREADS = 2  # allowed over the second half
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -57,6 +61,7 @@ class Sample:
     spare: int  # bytes that MLX keeps for later, up to a limit: they come and go
     cpu: float  # seconds of CPU since the server's start
     machine: float  # processes that ran or wanted to, over the last minute, others' included
+    threads: int  # of the server; 0 where there is no /proc
 
     @property
     def held(self) -> int:
@@ -71,6 +76,7 @@ class Interval:
     requests: Counter[str] = field(default_factory=Counter)  # by kind
     faults: list[str] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
+    cut_off: int = 0  # by a kill
 
 
 @dataclass(slots=True)
@@ -94,27 +100,45 @@ class Record:
         return [fault for interval in self.intervals for fault in interval.faults]
 
 
-async def client(mixed: Mixed, record: Record, args: argparse.Namespace, number: int) -> None:
+async def client(mixed: Mixed, record: Record, lives: Lives, args: argparse.Namespace, number: int) -> None:
     """One request after the other, with pauses, so that all clients together send `--rate` a second."""
     chance = random.Random(f"{args.seed}/{number}")
     while (now := record.now) < args.seconds:
         await asyncio.sleep(min(chance.expovariate(args.rate / args.clients), args.seconds - now))
-        kind, interval = mixed.choose(chance), record.current()
+        await lives.up.wait()
+        kind, interval, life = mixed.choose(chance), record.current(), lives.kills
         interval.requests[kind] += 1
         try:
             await mixed.send(kind, chance, interval.timings)
         except (AssertionError, httpx.HTTPError, ValueError, KeyError) as error:
+            if lives.kills != life and isinstance(error, httpx.TransportError):
+                interval.cut_off += 1
+                continue
             interval.faults.append(f"{record.now:.1f} s, {kind}: {type(error).__name__} {error}"[:500])
 
 
-async def watch(http: httpx.AsyncClient, server: servers.ServerProcess, record: Record) -> None:
+async def watch(http: httpx.AsyncClient, lives: Lives, record: Record) -> None:
     """Samples memory until it is cancelled."""
     while True:
-        found = (await http.get("/debug/metrics")).json()
-        first = next(iter(found.get("models", {}).values()), found)
-        sizes = server.memory(), first["active_memory"], first["spare_memory"]
-        record.samples.append(Sample(record.now, *sizes, cpu_seconds(server.process.pid), os.getloadavg()[0]))
+        await lives.up.wait()
+        with contextlib.suppress(httpx.TransportError):  # killed meanwhile
+            await sample(http, lives.server, record)
         await asyncio.sleep(SAMPLE_SECONDS)
+
+
+async def sample(http: httpx.AsyncClient, server: servers.ServerProcess, record: Record) -> None:
+    found = (await http.get("/debug/metrics")).json()
+    first = next(iter(found.get("models", {}).values()), found)
+    sizes = server.memory(), first["active_memory"], first["spare_memory"]
+    pid = server.process.pid
+    record.samples.append(Sample(record.now, *sizes, cpu_seconds(pid), os.getloadavg()[0], threads(pid)))
+
+
+def threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
 
 
 def cpu_seconds(pid: int) -> float:
@@ -135,19 +159,26 @@ async def report(record: Record, args: argparse.Namespace, console: Console) -> 
 
 
 async def drive(
-    server: servers.ServerProcess, mixed: Mixed, http: httpx.AsyncClient, args: argparse.Namespace, console: Console
+    lives: Lives, mixed: Mixed, http: httpx.AsyncClient, args: argparse.Namespace, console: Console
 ) -> Record:
     await mixed.prepare()
     record = Record(args.interval)
-    tasks = [asyncio.create_task(watch(http, server, record)), asyncio.create_task(report(record, args, console))]
+    killing = moments(args.kills, args.seconds, random.Random(args.seed))
+    tasks = [
+        asyncio.create_task(watch(http, lives, record)),
+        asyncio.create_task(report(record, args, console)),
+    ]
+    killer = asyncio.create_task(lives.kill_at(killing, http, mixed.told, mixed.prepare))
     try:
-        await asyncio.gather(*(client(mixed, record, args, number) for number in range(args.clients)))
+        await asyncio.gather(*(client(mixed, record, lives, args, number) for number in range(args.clients)))
+        await killer
     finally:
         for task in tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-    await settled(Endpoint.parse(server.url))  # raises where the engine's books do not balance
+    record.current().faults += [f"LOST: {one}" for one in lives.lost]
+    await settled(Endpoint.parse(lives.server.url))  # raises where the engine's books do not balance
     return record
 
 
@@ -207,15 +238,19 @@ def verdict(record: Record, args: argparse.Namespace) -> dict[str, Any]:
             ratios[name] = round(full[-1][name]["p99"] / full[1][name]["p99"], 3)
     growth = slope(record.samples, "held")
     grew = growth * args.seconds / 3600 / 2  # over the half that was looked at
+    counts = [one.threads for one in record.samples[len(record.samples) // 2 :]]
+    ends = [int(np.median(some)) for some in (counts[:10], counts[-10:])]  # of the second half
     return {
         "requests": sum(row["requests"] for row in rows),
         "by_kind": dict(sum((one.requests for one in record.intervals), Counter()).most_common()),
         "faults": len(record.faults),
+        "cut_off_by_kills": sum(one.cut_off for one in record.intervals),
+        "threads": ends,
         "held_mib_per_hour": round(growth, 2),
         "rss_mib_per_hour": round(slope(record.samples, "rss"), 2),
         "mlx_mib_per_hour": round(slope(record.samples, "active"), 3),
         "p99_last_over_second": ratios,
-        "passed": not record.faults and not grew > args.memory_growth,
+        "passed": not record.faults and not grew > args.memory_growth and ends[1] - ends[0] <= MORE_THREADS,
     }
 
 
@@ -250,14 +285,15 @@ def show(record: Record, found: dict[str, Any], args: argparse.Namespace, consol
     console.print(
         f"{found['requests']} requests, {found['faults']} faults; over the second half memory without what MLX keeps "
         f"spare changes by {found['held_mib_per_hour']:g} MiB an hour, RSS by {found['rss_mib_per_hour']:g}, MLX's "
-        f"memory by {found['mlx_mib_per_hour']:g}; p99 of the last interval over the second: "
+        f"memory by {found['mlx_mib_per_hour']:g}; threads {found['threads'][0]} and then {found['threads'][1]}; "
+        f"{args.kills} kills cut {found['cut_off_by_kills']} requests off; p99 of the last interval over the second: "
         f"{found['p99_last_over_second']}: {'passed' if found['passed'] else 'FAILED'}",
         soft_wrap=True,
     )
 
 
 @contextlib.contextmanager
-def serving(args: argparse.Namespace) -> Iterator[tuple[servers.ServerProcess, Mixed, httpx.AsyncClient]]:
+def serving(args: argparse.Namespace) -> Iterator[tuple[Lives, Mixed, httpx.AsyncClient]]:
     """A server with a language model that learns and an embedding model; its files go with it."""
     with tempfile.TemporaryDirectory(prefix="mixed-load-") as scratch:
         folder = Path(scratch)
@@ -272,11 +308,11 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[servers.ServerProcess, M
         flags += ["--checkpoint-dir", str(folder / "checkpoints"), "--responses-dir", str(folder / "responses")]
         # Caches that are full within minutes: memory that grows after that is a leak.
         flags += ["--num-blocks", "2048", "--responses-max-bytes", "4MB", "--ssd-max-bytes", "16MB"]
-        with servers.running(servers.ours(f"chat={model}", flags)) as server:
-            http = httpx.AsyncClient(base_url=server.url, timeout=120, limits=httpx.Limits(max_connections=64))
-            yield server, Mixed(http, targets), http
-            if server.process.poll() is not None:
-                raise SystemExit(f"the server ended with {server.process.returncode}:\n{server.tail()}")
+        port = servers.free_port()
+        with Lives(lambda: servers.ours(f"chat={model}", flags, port)).running() as lives:
+            url, limits = lives.server.url, httpx.Limits(max_connections=64)
+            http = httpx.AsyncClient(base_url=url, timeout=120, limits=limits)
+            yield lives, Mixed(http, targets), http
 
 
 def main() -> int:
@@ -288,12 +324,13 @@ def main() -> int:
     add("--rate", type=float, default=8.0, help="requests a second, of all clients together (default: %(default)s)")
     add("--interval", type=float, default=300.0, help="seconds of a row of the table (default: %(default)s)")
     add("--memory-growth", type=float, default=16.0, metavar="MIB", help="allowed in the second half (default: 16)")
+    add("--kills", type=int, default=0, help="of the server, at random moments of the first half (default: 0)")
     add("--json", type=Path, help="write the results to this file, after every interval")
     add("--seed", type=int, default=0)
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    with serving(args) as (server, mixed, http):
-        record = asyncio.run(drive(server, mixed, http, args, console))
+    with serving(args) as (lives, mixed, http):
+        record = asyncio.run(drive(lives, mixed, http, args, console))
     found = verdict(record, args)
     write(record, args, found)
     show(record, found, args, console)

@@ -11,15 +11,19 @@ from typing import Any
 import httpx
 import numpy as np
 import orjson
+from mixed_lives import Told, output_text
 from safetensors.numpy import save
 from stress import MALFORMED
 
 from mlx_parallm.common_words import WORDS
 from mlx_parallm.lora.weights import Target
+from tests.support.hostile import HOSTILE
 
 SYSTEM = " ".join(WORDS[:30])  # what many prompts begin with, so that the prefix cache has something to find
 ADAPTER = {"lora_parameters": {"scale": 1.0, "rank": 4}}
 TARGETS = ("q_proj", "v_proj")
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "model": "base"}
+GREEDY_PROMPTS = [" ".join(WORDS[first : first + 3 + first % 29]) for first in range(0, 120, 5)]
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}},
@@ -119,6 +123,8 @@ class Mixed:
         self._targets = {path: one for path, one in targets.items() if path.rsplit(".", 1)[-1] in TARGETS}
         self._updating = asyncio.Lock()
         self._uploads = 0
+        self._greedy: dict[str, str] = {}  # answers of prompts that nothing ran beside
+        self.told = Told()
         self._others: dict[str, tuple[float, Callable[[random.Random], Coroutine[Any, Any, None]]]] = {
             "whole chat": (2, self._whole),
             "schema": (1, self._schema),
@@ -128,6 +134,10 @@ class Mixed:
             "embeddings": (2, self._embeddings),
             "lists": (1, self._lists),
             "refused": (2, self._refused),
+            "greedy": (2, self._is_greedy),
+            "hostile": (0.15, self._hostile),
+            "left rollout": (0.1, self._left_rollout),
+            "reward": (0.5, self._reward),
             "publish": (0.5, self._publish),
             "upload": (0.3, self._upload),
             "update": (0.3, self._update),
@@ -139,6 +149,9 @@ class Mixed:
 
     async def prepare(self) -> None:
         await self._publish(random.Random(0))
+        for prompt in GREEDY_PROMPTS if not self._greedy else ():
+            found = await self._post("/v1/completions", GREEDY | {"prompt": prompt})
+            self._greedy[prompt] = found["choices"][0]["text"]
 
     async def send(self, kind: str, chance: random.Random, timings: Timings) -> None:
         if kind in self._others:
@@ -206,6 +219,9 @@ class Mixed:
             for one in (first, second):
                 answer = await self._http.delete(f"/v1/responses/{one['id']}")
                 assert answer.status_code == 200, answer.text
+        else:
+            assert second["store"] is True, second
+            self.told.stored(second["id"], output_text(second))
 
     async def _generate(self, chance: random.Random) -> None:
         prompt = _prompt(chance)
@@ -233,6 +249,38 @@ class Mixed:
         answer = await self._http.post(path, content=content, headers={"Content-Type": "application/json"})
         if not 400 <= answer.status_code < 500 or not answer.json().get("error"):
             raise ValueError(f"{path} {body!r:.100} was answered {answer.status_code} {answer.text:.300}")
+
+    async def _is_greedy(self, chance: random.Random) -> None:
+        """The tokens that the same prompt had alone, whatever runs beside it."""
+        prompt = chance.choice(GREEDY_PROMPTS)
+        found = await self._post("/v1/completions", GREEDY | {"prompt": prompt})
+        text = found["choices"][0]["text"]
+        assert text == self._greedy[prompt], f"WRONG: {prompt!r} gave {text!r}, alone {self._greedy[prompt]!r}"
+
+    async def _hostile(self, chance: random.Random) -> None:
+        name, (path, body, _) = chance.choice(list(HOSTILE.items()))
+        content = await asyncio.to_thread(orjson.dumps, body | {"model": "chat"})
+        answer = await self._http.post(path, content=content, headers={"Content-Type": "application/json"})
+        if not 400 <= answer.status_code < 500:
+            raise ValueError(f"{name} was answered {answer.status_code} {answer.text:.300}")
+
+    async def _left_rollout(self, chance: random.Random) -> None:
+        """Thousands of answers, whose client leaves after a moment."""
+        body = {"model": "chat", "prompts": [_prompt(chance) for _ in range(200)], "n": 8, "max_tokens": 400}
+        try:
+            answer = await self._http.post("/v1/rl/rollout", json=body, timeout=chance.uniform(0.2, 1.5))
+        except httpx.TimeoutException:
+            return
+        if answer.status_code != 429:  # its queue is full
+            raise ValueError(f"/v1/rl/rollout: {answer.status_code} {answer.text:.300}")
+
+    async def _reward(self, chance: random.Random) -> None:
+        body = {"model": "chat", "prompt": _prompt(chance), "max_tokens": 4, "temperature": 1.0, "n": 2}
+        found = await self._post("/v1/completions", body)
+        for index in range(2):
+            reward = {"request_id": found["id"], "index": index, "reward": chance.random()}
+            await self._post("/v1/training/feedback", reward)
+            self.told.rewards += 1
 
     async def _publish(self, chance: random.Random) -> None:
         """A new version of the adapter that other requests use meanwhile."""
@@ -273,6 +321,7 @@ class Mixed:
         async with self._updating:
             found = await self._post("/v1/training/update", {"trajectories": trajectories})
         assert found["trajectories_used"] == 4, found
+        self.told.version = max(self.told.version, found["policy_version"])
 
     def _weights(self, chance: random.Random) -> bytes:
         draw, rank = np.random.default_rng(chance.getrandbits(32)).standard_normal, ADAPTER["lora_parameters"]["rank"]

@@ -34,3 +34,36 @@ def rights_of(path: str) -> str:
     """The least role that may call a route, or `open`."""
     kinds = {"open": OPEN, "user": USER, "trainer": TRAINER, "admin": ADMIN}
     return next(kind for kind, paths in kinds.items() if path in paths)
+
+
+MODEL = {"model": "NAME"}
+CHAT = MODEL | {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+# Routes that a request can name an adapter on: its body, and what answers a key that is bound to another one: 404 as if
+# there were none, or 403 where it would be made or changed.
+ADAPTER_ROUTES = {
+    "/v1/completions": (MODEL | {"prompt": "hi", "max_tokens": 1}, 404),
+    "/v1/chat/completions": (CHAT, 404),
+    "/generate": ({"lora_adapter": "NAME", "prompt": "hi", "max_tokens": 1}, 404),
+    "/v1/messages": (CHAT, 404),
+    "/v1/messages/count_tokens": (CHAT, 404),
+    "/v1/responses": (MODEL | {"input": "hi", "max_output_tokens": 1}, 404),
+    "/v1/responses/input_tokens": (MODEL | {"input": "hi"}, 404),
+    "/api/chat": (CHAT, 404),
+    "/api/generate": (MODEL | {"prompt": "hi", "stream": False, "options": {"num_predict": 1}}, 404),
+    "/api/show": (MODEL, 404),
+    "/tokenize": (MODEL | {"prompt": "hi"}, 404),
+    "/detokenize": (MODEL | {"tokens": [5]}, 404),
+    "/v1/rl/rollout": (MODEL | {"prompts": ["hi"], "n": 2, "max_tokens": 1}, 404),
+    "/v1/training/update": ({"adapter": "NAME"}, 404),
+    "/training/checkpoint": ({"adapter": "NAME"}, 404),
+    "/v1/adapters/pin": ({"name": "NAME", "version": 1}, 404),
+    "/v1/adapters/unpin": ({"name": "NAME", "version": 1}, 404),
+    "/v1/adapters/rollback": ({"name": "NAME"}, 404),
+    "/v1/adapters/load": ({"name": "NAME", "path": "FOLDER"}, 403),
+    "/load_adapter": ({"name": "NAME", "path": "FOLDER"}, 403),
+    "/v1/load_lora_adapter": ({"lora_name": "NAME", "lora_path": "FOLDER"}, 403),
+    "/update_adapter_weights": ({"name": "NAME", "tensors": "AAAA"}, 403),
+    "/v1/adapters/unload": ({"name": "NAME"}, 404),
+    "/unload_adapter": ({"name": "NAME"}, 404),
+    "/v1/unload_lora_adapter": ({"lora_name": "NAME"}, 404),
+}

@@ -243,6 +243,7 @@ class Adapters:
     async def vllm_load(self, body: VllmLoadBody) -> Response:
         """A name that is loaded already is an error, unless `load_inplace` is true."""
         served = self._models.default
+        self._models.check_free(body.lora_name)
         if body.lora_name in served.adapters and not body.load_inplace:
             raise InvalidRequestError(
                 f"adapter {body.lora_name!r} is loaded already; load_inplace replaces it", param="lora_name"

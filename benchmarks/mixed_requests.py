@@ -22,7 +22,7 @@ from tests.support.hostile import HOSTILE
 SYSTEM = " ".join(WORDS[:30])  # what many prompts begin with, so that the prefix cache has something to find
 ADAPTER = {"lora_parameters": {"scale": 1.0, "rank": 4}}
 TARGETS = ("q_proj", "v_proj")
-GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "model": "base"}
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "model": "chat", "lora_adapter": "base"}
 GREEDY_PROMPTS = [" ".join(WORDS[first : first + 3 + first % 29]) for first in range(0, 120, 5)]
 CITY = {
     "type": "object",

@@ -88,7 +88,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Taken]:
     def run(flags: list[str], clients: int, trains: bool) -> Taken:
         command = servers.ours(args.model, [*flags, *args.serve_flags.split()])
         with servers.running(command) as server:
-            return asyncio.run(drive(server, args, clients, trains))
+            taken = asyncio.run(drive(server, args, clients, trains))
+        print(f"{clients} clients, {taken.updates} updates: MLX {taken.mlx / MIB:,.0f} MiB at most", flush=True)
+        return taken
 
     found = {
         "serving and training": run([*training, "--checkpoint-dir", str(folder / "both")], args.clients, True),

@@ -6,7 +6,8 @@
 mlx-lm converts the model to each precision, once, into the user's cache. Then, in turn and as many rounds as asked for,
 a server of each answers the clients' requests. Said: tokens a second (the median of the rounds, and as a ratio to the
 first precision in the same round), the most bytes that MLX held, and the perplexity that the server's own
-log-probabilities give `benchmarks/perplexity.txt`.
+log-probabilities give `benchmarks/perplexity.txt`. On a CPU the server computes in float32 by default, whatever is
+stored; here it keeps what is stored, unless `--auto` is given.
 """
 
 import argparse
@@ -29,11 +30,11 @@ from weights import embedded_float32
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.paths import user_cache
 
-PRECISIONS = {
-    "float32": ["--dtype", "float32"],
-    "bfloat16": ["--dtype", "bfloat16"],
-    "8 bits": ["--dtype", "bfloat16", "--quantize", "--q-bits", "8"],
-    "4 bits": ["--dtype", "bfloat16", "--quantize", "--q-bits", "4"],
+PRECISIONS = {  # how mlx-lm converts the model, and what the server's --dtype keeps of it
+    "float32": (["--dtype", "float32"], "float32"),
+    "bfloat16": (["--dtype", "bfloat16"], "bfloat16"),
+    "8 bits": (["--dtype", "bfloat16", "--quantize", "--q-bits", "8"], "quantized"),
+    "4 bits": (["--dtype", "bfloat16", "--quantize", "--q-bits", "4"], "quantized"),
 }
 TEXT = Path(__file__).with_name("perplexity.txt")
 MIB = 1 << 20
@@ -47,6 +48,7 @@ def parse_args() -> argparse.Namespace:
     add("--clients", type=int, default=8)
     add("--seconds", type=float, default=20.0, help="of each server in each round (default: %(default)s)")
     add("--rounds", type=int, default=3)
+    add("--auto", action="store_true", help="load as the server does by default: float32 on a CPU, whatever is stored")
     add("--output-tokens", type=int, nargs=2, default=[32, 64], metavar=("MIN", "MAX"))
     return parser.parse_args()
 
@@ -67,7 +69,7 @@ def converted(model: Path, precision: str) -> Path:
     folder = user_cache() / "benchmarks" / f"{model.name}-{known}-{precision.replace(' ', '-')}"
     if not (folder / "config.json").exists():
         command = [sys.executable, "-m", "mlx_lm", "convert", "--hf-path", str(model), "--mlx-path", str(folder)]
-        subprocess.run([*command, *PRECISIONS[precision]], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*command, *PRECISIONS[precision][0]], check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
@@ -102,12 +104,15 @@ async def drive(url: str, args: argparse.Namespace, into: Measured) -> None:
 def main() -> int:
     args = parse_args()
     model = args.model or embedded_float32()
+    console = Console(width=max(120, Console().width))
     folders = {precision: converted(model, precision) for precision in args.precisions}
     found = {precision: Measured() for precision in folders}
     for _ in range(args.rounds):
         for precision, folder in folders.items():
-            with servers.running(servers.ours(str(folder))) as server:
+            dtype = "auto" if args.auto else PRECISIONS[precision][1]
+            with servers.running(servers.ours(str(folder), ["--dtype", dtype])) as server:
                 asyncio.run(drive(server.url, args, found[precision]))
+            console.print(f"{precision}: {found[precision].rates[-1]:,.1f} tok/s", style="dim")
     columns = ("tok/s", "ratio", "rounds", "weights MiB", "MLX at most", "perplexity")
     table = Table("", *columns, title=f"{args.clients} clients, medians of {args.rounds} rounds")
     first = next(iter(found.values()))
@@ -116,7 +121,7 @@ def main() -> int:
         sizes = [f"{number / MIB:,.0f}" for number in (one.weights, one.peak)]
         shown = [f"{statistics.median(one.rates):,.1f}", f"{statistics.median(ratios):.2f}"]
         table.add_row(precision, *shown, " ".join(f"{ratio:.2f}" for ratio in ratios), *sizes, f"{one.perplexity:.2f}")
-    Console(width=max(120, Console().width)).print(table)
+    console.print(table)
     return 0
 
 

@@ -1,6 +1,9 @@
 """Calls that users were promised from the start, as they type them, but for the port and a tiny model."""
 
 import asyncio
+import json
+import shutil
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 
 from tests.engine.harness import Bare
-from tests.support.servers import ServerProcess, ours, running
+from tests.support.servers import ServerProcess, free_port, ours, running
 from tests.tiny import tiny
 from tests.unit.test_adapters import written
 
@@ -274,3 +277,60 @@ def test_by_yaml(tiny_folder: Path, tmp_path: Path) -> None:
         sampled = {"text": "hello", "sampling_params": {"temperature": 2.0, "max_new_tokens": 8}}
         assert len({client.post("/generate", json=sampled).json()["text"] for _ in range(4)}) > 1
         assert client.get("/debug/metrics").json()["slots_total"] == 128
+
+
+def test_one_batch_ahead(server: ServerProcess, folders: dict[str, Path]) -> None:
+    """The next batch is submitted while the last one is learnt from; stale answers are told by their version."""
+    from mlx_parallm import InferenceClient
+
+    async def train() -> list[tuple[int, int]]:
+        seen = []
+        async with InferenceClient(server.url) as client:
+
+            def submit(step: int) -> "asyncio.Future[Any]":
+                return asyncio.ensure_future(
+                    asyncio.gather(*(client.generate(prompt=PROMPT, step_id=step, **GREEDY) for _ in range(4)))
+                )
+
+            ahead = submit(0)
+            for step, name in enumerate(("few", "all", "dora")):
+                batch = await ahead
+                ahead = submit(step + 1)
+                current = int(await client.load_adapter(str(folders[name])))  # what was learnt from `batch`
+                assert {sample["step_id"] for sample in batch} == {step}
+                seen += [(current, sample["policy_version"]) for sample in batch]
+            last = await ahead
+            assert {sample["policy_version"] for sample in last} <= {2, 3}
+        return seen
+
+    found = asyncio.run(train())
+    assert all(current - version in (1, 2) for current, version in found), found  # one batch behind, or two
+
+
+def test_training_with_atropos_by_flags(tiny_folder: Path, tmp_path: Path) -> None:
+    """`--atropos-url` names a server that may come later: this one answers meanwhile."""
+    flags = ["--enable-rl-training", "--lora-rank", "16", "--atropos-url", f"http://127.0.0.1:{free_port()}"]
+    with running(ours(str(tiny_folder), [*flags, "--checkpoint-dir", str(tmp_path)])) as found:
+        status = httpx.get(f"{found.url}/v1/training/status").json()
+        assert status["training_enabled"]
+        answer = httpx.post(f"{found.url}/generate", json={"prompt": PROMPT, "step_id": 1} | GREEDY, timeout=60)
+        assert (answer.status_code, answer.json()["policy_version"]) == (200, 1)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_by_curl_without_a_content_type(tiny_folder: Path, training_flags: list[str], tmp_path: Path) -> None:
+    flags = [*training_flags, "--checkpoint-dir", str(tmp_path), "--checkpoint-interval", "1"]
+    with running(ours(str(tiny_folder), flags)) as found, httpx.Client(base_url=found.url, timeout=60) as client:
+
+        def curl(*arguments: str) -> dict[str, Any]:
+            done = subprocess.run(["curl", "-sS", "--fail-with-body", *arguments], capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            answer: dict[str, Any] = json.loads(done.stdout)
+            return answer
+
+        learn(client, 1)
+        assert "checkpoint" in json.dumps(curl("-X", "POST", f"{found.url}/training/checkpoint"))
+        learn(client, 2)
+        switched = curl("-X", "POST", f"{found.url}/model/switch-lora", "-d", '{"version": "checkpoint-1"}')
+        assert switched["status"] == "success"
+        assert curl(f"{found.url}/debug/training")["trainer_bytes"] > 0

@@ -56,8 +56,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         dispatcher.bind(asyncio.get_running_loop())
         yield
-        tokenizers.pool.shutdown(wait=False, cancel_futures=True)
-        tokenizers.media.threads.shutdown(wait=False, cancel_futures=True)
+        tokenizers.close()
 
     app = FastAPIOffline(
         title="MLX ParaLLM",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Semaphore
 from typing import TypeVar
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, QueueFullError
@@ -55,7 +56,13 @@ class TokenizerPool:
     long_pool: ThreadPoolExecutor = field(default_factory=partial(_threads, "tokenise-long", 1))
     compilers: ThreadPoolExecutor = field(default_factory=partial(_threads, "grammar"))  # who hold up no others
     slow_compilers: ThreadPoolExecutor = field(default_factory=partial(_threads, "grammar-slow", 1))
+    slow_places: Semaphore = field(default_factory=partial(Semaphore, MAX_SLOW_GRAMMARS + 1))  # one compiles
     media: MediaLoader = field(default_factory=MediaLoader.of)
+
+    def close(self) -> None:
+        """What runs ends by itself; what waits is dropped."""
+        for pool in (self.pool, self.long_pool, self.compilers, self.slow_compilers, self.media.threads):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def prompts(self, call: GenerationCall, served: ServedModel) -> "TokenizedPrompts":
         """A call's prompts as token ids that the model knows, and that fit its context."""
@@ -99,10 +106,14 @@ class TokenizerPool:
 
     async def compile_slowly(self, work: Callable[[], T]) -> T:
         """For grammars whose first try took too long: these wait for each other alone, and not for long."""
-        waiting = self.slow_compilers._work_queue.qsize()
-        if waiting >= MAX_SLOW_GRAMMARS:
-            raise QueueFullError(f"{waiting} large schemas or patterns are waiting to be compiled: try again later")
-        return await asyncio.get_running_loop().run_in_executor(self.slow_compilers, work)
+        if not self.slow_places.acquire(blocking=False):
+            raise QueueFullError(
+                f"{MAX_SLOW_GRAMMARS} large schemas or patterns are waiting to be compiled: try again later"
+            )
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.slow_compilers, work)
+        finally:
+            self.slow_places.release()
 
     async def encode(
         self, served: ServedModel, text: str, add_special_tokens: bool, limit: int | None = None

@@ -28,7 +28,7 @@ from tests.faults.places import PACKAGE, Functions
 
 WORK = Path("mutants-sample")
 REACH = WORK / "reach"
-TREE = WORK / "tree"
+TREE = WORK / os.environ.get("FAULTS_TREE", "tree")  # of this process
 FILE_SECONDS = 900  # for one test file with coverage
 SETTINGS = """[run]
 source = {tree}/mlx_parallm
@@ -52,6 +52,22 @@ class Reached:
         """Those that reach a function, with their seconds."""
         names = list(self.seconds)
         return {names[number]: self.seconds[names[number]] for number in self.by_function.get(function, ())}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which of the work is done here, where several processes share it."""
+
+    number: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        number, _, count = text.partition("/")
+        return cls(int(number) - 1, int(count))
+
+    def of(self, work: Sequence[Any]) -> list[Any]:
+        return list(work[self.number :: self.count])
 
 
 class Recorder:
@@ -105,10 +121,11 @@ def test_files(under: Sequence[str]) -> list[str]:
     return [path for path in found if not under or path.startswith(tuple(under))]
 
 
-def measure_all(under: Sequence[str]) -> None:
+def measure_all(under: Sequence[str], part: "Part") -> None:
     """Measures the test files that are new or have changed since."""
     known = load()
     todo = [path for path in test_files(under) if path not in known or known[path].digest != _digest(path)]
+    todo = part.of(todo)
     for number, path in enumerate(todo, 1):
         begun = time.monotonic()
         reached = measure(path)

@@ -4,6 +4,8 @@
     python -m tests.mutation --sample 400 --seed 1 --report  what is known of them so far, folder by folder
     python -m tests.mutation --map [tests/unit ...]          measures which tests reach what, where they have changed
 
+With --jobs N so many processes share the work, each in a copy of the tree of its own.
+
 Results stay in mutants-sample/seed-1.jsonl, a line for each fault; remove a line, and its fault is planted again.
 """
 
@@ -21,7 +23,7 @@ from pathlib import Path
 
 from tests.faults import reach
 from tests.faults.places import PACKAGE, Fault, faults_of, sample
-from tests.faults.reach import TREE, WORK, Reached
+from tests.faults.reach import TREE, WORK, Part, Reached
 
 MUTANT_SECONDS = 60.0  # after which a fault counts as noticed: its tests take half of that without it
 TEST_SECONDS = 25.0  # of tests for one fault, as they were measured
@@ -33,17 +35,22 @@ EQUIVALENT = re.compile(r"^- `(?P<name>[^`]+)`: (?P<reason>.+)$", re.MULTILINE)
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
+    if options.jobs > 1:
+        _share(arguments, options.jobs)
+        arguments = [*arguments, "--report"]
+        options = _parser().parse_args(arguments)
     if options.map is not None:
-        reach.copy_tree()
-        reach.measure_all(options.map)
+        if not options.report:
+            reach.copy_tree()
+            reach.measure_all(options.map, options.part)
         return 0
     results = WORK / f"seed-{options.seed}.jsonl"
     chosen = sample(faults_of(Path()), options.sample, options.seed)
     if not options.report:
         reach.copy_tree()
         if not reach.load():
-            reach.measure_all(())
-        _run(chosen, results)
+            reach.measure_all((), Part())
+        _run(options.part.of(chosen), results)
     return report(chosen, results)
 
 
@@ -53,7 +60,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="which ones (default: 1)")
     parser.add_argument("--report", action="store_true", help="plant none: tell what is known so far")
     parser.add_argument("--map", nargs="*", metavar="TESTS", help="measure which of these tests reach what, and end")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the work (default: 1)")
+    parser.add_argument("--part", type=Part.parse, default=Part(), metavar="K/N", help="do one part of the work alone")
     return parser
+
+
+def _share(arguments: Sequence[str], jobs: int) -> None:
+    """Runs all parts at once, each in a copy of the tree of its own."""
+    command = [sys.executable, "-m", "tests.mutation", *arguments, "--jobs", "1"]
+    running = [
+        subprocess.Popen([*command, "--part", f"{number}/{jobs}"], env=os.environ | {"FAULTS_TREE": f"tree-{number}"})
+        for number in range(1, jobs + 1)
+    ]
+    for one in running:
+        one.wait()
 
 
 def _run(chosen: Sequence[Fault], results: Path) -> None:
@@ -111,7 +131,7 @@ def _plant(fault: Fault, tests: Sequence[str]) -> str:
 
 
 def _pytest(tests: Sequence[str]) -> tuple[int, str]:
-    names = WORK / "tests.txt"
+    names = WORK / f"{TREE.name}.txt"
     names.write_text("\n".join(tests))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"@{names.resolve()}"]
     environment = reach.environment_in_tree() | {"PYTHONDONTWRITEBYTECODE": "1"}

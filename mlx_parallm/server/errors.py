@@ -22,6 +22,7 @@ from mlx_parallm.server.route_paths import route_path
 
 log = logging.getLogger(__name__)
 
+LOOKED_AT = 100  # errors of one request, of which one is told
 CLIENT_LEFT = 499  # nobody reads it, but the log does
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
@@ -116,6 +117,7 @@ def validation_error(errors: Sequence[Any], body: Any) -> InvalidRequestError:
     if errors and errors[0]["loc"][:1] == ("query",):
         param = str(errors[0]["loc"][1])
         return InvalidRequestError(f"{param}: {errors[0]['msg']}", param=param, code=_code(errors[0]["type"]))
+    errors = errors[:LOOKED_AT]
     paths = [_path(error, body) for error in errors]
     deepest = max(range(len(errors)), key=lambda index: len(paths[index]))
     error, path = errors[deepest], paths[deepest]
@@ -133,7 +135,10 @@ def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
     path: list[str | int] = []
     location = error["loc"][1:] if error["loc"][:1] == ("body",) else error["loc"]
     for number, part in enumerate(location, start=1):
-        inside = part in body if isinstance(body, Mapping) else isinstance(body, list) and part in range(len(body))
+        if isinstance(body, Mapping):
+            inside = part in body
+        else:
+            inside = isinstance(body, list) and isinstance(part, int) and 0 <= part < len(body)
         if inside:
             path.append(part)
             body = body[part]

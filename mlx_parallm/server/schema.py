@@ -9,23 +9,52 @@ import json
 from importlib.resources import files
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainValidator, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from mlx_parallm.types import MAX_STOP_CHARS, MAX_STOPS
 
 MAX_TOOLS = 128
 MAX_MESSAGES = 8192  # of a conversation
 MAX_PROMPTS = 1024
+MAX_NAMES = 1 << 14  # of an object whose values are looked at
 MAX_TOKENS = 1 << 21  # of a prompt: more than any context
 # Answers of a real server, by the name of their class.
 EXAMPLES: dict[str, Any] = json.loads(files("mlx_parallm.server").joinpath("examples.json").read_text())
+
+
+def _end_early(schema: Any) -> None:
+    """Changes a schema and all within it: lists end at their first error, and objects by name have few entries."""
+    for inner in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(inner, dict | list):
+            _end_early(inner)
+    if not isinstance(schema, dict):
+        return
+    if schema.get("type") in ("list", "tuple", "set", "frozenset"):
+        schema["fail_fast"] = True
+    elif schema.get("type") == "dict" and schema.get("values_schema", {"type": "any"})["type"] != "any":
+        inner = dict(schema)
+        schema.clear()
+        schema.update(core_schema.no_info_before_validator_function(_few_names, inner))
+
+
+def _few_names(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_NAMES:
+        raise PydanticCustomError("too_long", "Object should have at most {most} names", {"most": MAX_NAMES})
+    return value
 
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     # Fields that the dialect's own API has and this server does not use: they are no mistakes of the client.
     api_fields: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Of a list the first entry that is wrong ends its validation: a million of them would be a million errors."""
+        schema = handler(source)
+        _end_early(handler.resolve_ref_schema(schema))
+        return schema
 
     @model_validator(mode="before")
     @classmethod

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ _MOST_CALLS = 16
 _MOST_ERROR = 2_000  # characters of an error that are looked at
 _MOST_KEPT = 128  # compiled grammars, and refused ones
 MAX_GRAMMAR = 1 << 18  # characters, of a whole grammar with the schemas of all tools
+COMPLEX_SECONDS = 60.0  # for which a grammar that took too long is not tried again
 TOO_COMPLEX = f"it is too complex: compiling it takes more than {SECONDS:g} seconds or too much memory"
 
 Schema = Mapping[str, Any] | bool
@@ -205,7 +207,7 @@ class GrammarCompiler:
         # which rows never draw.
         self.end_ids = frozenset(eos_ids) or frozenset({vocab_size - 1})
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._refused: OrderedDict[bytes, str] = OrderedDict()  # why, by digests
+        self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why, and when, by digests
         self._lock = threading.Lock()  # of these two, held for no longer than a look
         self._tools: tuple[llguidance.LLTokenizer, GrammarProcess] | None = None
         self._tools_lock = threading.Lock()
@@ -219,16 +221,16 @@ class GrammarCompiler:
             return known
         digest = hashlib.blake2b(grammar.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
-            error = self._refused.get(digest)
-        if error is None:
+            error, since = self._refused.get(digest, ("", 0.0))
+        if not error or (error == TOO_COMPLEX and time.monotonic() - since > COMPLEX_SECONDS):
             error = self._try_out(grammar, param, quick)
             if error == TOO_COMPLEX and quick:
                 return None
-        if not error:
-            return self.compile(grammar, param)
-        with self._lock:
-            self._refused[digest] = error
-            _trim(self._refused)
+            if not error:
+                return self.compile(grammar, param)
+            with self._lock:
+                self._refused[digest] = error, time.monotonic()
+                _trim(self._refused)
         raise InvalidRequestError(f"{param} can't be enforced: {error}", param=param)
 
     def compile(self, grammar: str, param: str = "grammar") -> CompiledGrammar:

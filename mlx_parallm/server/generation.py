@@ -125,6 +125,7 @@ class Generation:
     def start(self, listener: Listener) -> None:
         """Submits all requests, or none; then their prompts are not charged."""
         self.listener = listener
+        self._caller.charge_prompt(self.prompt_tokens)
         try:
             stated = self.call.sampling.max_tokens is not None
             longest = sum((one.sampling.max_tokens or 0) * self.n for one in self._requests)

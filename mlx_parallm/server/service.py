@@ -69,7 +69,6 @@ class GenerationService:
                 raise ModelNotFoundError(f"there is no adapter {adapter!r} here", param="collect_trajectory")
             scorer = call.scoring_function or self._training.scorer_for(call.metadata)
             self._training.check_collects(served.name, adapter, scorer, call.metadata)
-        caller.charge_prompt(sum(map(len, prompts.tokens)))
         request_id: str = request.scope["request_id"]
         generation = Generation(
             served,

@@ -79,7 +79,7 @@ def test_what_was_generated_is_charged_once(engine: Engine, tokens: int) -> None
         assert generated >= tokens
         for _ in range(3):  # whoever reads it, and whoever ends its request
             generation.cancel()
-            assert (usage.tokens.used, usage.expected) == (generated, 0)
+            assert (usage.tokens.used, usage.expected) == (generation.prompt_tokens + generated, 0)
 
     asyncio.run(run())
 

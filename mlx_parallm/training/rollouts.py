@@ -158,7 +158,8 @@ class _Waiting:
 
     def __init__(self, choices: dict[str, int], timeout: float | None = None) -> None:
         """`choices`: that each request has."""
-        self._choices = choices
+        self._missing = dict(choices)  # choices that have not ended, by request
+        self._ended = 0  # requests
         self._timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._changed = threading.Condition()
@@ -168,6 +169,9 @@ class _Waiting:
 
     def on_record(self, record: Record) -> None:
         with self._changed:
+            if record.key not in self._records:
+                self._missing[record.request] -= 1
+                self._ended += not self._missing[record.request] and record.request not in self.aborted
             self._records[record.key] = record
             self._changed.notify_all()
 
@@ -175,6 +179,7 @@ class _Waiting:
         if delta.error is not None or delta.finish_reason == "abort":
             with self._changed:
                 if delta.error is None:
+                    self._ended += delta.request_id not in self.aborted and bool(self._missing[delta.request_id])
                     self.aborted.add(delta.request_id)
                 else:
                     self._error = delta.error
@@ -194,11 +199,11 @@ class _Waiting:
     def wait_until_open(self, engine: Engine, ended: int) -> None:
         """Until so many requests have ended."""
         if ended > 0:
-            self._wait_for(engine, lambda: sum(self._ended(name) for name in self._choices) >= ended)
+            self._wait_for(engine, lambda: self._ended >= ended)
 
     def wait(self, engine: Engine) -> dict[ChoiceKey, Record]:
         """Those of requests that were not aborted, when all have ended. A pause may take any time."""
-        self._wait_for(engine, lambda: all(map(self._ended, self._choices)))
+        self._wait_for(engine, lambda: self._ended == len(self._missing))
         with self._changed:
             return {key: record for key, record in self._records.items() if key.request not in self.aborted}
 
@@ -219,7 +224,3 @@ class _Waiting:
             raise self._error
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise RequestTimeoutError(f"the rollout took longer than {self._timeout:g} seconds")
-
-    def _ended(self, name: str) -> bool:
-        count = self._choices[name]
-        return name in self.aborted or all(ChoiceKey(name, index) in self._records for index in range(count))

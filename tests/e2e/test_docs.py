@@ -54,7 +54,8 @@ class Reader:
             "CURL_HOME": str(folder / ".venv"),
             "PARALLM_PORT": str(self.port),
             "COLUMNS": "200",
-            "MAKEFLAGS": "",  # of the make that runs the tests
+            "MAKEFLAGS": "",  # of the make that runs the tests, as is ARGS
+            "ARGS": "",
             **({} if embedded else {"PARALLM_MODEL_PATH": str(tiny_folder)}),
         }
 

@@ -260,7 +260,7 @@ class Registry:
         """An answer of this adapter version got a reward. Not on the engine thread."""
         version = None if name is None else next((v for v in self.versions(name) if v.number == number), None)
         stats = self.base.stats if name is None else None if version is None else version.stats
-        self.traffic.note_reward(stats, ("base",) if name is None else (name, f"{name}@{number}"), reward)
+        self.traffic.note_reward(stats, ("base",) if name is None else (f"{name}@{number}", name), reward)
 
     @between_steps
     def pin(self, name: str, number: int | None, pinned: bool) -> Version:

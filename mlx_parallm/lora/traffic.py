@@ -42,7 +42,14 @@ class Traffic:
             return self.routes[place]
 
     def serve(self, routes: Sequence[AdapterRoute], auto: AutoSplit | None) -> None:
-        self._serve(routes)
+        with self._lock:
+            before, self.auto = self.auto, None  # no reward decides between the two
+        try:
+            self._serve(routes)
+        except BaseException:
+            with self._lock:
+                self.auto = before
+            raise
         with self._lock:
             self.auto, self.by_rule = auto, auto is not None
             if auto is not None:
@@ -72,7 +79,9 @@ class Traffic:
         return Decision(winner, auto)
 
     def _decide(self, decision: Decision) -> None:
-        route = next(route for route in self.routes if route.label == decision.winner)
+        route = next((route for route in self.routes if route.label == decision.winner), None)
+        if route is None:  # somebody has chosen otherwise meanwhile
+            return
         routes = [] if route.name is None else [replace(route, share=1.0)]
         self._serve(routes)
         self.on_change()

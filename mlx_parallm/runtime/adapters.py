@@ -30,9 +30,12 @@ class LocalAdapters:
         self.on_decision: Callable[[str, Decision], None] = lambda model, decision: None
         self._checkpoints = CheckpointAdapters(lambda: training.sessions, limit)
 
-    def checkpoint(self, model: str, name: str) -> AdapterVersion | None:
-        """A checkpoint of training by its name, loaded; None where there is none."""
-        return self._checkpoints.load(self._pool.generators[model].adapters, name)
+    def checkpoint(
+        self, model: str, name: str, may_use: Callable[[str], bool] = lambda name: True
+    ) -> AdapterVersion | None:
+        """A checkpoint of training by its name, loaded; None where there is none, or none of an adapter that may be
+        used."""
+        return self._checkpoints.load(self._pool.generators[model].adapters, name, may_use)
 
     def load(self, model: str, name: str, path: str, number: int | None = None, *, own: bool = False) -> AdapterVersion:
         self._check_untrained(name, REPLACED)
@@ -79,7 +82,7 @@ class LocalAdapters:
         registry = self._pool.generators[model].adapters
         version = registry.find(name)
         self._check_untrained(name, UNLOADED)
-        registry.unload(name)
+        registry.unload(name, remember=not self._checkpoints.has(name))  # a checkpoint comes again under its number
         return version
 
     def rollback(self, model: str, name: str, number: int | None, checkpoint: str | None) -> tuple[AdapterVersion, str]:

@@ -42,9 +42,15 @@ class CheckpointAdapters:
         self._lock = threading.Lock()
         self._sweeping = False
 
-    def load(self, registry: Registry, name: str) -> AdapterVersion | None:
-        """The checkpoint that a name means, in the registry; None where it means none."""
-        found = self._find(name)
+    def has(self, name: str) -> bool:
+        return name in self._loaded
+
+    def load(
+        self, registry: Registry, name: str, may_use: Callable[[str], bool] = lambda name: True
+    ) -> AdapterVersion | None:
+        """The checkpoint that a name means, in the registry; None where it means none. Adapters that may not be used
+        have none."""
+        found = self._find(name, may_use)
         if found is None:
             return None
         qualified, folder = found
@@ -66,9 +72,9 @@ class CheckpointAdapters:
         loaded.used = time.monotonic()
         return loaded.version
 
-    def _find(self, name: str) -> tuple[str, Path] | None:
+    def _find(self, name: str, may_use: Callable[[str], bool]) -> tuple[str, Path] | None:
         """Its name with its adapter's, and its folder."""
-        sessions = self._sessions()
+        sessions = {owner: session for owner, session in self._sessions().items() if may_use(owner)}
         owner, slash, rest = name.rpartition("/")
         if slash:
             session = sessions.get(owner)

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,18 @@ class SplitFile:
 
     def follow(self, registry: Registry) -> None:
         """Keeps up with a registry from now on."""
-        registry.traffic.on_change = lambda: self.write(registry)
+        registry.traffic.on_change = lambda: self.write(registry, chosen=True)
         registry.traffic.on_reward = lambda: self._write_later(registry)
 
-    def write(self, registry: Registry) -> None:
-        """What a rule decides or has decided; a disk that can't be written costs no more than this."""
+    def write(self, registry: Registry, chosen: bool = False) -> None:
+        """What a rule decides or has decided; a disk that can't be written costs no more than this. The file leaves
+        when somebody has chosen what is served, and not because a start could not serve what it says."""
         with self._lock:
             self._timer = None
             try:
                 if not registry.traffic.by_rule:
-                    self._path.unlink(missing_ok=True)
+                    if chosen:
+                        self._path.unlink(missing_ok=True)
                     return
                 auto = registry.auto
                 document = {
@@ -61,8 +64,9 @@ class SplitFile:
                 self._timer.daemon = True
                 self._timer.start()
 
-    def restore(self, registry: Registry) -> None:
-        """What an earlier process served, if it was a split, or what a split has come to."""
+    def restore(self, registry: Registry, load_checkpoint: Callable[[str], object]) -> None:
+        """What an earlier process served, if it was a split, or what a split has come to. Its arms may be checkpoints,
+        which are loaded first."""
         document = self._read()
         if document is None:
             return
@@ -73,7 +77,11 @@ class SplitFile:
             log.warning("%s is damaged and is not used: %s", self._path, error)
             return
         with contextlib.suppress(ParallmError):
+            for route in routes:
+                if route.name is not None and route.name not in registry:
+                    load_checkpoint(route.name)
             registry.serve(routes, auto)
+            registry.traffic.by_rule = True
             return
         log.warning("%s names adapters that are not loaded now: the model's own name does not serve it", self._path)
 

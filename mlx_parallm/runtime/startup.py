@@ -80,7 +80,7 @@ class Runtime:
         engine, config = self.engine, self._config
         folder = Path(config.checkpoints.checkpoint_dir).expanduser() if config.trains else user_cache() / "splits"
         self._split = SplitFile(folder, engine.model.name)
-        self._split.restore(engine.adapters)
+        self._split.restore(engine.adapters, lambda name: self.adapters.checkpoint(engine.model.name, name))
         self._split.follow(engine.adapters)
 
         def decided(decision: Decision) -> None:

@@ -83,3 +83,37 @@ def test_traffic_goes_to_the_better_arm_once() -> None:
     assert len(served) == 2
     traffic.serve(routes, None)
     assert not traffic.by_rule
+
+
+def test_a_choice_that_fails_leaves_the_rule() -> None:
+    def serve(routes: object) -> None:
+        if routes == []:
+            raise ValueError("no")
+        traffic.set_routes(routes)  # type: ignore[arg-type]
+
+    traffic = Traffic(serve)
+    auto = AutoSplit(min_rewards=5)
+    traffic.serve([AdapterRoute("a", None, 0.5), AdapterRoute("b", None, 0.5)], auto)
+    with pytest.raises(ValueError, match="no"):
+        traffic.serve([], None)
+    assert traffic.auto is auto
+    assert traffic.by_rule
+
+
+def test_a_decision_about_a_split_that_is_gone_changes_nothing() -> None:
+    served: list[object] = []
+
+    def serve(routes: object) -> None:
+        served.append(routes)
+        traffic.set_routes(routes)  # type: ignore[arg-type]
+
+    traffic = Traffic(serve)
+    traffic.serve([AdapterRoute("a", None, 0.5), AdapterRoute("b", None, 0.5)], AutoSplit(min_rewards=5))
+    chosen = [AdapterRoute("c", None, 1.0)]
+    # Between the reward that decides and what it changes, somebody chooses.
+    traffic.on_reward = lambda: traffic.serve(chosen, None) if traffic.auto is None and len(served) == 1 else None
+    for _ in range(5):
+        traffic.note_reward(None, ("a@1", "a"), 1.0)
+        traffic.note_reward(None, ("b@1", "b"), 0.0)
+    assert served[1:] == [chosen]
+    assert traffic.routes == chosen

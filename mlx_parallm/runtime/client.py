@@ -198,8 +198,11 @@ class AdapterClient(Protocol):
 
     on_decision: Callable[[str, Decision], None]  # told of a model whose split has found its better arm
 
-    def checkpoint(self, model: str, name: str) -> AdapterVersion | None:
-        """A checkpoint of training by its name, loaded as an adapter of its own; None where there is none. Blocks."""
+    def checkpoint(
+        self, model: str, name: str, may_use: Callable[[str], bool] = lambda name: True
+    ) -> AdapterVersion | None:
+        """A checkpoint of training by its name, loaded as an adapter of its own; None where there is none, or none of
+        an adapter that may be used. Blocks."""
         ...
 
     def unload(self, model: str, name: str) -> AdapterVersion: ...
@@ -237,8 +240,14 @@ class TrainingClient(Protocol):
         group_id: str | None = None,
         adapter: str | None = None,
         owner: str | None = None,
+        wait: bool = True,
     ) -> FeedbackReport:
-        """A reward for an earlier answer; of nobody but `owner`, where one is named. NotFoundError."""
+        """A reward for an earlier answer; of nobody but `owner`, where one is named. `wait`: for an answer that is
+        being given. NotFoundError."""
+        ...
+
+    def is_pending(self, request_id: str, index: int | None, owner: str | None) -> bool:
+        """Whether an answer by that name is being given. On any thread, and quick."""
         ...
 
     def checkpoint(self, adapter: str | None, name: str | None) -> tuple[str, str]: ...

@@ -45,8 +45,9 @@ class Caller:
 
     @property
     def rewards_answers_of(self) -> str | None:
-        """Whose answers it may give rewards to; None: all."""
-        return self.owner if self.key is not None and self.key.role == "user" else None
+        """Whose answers it may give rewards to; None: all. A key that is bound to adapters rewards its own."""
+        bound = self.key is not None and (self.key.role == "user" or self.key.adapters is not None)
+        return self.owner if bound else None
 
     def visible_source(self, source: str) -> str:
         """Where a model or an adapter came from, as this caller may know it: users see no paths of the server."""

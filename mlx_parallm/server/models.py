@@ -166,10 +166,9 @@ class ModelTable:
             return None
         if name in self._served or any(name in one.adapters for one in self):
             return None
-        version = await asyncio.to_thread(self._runtime.adapters.checkpoint, served.name, name)
-        if version is None or not current_caller.get().may_use_adapter(version.name):
-            return None
-        return version.label
+        may_use = current_caller.get().may_use_adapter
+        version = await asyncio.to_thread(self._runtime.adapters.checkpoint, served.name, name, may_use)
+        return None if version is None else version.label
 
     def find(self, name: str) -> ServedModel:
         served = self.visible()
@@ -204,14 +203,28 @@ class ModelTable:
 
     def _version(self, served: ServedModel, model: str, lora_adapter: str | None) -> AdapterVersion | None:
         registry = served.adapters
+        if lora_adapter is None and (model in self._served or model == DEFAULT):
+            self._check_routes(served)
+            return registry.route()
         if lora_adapter is None:
-            return registry.route() if model in self._served or model == DEFAULT else registry.find(model)
+            return registry.find(model)
         name, number = parse_label(lora_adapter, "lora_adapter")
         if name == BASE:
             return None
         if name not in adapter_names(registry):
             raise ModelNotFoundError(f"{served.name} has no adapter {name!r}", param="lora_adapter")
         return registry.find(name, number)
+
+    def _check_routes(self, served: ServedModel) -> None:
+        """A key that is bound to adapters gets no other by the model's own name either."""
+        caller = current_caller.get()
+        names = {route.name for route in served.adapters.routes if route.name is not None}
+        if not all(caller.may_use_adapter(name) for name in names):
+            raise ModelNotFoundError(
+                f"{served.name} serves an adapter now that this key may not use: ask for one of its own, or send "
+                "lora_adapter 'base' for the model alone",
+                param="model",
+            )
 
 
 def adapter_names(registry: AdapterTable) -> list[str]:

@@ -32,19 +32,20 @@ from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConf
 from mlx_parallm.training.checkpoints import Checkpoints
 from mlx_parallm.training.folder_lock import FolderLock
 from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger, is_called
-from mlx_parallm.training.records import Record, RewardedRecord
+from mlx_parallm.training.records import ChoiceKey, Record, RewardedRecord
 from mlx_parallm.training.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import SCORERS
 from mlx_parallm.training.totals import Report
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.trajectories import Trajectory, check_reward
 
 log = logging.getLogger(__name__)
 
 RECORD_SECONDS = 10.0  # for the ledger to hear of an answer that is being given
 LOOK_SECONDS = 0.02
+COUNTED = 100_000  # answers
 NOT_ENABLED = "this server does not train: start it with --enable-rl-training"
 
 
@@ -67,6 +68,8 @@ class TrainingManager:
         self.environment: AtroposProcess | None = None
         self._stopped = threading.Event()
         self._answers: AnswerFile | None = None
+        self._counted: dict[ChoiceKey, None] = {}  # answers whose first reward counted for their arm
+        self._counting = threading.Lock()
         self._folder_lock: FolderLock | None = None
         engine.recorder = self.ledger
 
@@ -235,12 +238,15 @@ class TrainingManager:
         group_id: str | None,
         adapter: str | None,
         owner: str | None,
+        wait: bool = True,
     ) -> tuple[Session | None, Record]:
         """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it; no
         session where nobody learns from it, and it only tells arms of the traffic apart."""
+        check_reward(reward)
         if not self.splits:
             self.session()
-        record = self.find_record(request_id, index, owner)
+        find = self.find_record if wait else self.ledger.find
+        record = find(request_id, index, owner)
         learns = adapter is not None or record.policy in self.sessions
         session = None
         if learns or not self.splits:  # else it says no more than which arm is the better
@@ -251,13 +257,36 @@ class TrainingManager:
 
     @property
     def splits(self) -> bool:
-        """Whether several adapters share the traffic of the model's own name."""
-        return len(self.engine.adapters.routes) > 1
+        """Whether several adapters share the traffic of the model's own name, or a rule has chosen among them: clients
+        go on sending rewards after that."""
+        adapters = self.engine.adapters
+        return len(adapters.routes) > 1 or adapters.traffic.by_rule
 
     def _note_arms(self, rewarded: Sequence[RewardedRecord]) -> None:
         for one in rewarded:
+            if not self._is_first(one.record.key):  # what is sent again says no more of an arm
+                continue
             version = one.record.spans[-1].version if one.record.spans else 0
             self.engine.adapters.note_reward(one.record.policy, version, one.reward)
+
+    def _is_first(self, key: ChoiceKey) -> bool:
+        """Whether this answer has no reward yet that counted for its arm."""
+        with self._counting:
+            if key in self._counted:
+                return False
+            self._counted[key] = None
+            if len(self._counted) > COUNTED:
+                del self._counted[next(iter(self._counted))]
+            return True
+
+    def is_pending(self, request_id: str, index: int | None, owner: str | None) -> bool:
+        """Whether an answer of this owner by that name is being given, and its record will come."""
+        try:
+            self.ledger.find(request_id, index, owner)
+        except NotFoundError:
+            live = self.engine.live_requests()
+            return any(is_called(request, request_id) and owner in (None, request.owner) for request in live)
+        return False
 
     def find_record(self, request_id: str, index: int | None = None, owner: str | None = None) -> Record:
         """An answer by a name of its request. One that is being given, or was ended by its text a moment ago, is waited

@@ -247,12 +247,16 @@ class TrainingService:
         group_id: str | None = None,
         adapter: str | None = None,
         owner: str | None = None,
+        wait: bool = True,
     ) -> FeedbackReport:
         """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
-        session, record = self._manager.feedback(request_id, reward, index, group_id, adapter, owner)
+        session, record = self._manager.feedback(request_id, reward, index, group_id, adapter, owner, wait)
         if session is None:
             return FeedbackReport(record.policy or "base", 0, 0)
         return FeedbackReport(session.name, len(session.buffer), session.buffer.ready())
+
+    def is_pending(self, request_id: str, index: int | None, owner: str | None) -> bool:
+        return self._manager.is_pending(request_id, index, owner)
 
     # Rollouts and scores.
 

@@ -16,6 +16,11 @@ MAX_LOGPROB = 1e-4  # rounding may lift the logarithm of 1 a little above 0
 MAX_REWARD = 1e6
 
 
+def check_reward(number: float) -> None:
+    if not abs(number) <= MAX_REWARD:  # nor NaN
+        raise InvalidRequestError(f"a reward must be a number within ±{MAX_REWARD:g}", param="reward")
+
+
 @dataclass(slots=True, eq=False)
 class Trajectory:
     """An answer with its reward. `logprobs` are those of the policy that drew it; None: nobody knows."""
@@ -39,8 +44,8 @@ class Trajectory:
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.completion_ids:
             raise InvalidRequestError("a trajectory needs prompt_ids and completion_ids", param="trajectories")
-        if not all(abs(number) <= MAX_REWARD for number in (self.reward, self.advantage or 0.0)):
-            raise InvalidRequestError(f"a reward must be a number within ±{MAX_REWARD:g}", param="reward")
+        for number in (self.reward, self.advantage or 0.0):
+            check_reward(number)
         for name, values in (("logprobs", self.logprobs), ("mask", self.mask)):
             if values is not None and len(values) != len(self.completion_ids):
                 raise InvalidRequestError(

@@ -67,6 +67,33 @@ def test_a_bound_key_has_its_own_adapter_alone(bound: tuple[ServerProcess, dict[
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_bound_key_gets_no_other_adapter_by_the_model_s_own_name(bound: tuple[ServerProcess, dict[str, str]]) -> None:
+    server, secrets = bound
+
+    def client(role: str) -> httpx.Client:
+        return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {secrets[role]}"}, timeout=60)
+
+    body = {"model": "default", "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
+    with client("admin") as admin, client("user") as user, client("trainer") as trainer:
+        assert admin.post("/model/switch-lora", json={"version": "theirs"}).status_code == 200
+        refused = user.post("/v1/completions", json=body)
+        assert refused.status_code == 404, refused.text
+        assert "theirs" not in refused.text
+        assert user.post("/v1/completions", json=body | {"lora_adapter": "base"}).status_code == 200
+        assert "theirs" not in user.get("/server_info").text
+        assert trainer.get("/v1/training/status?adapter=mine").json()["adapters"] == ["mine"]
+        answer = admin.post("/v1/completions", json=body).json()
+        theirs = {"request_id": answer["id"], "reward": 1.0, "adapter": "mine"}
+        assert trainer.post("/v1/training/feedback", json=theirs).status_code == 404
+        own = trainer.post("/v1/completions", json=body | {"model": "mine"}).json()
+        assert trainer.post("/v1/training/feedback", json={"request_id": own["id"], "reward": 1.0}).status_code == 200
+        for bad in (1e300, -2e6):
+            sent = {"request_id": own["id"], "reward": bad}
+            assert trainer.post("/v1/training/feedback", json=sent).status_code == 400
+        assert admin.post("/model/switch-lora", json={"version": "mine"}).status_code == 200
+        assert user.post("/v1/completions", json=body).status_code == 200
+
+
 def test_every_route_that_names_an_adapter_is_in_the_table(bound: tuple[ServerProcess, dict[str, str]]) -> None:
     server, secrets = bound
     document: dict[str, Any] = httpx.get(

@@ -5,8 +5,11 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.server.api.training import TrainingRoutes
+from mlx_parallm.errors import QueueFullError
+from mlx_parallm.server.api.training import MAX_WAITING, TrainingRoutes
 from mlx_parallm.server.api.training.bodies import CheckpointBody, FeedbackBody, UpdateBody
 from mlx_parallm.types import FeedbackReport, UpdateReport
 
@@ -30,21 +33,51 @@ class SlowTraining:
     def feedback(self, *args: Any, **options: Any) -> FeedbackReport:
         return FeedbackReport("policy", 1, 0)
 
+    def is_pending(self, request_id: str, *args: Any) -> bool:
+        return request_id == "running" and not self.go_on.is_set()
+
+
+def routes_over(training: SlowTraining) -> TrainingRoutes:
+    context: Any = SimpleNamespace(
+        runtime=SimpleNamespace(training=training), models=None, tokenizers=None, config=ServeConfig()
+    )
+    return TrainingRoutes(context)
+
+
+def reward(request_id: str) -> FeedbackBody:
+    return FeedbackBody.model_validate({"request_id": request_id, "reward": 1.0})
+
+
+def test_feedback_does_not_wait_for_feedback_on_answers_being_given() -> None:
+    training = SlowTraining()
+
+    async def scenario() -> None:
+        routes = routes_over(training)
+        waiting = [asyncio.ensure_future(routes.feedback(reward("running"))) for _ in range(MAX_WAITING)]
+        await asyncio.wait(waiting, timeout=1.0)
+        assert routes._waiting == MAX_WAITING
+        assert (await asyncio.wait_for(routes.feedback(reward("given")), 5)).status_code == 200
+        with pytest.raises(QueueFullError):
+            await routes.feedback(reward("running"))
+        assert not any(one.done() for one in waiting)
+        training.go_on.set()
+        assert {(await one).status_code for one in waiting} == {200}
+        assert (await routes.feedback(reward("running"))).status_code == 200
+        assert routes._waiting == 0
+
+    asyncio.run(scenario())
+
 
 def test_feedback_does_not_wait_for_updates() -> None:
     training = SlowTraining()
-    context = SimpleNamespace(
-        runtime=SimpleNamespace(training=training), models=None, tokenizers=None, config=ServeConfig()
-    )
 
     async def scenario() -> None:
-        routes = TrainingRoutes(context)  # type: ignore[arg-type]
+        routes = routes_over(training)
         slow = [asyncio.ensure_future(routes.update(UpdateBody.model_validate({}))) for _ in range(40)]
         slow += [asyncio.ensure_future(routes.checkpoint(CheckpointBody.model_validate({}))) for _ in range(40)]
         await asyncio.sleep(0)
-        body = FeedbackBody.model_validate({"request_id": "r", "reward": 1.0})
         try:
-            answer = await asyncio.wait_for(routes.feedback(body), 10)
+            answer = await asyncio.wait_for(routes.feedback(reward("given")), 10)
             assert answer.status_code == 200
             assert not any(one.done() for one in slow)
         finally:

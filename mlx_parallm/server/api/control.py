@@ -131,7 +131,12 @@ class Control:
                 "max_model_len": served.context_length,
                 "vocab_size": served.model.vocab_size,
                 "policy_version": served.adapters.served_version,
-                "serves": {route.label: route.share for route in served.adapters.routes} or {"base": 1.0},
+                "serves": {
+                    route.label: route.share
+                    for route in served.adapters.routes
+                    if route.name is None or caller.may_use_adapter(route.name)
+                }
+                or {"base": 1.0},
                 "adapters": {name: served.adapters.find(name).number for name in adapter_names(served.adapters)},
             }
             for served in self._models.visible().values()

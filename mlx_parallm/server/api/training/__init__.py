@@ -6,6 +6,7 @@ never waits behind updates, which take seconds.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,7 +16,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, QueueFullError, UnavailableError
+from mlx_parallm.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotFoundError,
+    QueueFullError,
+    UnavailableError,
+)
 from mlx_parallm.server.api.training.answers import (
     CheckpointWritten,
     FeedbackTaken,
@@ -43,6 +50,9 @@ from mlx_parallm.types import RolloutCall, RolloutSample, SamplingParams
 from mlx_parallm.validation import check_ids
 
 UPDATES, ROLLOUTS, FEEDBACK, CHECKPOINTS = 4, 16, 8, 2  # threads; updates of one adapter come one after another anyway
+MAX_WAITING = 64  # feedback requests that wait for an answer that is being given; more are a 429
+WAIT_SECONDS = 10.0  # for which each does
+FIRST_LOOK, LAST_LOOK = 0.02, 0.5  # seconds between two looks at whether the answer is there
 
 T = TypeVar("T")
 
@@ -72,6 +82,7 @@ class TrainingRoutes:
         self._rollouts = ThreadPoolExecutor(ROLLOUTS, thread_name_prefix="rollout")
         self._feedback = ThreadPoolExecutor(FEEDBACK, thread_name_prefix="feedback")
         self._checkpoints = ThreadPoolExecutor(CHECKPOINTS, thread_name_prefix="checkpoint")
+        self._waiting = 0  # feedback requests
 
     @property
     def _served(self) -> ServedModel:
@@ -107,7 +118,10 @@ class TrainingRoutes:
     async def status(self, adapter: str | None = None) -> Response:
         """Of the first adapter that learns, or of the one that is named."""
         self._check_adapter(adapter)
-        return JSONResponse(self._training.status(adapter))
+        found = self._training.status(adapter)
+        if "adapters" in found:
+            found = {**found, "adapters": list(filter(current_caller.get().may_use_adapter, found["adapters"]))}
+        return JSONResponse(found)
 
     async def debug(self, adapter: str | None = None) -> Response:
         """Settings, counters and memory."""
@@ -118,6 +132,8 @@ class TrainingRoutes:
         """The server has kept the answer's tokens and their log-probabilities: with this reward it is learnt from."""
         if body.adapter is not None:
             self._check_adapter(body.adapter)
+        owner = current_caller.get().rewards_answers_of
+        await self._answer_given(body, owner)
         report = await _run(
             self._feedback,
             partial(
@@ -127,7 +143,8 @@ class TrainingRoutes:
                 index=body.index,
                 group_id=body.group_id,
                 adapter=body.adapter,
-                owner=current_caller.get().rewards_answers_of,
+                owner=owner,
+                wait=False,
             ),
         )
         return JSONResponse(
@@ -139,6 +156,27 @@ class TrainingRoutes:
                 "trajectories_ready": report.ready,
             }
         )
+
+    async def _answer_given(self, body: FeedbackBody, owner: str | None) -> None:
+        """Waits while the answer is being given, on no thread: others' feedback does not wait behind it."""
+        pending = partial(self._training.is_pending, body.request_id, body.index, owner)
+        if not await _run(self._feedback, pending):
+            return
+        if self._waiting >= MAX_WAITING:
+            raise QueueFullError(
+                f"{MAX_WAITING} feedback requests already wait for answers that are being given: send it again when "
+                "the answer has ended"
+            )
+        self._waiting += 1
+        try:
+            seconds, deadline = FIRST_LOOK, time.monotonic() + WAIT_SECONDS
+            while time.monotonic() < deadline:
+                await asyncio.sleep(seconds)
+                if not await _run(self._feedback, pending):
+                    return
+                seconds = min(2 * seconds, LAST_LOOK)
+        finally:
+            self._waiting -= 1
 
     async def checkpoint(self, body: CheckpointBody = ALL_DEFAULT) -> Response:
         """Adapter, optimiser and counters, in a folder that is there whole or not at all."""
@@ -193,7 +231,7 @@ class TrainingRoutes:
             used = reserved = caller.reserve_output(most)
             groups = await _run(self._rollouts, partial(self._training.rollout, call, left))
             used = sum(len(sample.completion_ids) for group in groups for sample in group)
-        except QueueFullError:
+        except (QueueFullError, InvalidRequestError, NotFoundError):  # before any was drawn
             used = 0
             caller.refund_prompt(prompt_tokens)
             raise

@@ -49,9 +49,9 @@ class Recording:
     recorder: Recorder | None = None  # is told of every recorded choice that has ended
     records_all: bool = False  # else only what asks for it
 
-    def wants(self, request: Request, split: bool = False) -> bool:
-        """`split`: several adapters share the traffic, and are compared by rewards."""
-        return self.recorder is not None and (self.records_all or request.record or split)
+    def wants(self, request: Request, compared: bool = False) -> bool:
+        """`compared`: adapters that share the traffic are compared by rewards."""
+        return self.recorder is not None and (self.records_all or request.record or compared)
 
 
 class Delivery:

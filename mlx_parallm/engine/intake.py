@@ -82,7 +82,7 @@ class Intake:
                 row.adapter = version
         for row in rows:
             # Training sees tokens alone. Where arms share the traffic, each may get rewards.
-            row.recorded = request.images is None and self._recording.wants(request, len(self._adapters.routes) > 1)
+            row.recorded = request.images is None and self._recording.wants(request, self._adapters.traffic.compares)
         return rows
 
     def _reserve(self, requests: Sequence[Request]) -> None:

@@ -26,6 +26,12 @@ class Traffic:
         self.on_decision: Callable[[Decision], None] = lambda decision: None
         self._lock = threading.Lock()
 
+    @property
+    def compares(self) -> bool:
+        """Whether rewards of what the model's own name answers are of use: several adapters share it, or a rule has
+        chosen among them, after which clients go on sending rewards."""
+        return len(self.routes) > 1 or self.by_rule
+
     def set_routes(self, routes: Sequence[AdapterRoute]) -> None:
         with self._routing:
             self.routes, self._credits = list(routes), [0.0] * len(routes)

@@ -243,24 +243,18 @@ class TrainingManager:
         """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it; no
         session where nobody learns from it, and it only tells arms of the traffic apart."""
         check_reward(reward)
-        if not self.splits:
+        compared = self.engine.adapters.traffic.compares
+        if not compared:
             self.session()
         find = self.find_record if wait else self.ledger.find
         record = find(request_id, index, owner)
         learns = adapter is not None or record.policy in self.sessions
         session = None
-        if learns or not self.splits:  # else it says no more than which arm is the better
+        if learns or not compared:  # else it says no more than which arm is the better
             session = self.session(adapter) if adapter is not None else self.session_of(record)
             self._keep(session, [RewardedRecord(record, reward, group_id or "")])
         self._note_arms([RewardedRecord(record, reward, group_id or "")])
         return session, record
-
-    @property
-    def splits(self) -> bool:
-        """Whether several adapters share the traffic of the model's own name, or a rule has chosen among them: clients
-        go on sending rewards after that."""
-        adapters = self.engine.adapters
-        return len(adapters.routes) > 1 or adapters.traffic.by_rule
 
     def _note_arms(self, rewarded: Sequence[RewardedRecord]) -> None:
         for one in rewarded:

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.faults import reach
+from tests.faults import reach, warm
 from tests.faults.places import PACKAGE, Fault, faults_of, sample
 from tests.faults.reach import TREE, WORK, Part, Reached
 
@@ -77,6 +76,7 @@ def _share(arguments: Sequence[str], jobs: int) -> None:
 
 
 def _run(chosen: Sequence[Fault], results: Path) -> None:
+    warm.import_libraries()
     known, reached, equivalent = verdicts(results), reach.load(), equivalents(NOTES.read_text())
     print(f"{len(reached)} of {len(reach.test_files(()))} test files are in the map")  # noqa: T201
     todo = [fault for fault in chosen if fault.name not in known and fault.name not in equivalent]
@@ -133,18 +133,9 @@ def _plant(fault: Fault, tests: Sequence[str]) -> str:
 def _pytest(tests: Sequence[str]) -> tuple[int, str]:
     names = WORK / f"{TREE.name}.txt"
     names.write_text("\n".join(tests))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"@{names.resolve()}"]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", f"@{names.resolve()}"]
     environment = reach.environment_in_tree() | {"PYTHONDONTWRITEBYTECODE": "1"}
-    running = subprocess.Popen(
-        command, cwd=TREE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        output = running.communicate(timeout=MUTANT_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(running.pid, signal.SIGKILL)  # with the servers that it has started
-        running.communicate()
-        return -1, ""
-    return running.returncode, output.decode(errors="replace")
+    return warm.run_pytest(arguments, TREE.resolve(), environment, MUTANT_SECONDS)
 
 
 def verdicts(results: Path) -> dict[str, str]:

@@ -86,5 +86,5 @@ def output_text(response: dict[str, object]) -> str:
 
 
 def moments(count: int, seconds: float, chance: random.Random) -> list[float]:
-    """In the first half, so that memory is watched over a whole second half of one life."""
-    return [chance.uniform(0.05, 0.45) * seconds for _ in range(count)]
+    """In the first sixth, so that stores which a start empties are full again before memory is watched."""
+    return [chance.uniform(0.02, 0.16) * seconds for _ in range(count)]

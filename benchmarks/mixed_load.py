@@ -324,7 +324,7 @@ def main() -> int:
     add("--rate", type=float, default=8.0, help="requests a second, of all clients together (default: %(default)s)")
     add("--interval", type=float, default=300.0, help="seconds of a row of the table (default: %(default)s)")
     add("--memory-growth", type=float, default=16.0, metavar="MIB", help="allowed in the second half (default: 16)")
-    add("--kills", type=int, default=0, help="of the server, at random moments of the first half (default: 0)")
+    add("--kills", type=int, default=0, help="of the server, at random moments of the first sixth (default: 0)")
     add("--json", type=Path, help="write the results to this file, after every interval")
     add("--seed", type=int, default=0)
     args = parser.parse_args()

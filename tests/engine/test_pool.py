@@ -158,6 +158,20 @@ def test_the_longest_unused_leaves_for_another(models: Path, started: Callable[.
     assert {name: answer(runtime, name) for name in alone} == alone
 
 
+def test_as_many_leave_as_a_load_needs(models: Path, tmp_path: Path, started: Callable[..., Runtime]) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(models / name, tmp_path / name)
+    (tmp_path / "wide").mkdir()
+    save_tiny(tiny("llama", seed=9, intermediate_size=9216), tmp_path / "wide")
+    size, wide = weight_bytes(tmp_path / "one", "cpu"), weight_bytes(tmp_path / "wide", "cpu")
+    runtime = started(model_dir=str(tmp_path), memory_limit=int(wide + size * 0.6))
+    for name in ("one", "two"):
+        answer(runtime, name)
+    assert loaded(runtime) == {"one", "two"}
+    answer(runtime, "wide")
+    assert loaded(runtime) == {"wide"}
+
+
 def test_a_model_in_use_does_not_leave(models: Path, started: Callable[..., Runtime]) -> None:
     size = weight_bytes(models / "one", "cpu")
     runtime = started(model_dir=str(models), memory_limit=int(size * 1.6))

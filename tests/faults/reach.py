@@ -150,7 +150,7 @@ def measure(path: str) -> Reached:
 
 def _read(digest: str, settings: Path, seconds: dict[str, float]) -> Reached:
     measured = coverage.Coverage(config_file=str(settings))
-    with suppress(coverage.exceptions.NoDataError):
+    with suppress(coverage.exceptions.NoDataError, coverage.exceptions.DataError):
         measured.combine()
     data = measured.get_data()
     by_function: dict[str, set[str]] = defaultdict(set)

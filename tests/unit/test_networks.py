@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -11,6 +12,8 @@ from mlx_parallm.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.models.kinds import kind_of, network
 from mlx_parallm.models.kinds.network import NetworkPredictor
 from mlx_parallm.models.networks import graph
+from mlx_parallm.models.networks.basic import Concat
+from mlx_parallm.models.networks.layer import ShapeError
 from mlx_parallm.tensors import Array, dump_safetensors, parse_safetensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -195,3 +198,19 @@ def test_a_long_sequence_is_computed(tmp_path: Path) -> None:
     model = load(tmp_path, "gru")
     [found] = model.predict([{"x": np.zeros((1, 1024, 4), np.float32)}])
     assert found["y"].shape == (1, 1024, 5)
+
+
+@pytest.mark.parametrize(
+    ("axis", "shapes", "joined"),
+    [
+        (-1, [(4, 3), (4, 5)], (4, 8)),
+        (1, [(4, 2, 7), (4, 3, 7), (4, 1, 7)], (4, 6, 7)),
+        (-2, [(4, 2, 7), (4, 3, 7)], (4, 5, 7)),
+    ],
+)
+def test_concat_joins_along_its_axis(axis: int, shapes: list[tuple[int, ...]], joined: tuple[int, ...]) -> None:
+    layer = Concat(axis=axis)
+    assert layer.shape(*shapes) == joined
+    assert layer.run({}, *map(mx.zeros, shapes)).shape == joined
+    with pytest.raises(ShapeError, match="the other axes must agree"):
+        layer.shape(shapes[0], (*shapes[0][:-2], shapes[0][-2] + 1, shapes[0][-1] + 1))

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import snapshots
+from mlx_parallm.runtime.loading import _loaded_share
 from tests.engine.harness import Bare, driver, driver_of, no_engine_runs
 from tests.tiny import tiny
 
@@ -90,3 +91,16 @@ def test_the_budget_is_kept_and_told() -> None:
 def test_rounding_is_admitted_where_there_is_some() -> None:
     with driver_of(lambda: replace(tiny("llama", dtype=mx.bfloat16), precision="bfloat16")) as drive:
         assert "in bfloat16, rounding differs" in dict(drive.engine.describe())["exactness"]
+
+
+def test_how_much_of_the_weights_has_come() -> None:
+    size = 1 << 20
+    share, nothing = _loaded_share(size), _loaded_share(0)
+    assert nothing() is None
+    assert share() == 0.0
+    weights = [mx.zeros(size // 8, mx.float32)]  # half of them
+    mx.eval(weights)
+    assert share() == pytest.approx(0.5, abs=0.05)
+    weights.append(mx.zeros(size, mx.float32))
+    mx.eval(weights)
+    assert share() == 1.0

@@ -41,6 +41,7 @@ LIBRARIES = (
     "yaml",
 )
 LOOK_SECONDS = 0.02
+OUT_OF_TIME = -1  # in place of an exit status
 
 
 def import_libraries() -> None:
@@ -53,7 +54,7 @@ def import_libraries() -> None:
 def run_pytest(
     arguments: Sequence[str], folder: Path, environment: Mapping[str, str], seconds: float
 ) -> tuple[int, str]:
-    """Its exit status and output; -1 where it took longer. All that it has started ends with it."""
+    """Its exit status and output; OUT_OF_TIME where it took longer. All that it has started ends with it."""
     with tempfile.TemporaryFile() as output:
         child = os.fork()
         if child == 0:
@@ -63,7 +64,7 @@ def run_pytest(
             os.killpg(child, signal.SIGKILL)
         if status is None:
             os.waitpid(child, 0)
-            return -1, ""
+            return OUT_OF_TIME, ""
         output.seek(0)
         return status, output.read().decode(errors="replace")
 

@@ -76,13 +76,18 @@ class ForkedProcess:
 
 
 def can_fork(command: Sequence[str]) -> bool:
-    return tuple(command[: len(PYTHON)]) == PYTHON
+    """Coverage measures commands that are started, and no forks: with it, tests start theirs."""
+    return tuple(command[: len(PYTHON)]) == PYTHON and "COVERAGE_PROCESS_CONFIG" not in os.environ
 
 
 def run(
     command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run` with `capture_output` and `text`, and nothing on standard input."""
+    if not can_fork(command):
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, env=env, check=False
+        )
     with tempfile.NamedTemporaryFile() as stdout, tempfile.NamedTemporaryFile() as stderr:
         process = ForkedProcess(command, stdout.name, stderr.name, env)
         try:

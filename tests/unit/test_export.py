@@ -91,6 +91,11 @@ def test_a_pickle_runs_nothing(tmp_path: Path) -> None:
         read_torch(tmp_path / "nobody.pt")
 
 
+def test_a_size_of_torch_is_a_tuple(tmp_path: Path) -> None:
+    content = b"}(X\x01\x00\x00\x00sctorch\nSize\n((K\x02K\x03ttRu."  # {"s": torch.Size((2, 3))}
+    assert read_torch(saved(tmp_path, content)) == {"s": (2, 3)}
+
+
 class Reference:
     """Pickles as torch pickles a tensor."""
 

@@ -26,6 +26,7 @@ from tests.faults.reach import TREE, WORK, Part, Reached
 
 MUTANT_SECONDS = 60.0  # after which a fault counts as noticed, if its tests take less without it
 TEST_SECONDS = 25.0  # of tests for one fault, as they were measured, with coverage
+FILE_SECONDS = 1.0  # to import a file of tests
 WANTED = 0.85
 NOTES = Path("docs/MUTATION.md")
 MISSING = re.compile(r"^ERROR: not found: (.+)$", re.MULTILINE)
@@ -103,10 +104,14 @@ def chosen_tests(fault: Fault, reached: Mapping[str, Reached]) -> list[str]:
         return -len(words & set(Path(test.partition("::")[0]).stem.split("_"))), found[test]
 
     chosen: list[str] = []
+    files: set[str] = set()
     left = TEST_SECONDS
     for test in sorted(found, key=rank):
-        if found[test] <= left:
-            left -= found[test]
+        file = test.partition("::")[0]
+        cost = found[test] + (0.0 if file in files else FILE_SECONDS)
+        if cost <= left:
+            left -= cost
+            files.add(file)
             chosen.append(test)
     return chosen
 

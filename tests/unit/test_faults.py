@@ -67,7 +67,7 @@ def fault(path: str = "kv/pool.py", function: str = "Pool.take") -> Fault:
 
 
 def test_tests_of_its_name_come_first_then_the_quickest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TEST_SECONDS", 10.0)
+    monkeypatch.setattr(module, "TEST_SECONDS", 11.0)
     reached = {
         "tests/unit/test_pool.py": Reached(
             "", {"tests/unit/test_pool.py::slow": 5.0}, {"kv/pool.py:Pool.take": [0]}, []
@@ -83,6 +83,8 @@ def test_tests_of_its_name_come_first_then_the_quickest(monkeypatch: pytest.Monk
     assert chosen_tests(fault(function="Pool.give"), reached) == ["tests/e2e/test_all.py::c"]
     assert chosen_tests(fault(function=""), reached) == ["tests/e2e/test_all.py::c", "tests/e2e/test_all.py::a"]
     assert chosen_tests(fault("kv/other.py"), reached) == []
+    monkeypatch.setattr(module, "TEST_SECONDS", 10.0)  # importing another file takes a second, too
+    assert chosen_tests(fault(), reached) == ["tests/unit/test_pool.py::slow"]
 
 
 def test_the_report_counts_by_folder_without_equivalents(

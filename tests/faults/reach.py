@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,6 +47,7 @@ class Reached:
     seconds: dict[str, float]  # by test
     by_function: dict[str, list[int]]  # by path:function, the numbers of tests in that order
     modules: list[str]  # paths that are imported at least
+    setup: float = 0.0  # seconds of the longest setup: what the file's tests share is made by whichever runs first
 
     def tests(self, function: str) -> dict[str, float]:
         """Those that reach a function, with their seconds."""
@@ -75,6 +76,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.setup = 0.0
         self.passed: set[str] = set()
 
     @pytest.hookimpl(hookwrapper=True)
@@ -87,12 +89,15 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] += report.duration
+        if report.when == "setup":
+            self.setup = max(self.setup, report.duration)
         if report.when == "call" and report.passed:
             self.passed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
         kept = {name: round(self.seconds[name], 3) for name in self.passed}
-        Path(os.environ["FAULTS_TIMES"]).write_text(json.dumps(kept))
+        times = {"seconds": kept, "setup": round(self.setup, 3)}
+        Path(os.environ["FAULTS_TIMES"]).write_text(json.dumps(times))
 
 
 def pytest_configure(config: Any) -> None:
@@ -144,8 +149,8 @@ def measure(path: str) -> Reached:
         environment = environment_in_tree() | {"FAULTS_TIMES": str(times)}
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(command, cwd=TREE, env=environment, capture_output=True, timeout=FILE_SECONDS)
-        seconds = json.loads(times.read_text()) if times.exists() else {}
-        return _read(_digest(path), settings, seconds)
+        found = json.loads(times.read_text()) if times.exists() else {"seconds": {}, "setup": 0.0}
+        return replace(_read(_digest(path), settings, found["seconds"]), setup=found["setup"])
 
 
 def _read(digest: str, settings: Path, seconds: dict[str, float]) -> Reached:

@@ -1,6 +1,7 @@
 """`make mutate --sample`: what is planted, in which order, and which tests are run for it."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,9 @@ def test_tests_of_its_name_come_first_then_the_quickest(monkeypatch: pytest.Monk
     assert chosen_tests(fault(function=""), reached) == ["tests/e2e/test_all.py::c", "tests/e2e/test_all.py::a"]
     assert chosen_tests(fault("kv/other.py"), reached) == []
     monkeypatch.setattr(module, "TEST_SECONDS", 10.0)  # importing another file takes a second, too
+    assert chosen_tests(fault(), reached) == ["tests/unit/test_pool.py::slow"]
+    monkeypatch.setattr(module, "TEST_SECONDS", 11.0)
+    reached["tests/e2e/test_all.py"] = replace(reached["tests/e2e/test_all.py"], setup=1.0)  # a server's start
     assert chosen_tests(fault(), reached) == ["tests/unit/test_pool.py::slow"]
 
 

@@ -187,6 +187,8 @@ def _is_left_alone(node: ast.AST) -> bool:
             return True
         case ast.Expr(value=ast.Constant()):  # a docstring
             return True
+        case ast.Subscript(value=ast.Name(id="Literal")):  # a type
+            return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="log")))):
             return True
         case ast.Assign(value=ast.BinOp(op=ast.BitOr())) | ast.If(test=ast.Name(id="TYPE_CHECKING")):  # types

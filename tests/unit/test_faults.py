@@ -15,6 +15,7 @@ SOURCE = '''"""What it owns, and 1 + 1."""
 import logging
 log = logging.getLogger(__name__)
 LIMIT = 5
+Kind = Literal["free", "taken"]
 
 class Pool:
     def take(self, count: int | None = 3) -> list[str]:

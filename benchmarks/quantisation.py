@@ -6,8 +6,8 @@
 mlx-lm converts the model to each precision, once, into the user's cache. Then, in turn and as many rounds as asked for,
 a server of each answers the clients' requests. Said: tokens a second (the median of the rounds, and as a ratio to the
 first precision in the same round), the most bytes that MLX held, and the perplexity that the server's own
-log-probabilities give `benchmarks/perplexity.txt`. On a CPU the server computes in float32 by default, whatever is
-stored; here it keeps what is stored, unless `--auto` is given.
+log-probabilities give `benchmarks/perplexity.txt`. The server computes as it does by default: on a CPU in float32,
+whatever is stored, since anything else is many times slower there. `--keep` has it compute with what is stored.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     add("--clients", type=int, default=8)
     add("--seconds", type=float, default=20.0, help="of each server in each round (default: %(default)s)")
     add("--rounds", type=int, default=3)
-    add("--auto", action="store_true", help="load as the server does by default: float32 on a CPU, whatever is stored")
+    add("--keep", action="store_true", help="compute with what is stored, on a CPU too")
     add("--output-tokens", type=int, nargs=2, default=[32, 64], metavar=("MIN", "MAX"))
     return parser.parse_args()
 
@@ -109,7 +109,7 @@ def main() -> int:
     found = {precision: Measured() for precision in folders}
     for _ in range(args.rounds):
         for precision, folder in folders.items():
-            dtype = "auto" if args.auto else PRECISIONS[precision][1]
+            dtype = PRECISIONS[precision][1] if args.keep else "auto"
             with servers.running(servers.ours(str(folder), ["--dtype", dtype])) as server:
                 asyncio.run(drive(server.url, args, found[precision]))
             console.print(f"{precision}: {found[precision].rates[-1]:,.1f} tok/s", style="dim")

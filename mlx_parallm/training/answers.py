@@ -4,12 +4,14 @@ A thread appends each answer within milliseconds of its end; when the file holds
 written anew. Prompts and answers are in it, so only its owner may read it. Any thread; no MLX.
 """
 
+import contextlib
 import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import orjson
 
@@ -22,7 +24,7 @@ FILE = "answers.jsonl"
 
 
 class AnswerFile:
-    def __init__(self, folder: Path, max_tokens: int, kept: Callable[[], Sequence[Record]]) -> None:
+    def __init__(self, folder: Path, max_tokens: int, kept: Callable[[], Iterable[Record]]) -> None:
         """`kept`: the answers to keep when the file is written anew."""
         self._path = folder / FILE
         self._max_tokens = max_tokens
@@ -32,22 +34,17 @@ class AnswerFile:
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self.failures = 0
 
-    def read(self) -> list[Record]:
-        """What an earlier process has left, the oldest first."""
+    def read(self) -> Iterator[Record]:
+        """What an earlier process has left, the oldest first; one by one, since it may be twice what is kept."""
         try:
-            lines = self._path.read_bytes().splitlines()
+            with self._path.open("rb") as file:
+                for line in file:
+                    with contextlib.suppress(ValueError, TypeError, KeyError):  # cut off by a kill
+                        yield Record.of_json(orjson.loads(line))
         except FileNotFoundError:
-            return []
+            return
         except OSError as error:
             log.warning("answers from before can't be read: %s", error)
-            return []
-        records = []
-        for line in lines:
-            try:
-                records.append(Record.of_json(orjson.loads(line)))
-            except (ValueError, TypeError, KeyError):  # cut off by a kill
-                continue
-        return records
 
     def start(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,25 +74,28 @@ class AnswerFile:
             if None in records:
                 return
 
-    def _append(self, records: Sequence[Record]) -> None:
+    def _append(self, records: Iterable[Record]) -> None:
         if self._tokens > 2 * self._max_tokens:
             self._write_anew()
             return  # they are among those that are kept
         with self._path.open("ab") as file:
-            file.write(_lines(records))
-        self._tokens += sum(record.size for record in records)
+            self._tokens += _write(file, records)
 
     def _write_anew(self) -> None:
-        records = self._kept()
         partial = self._path.with_suffix(".partial")
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(_lines(records))
+            tokens = _write(file, self._kept())
             file.flush()
             to_disk(file.fileno())
         os.replace(partial, self._path)
-        self._tokens = sum(record.size for record in records)
+        self._tokens = tokens
 
 
-def _lines(records: Sequence[Record]) -> bytes:
-    return b"".join(b"\n" + orjson.dumps(record) for record in records)  # a new line first: the last may be cut off
+def _write(file: BinaryIO, records: Iterable[Record]) -> int:
+    """Their tokens. A new line comes first: the last may be cut off."""
+    tokens = 0
+    for record in records:
+        file.write(b"\n" + orjson.dumps(record))
+        tokens += record.size
+    return tokens

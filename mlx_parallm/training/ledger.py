@@ -7,18 +7,18 @@ drawn here; what is not is marked off-policy. The engine calls it as its recorde
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
-from mlx_parallm.training.records import ChoiceKey, Record
+from mlx_parallm.training.records import ChoiceKey, PackedRecord, Record
 from mlx_parallm.training.trajectories import Trajectory, joined_masks
 from mlx_parallm.types import Request
 
 SAME_LOGPROB = 1e-3  # how far what a client sends back may be from the ledger
 MAX_CHOICES = 64
-MAX_KEPT_TOKENS = 1_000_000  # of answers that may still be rewarded, prompts included
+MAX_KEPT_TOKENS = 1_000_000  # of answers that may still be rewarded, prompts included; at most 60 MB
 
 OwnKey = tuple[str, ChoiceKey]  # an owner, and its own name of a choice
 
@@ -31,9 +31,9 @@ class Ledger:
         self.on_record: Callable[[Record], None] = lambda record: None  # called with each answer that is kept
         self._tokens = 0
         self._lock = threading.Lock()
-        self._records: OrderedDict[OwnKey, Record] = OrderedDict()  # by owner and the client's name of the request
-        self._by_name: dict[ChoiceKey, Record] = {}  # by all names of the request: the newest of any owner
-        self._by_text: dict[bytes, Record] = {}
+        self._records: OrderedDict[OwnKey, PackedRecord] = OrderedDict()  # by owner and the name that the client gave
+        self._by_name: dict[ChoiceKey, PackedRecord] = {}  # by all names of the request: the newest of any owner
+        self._by_text: dict[bytes, PackedRecord] = {}
         self._listeners: dict[str, Callable[[Record], None]] = {}
 
     def __len__(self) -> int:
@@ -64,10 +64,11 @@ class Ledger:
             for record in records:
                 self._put(record)
 
-    def records(self) -> list[Record]:
+    def records(self) -> Iterator[Record]:
         """All that are kept, the oldest first."""
         with self._lock:
-            return list(self._records.values())
+            packed = list(self._records.values())
+        return (one.unpacked() for one in packed)
 
     def listen(self, request_ids: Iterable[str], on_record: Callable[[Record], None]) -> None:
         """Calls `on_record` with each choice of these requests as it ends; on the engine thread, so be short."""
@@ -116,27 +117,31 @@ class Ledger:
 
     def _get(self, name: str, index: int, owner: str | None) -> Record | None:
         own = None if owner is None else self._records.get((owner, ChoiceKey(name, index)))
-        found = own or self._by_name.get(ChoiceKey(name, index))
-        return found if found is not None and owner in (None, found.owner) else None
+        if (found := own or self._by_name.get(ChoiceKey(name, index))) is None:
+            return None
+        record = found.unpacked()
+        return record if owner in (None, record.owner) else None
 
     def _put(self, record: Record) -> None:
         key = record.owner, ChoiceKey(record.label or record.request, record.index)
         if (old := self._records.pop(key, None)) is not None:
             self._drop(old)
-        self._records[key] = record
-        self._by_name |= dict.fromkeys(_keys(record), record)
-        self._by_text[_text(record.prompt_ids, record.completion_ids)] = record
+        packed = PackedRecord.of(record)
+        self._records[key] = packed
+        self._by_name |= dict.fromkeys(_keys(record), packed)
+        self._by_text[_text(record.prompt_ids, record.completion_ids)] = packed
         self._tokens += record.size
         while self._tokens > self._max_tokens and len(self._records) > 1:
             _, oldest = self._records.popitem(last=False)
             self._drop(oldest)
 
-    def _drop(self, record: Record) -> None:
+    def _drop(self, packed: PackedRecord) -> None:
+        record = packed.unpacked()
         for key in _keys(record):
-            if self._by_name.get(key) is record:
+            if self._by_name.get(key) is packed:
                 del self._by_name[key]
         text = _text(record.prompt_ids, record.completion_ids)
-        if self._by_text.get(text) is record:
+        if self._by_text.get(text) is packed:
             del self._by_text[text]
         self._tokens -= record.size
 
@@ -157,11 +162,12 @@ class Ledger:
 
     def _drawn(self, trajectory: Trajectory) -> Record | None:
         with self._lock:
-            same_text = self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))
+            packed = self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))
             named = [] if trajectory.request_id is None else self._named(trajectory.request_id, None, None)
         # Perhaps the trajectory is only the beginning of one of these.
         if (record := next((one for one in named if _has_text(trajectory, one)), None)) is not None:
             return record
+        same_text = None if packed is None else packed.unpacked()
         return same_text if same_text is not None and _has_logprobs(trajectory, same_text) else None
 
 

@@ -4,12 +4,15 @@ The ledger makes and keeps them, rollouts hand them out, and trajectories are ma
 """
 
 import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.types import Request
+
+TOKENS_OF_NAMES = 64  # what the names of an answer count as, so that many short answers are bounded, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,8 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Its tokens, the prompt's too."""
-        return len(self.prompt_ids) + len(self.completion_ids)
+        """What it takes to keep, in tokens: its own, the prompt's, and the room of its names."""
+        return len(self.prompt_ids) + len(self.completion_ids) + TOKENS_OF_NAMES
 
     @property
     def sampled(self) -> int:
@@ -132,6 +135,30 @@ class Record:
         mask = None if self.mask is None else self.mask[:tokens]
         return replace(
             self, completion_ids=self.completion_ids[:tokens], logprobs=self.logprobs[:tokens], spans=spans, mask=mask
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRecord:
+    """A record to be kept for long: its tokens take 4 bytes each, and 36 as Python's integers."""
+
+    _rest: Record  # without what is packed
+    _prompt_ids: "array[int]"
+    _completion_ids: "array[int]"
+    _logprobs: "array[float]"
+
+    @classmethod
+    def of(cls, record: Record) -> "PackedRecord":
+        rest = replace(record, prompt_ids=(), completion_ids=(), logprobs=())
+        tokens = array("I", record.prompt_ids), array("I", record.completion_ids)
+        return cls(rest, *tokens, array("d", record.logprobs))
+
+    def unpacked(self) -> Record:
+        return replace(
+            self._rest,
+            prompt_ids=tuple(self._prompt_ids),
+            completion_ids=tuple(self._completion_ids),
+            logprobs=tuple(self._logprobs),
         )
 
 

@@ -1,6 +1,7 @@
 """The ledger of what was drawn, and the buffer of groups."""
 
 import threading
+import tracemalloc
 from dataclasses import replace
 
 import orjson
@@ -10,7 +11,7 @@ from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.training.buffer import Buffer
 from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.records import ChoiceKey, PolicySpan, Record
+from mlx_parallm.training.records import TOKENS_OF_NAMES, ChoiceKey, PackedRecord, PolicySpan, Record
 from mlx_parallm.training.trajectories import Trajectory, prompt_group
 from mlx_parallm.types import Request, SamplingParams
 
@@ -85,7 +86,7 @@ def test_an_answer_belongs_to_the_key_that_asked() -> None:
 
 
 def test_the_ledger_is_bounded_and_the_last_of_one_name_counts() -> None:
-    ledger = Ledger(max_tokens=30)  # five tokens each
+    ledger = Ledger(max_tokens=6 * (5 + TOKENS_OF_NAMES))  # five tokens each
     for number in range(20):
         ledger(*_with_index(ended([5, number], name=f"r{number}")))
     assert len(ledger) == 6
@@ -95,6 +96,31 @@ def test_the_ledger_is_bounded_and_the_last_of_one_name_counts() -> None:
     ledger(*_with_index(ended([7, 7], name="r19")))
     assert ledger.find("r19").completion_ids == (7, 7)
     assert len(ledger) == 6
+
+
+def test_a_kept_answer_is_the_one_that_was_recorded_and_takes_little_memory() -> None:
+    tokens = [300 + number for number in range(20_000)]
+    request, row = ended(tokens, stop=9)
+    row.forced = {3, 4}
+    record, ledger = Record.of(request, 0, row), Ledger()
+    ledger(request, 0, row)
+    assert ledger.find("r") == record
+    assert list(ledger.records()) == [record]
+    tracemalloc.start()
+    try:
+        packed = PackedRecord.of(record)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert packed.unpacked() == record
+    assert held <= 13 * len(tokens)  # 4 bytes a token, and 8 its log-probability
+
+
+def test_many_short_answers_are_bounded_by_their_number() -> None:
+    ledger = Ledger(max_tokens=100 * TOKENS_OF_NAMES)
+    for number in range(300):
+        ledger(*_with_index(ended([5], name=f"r{number}")))
+    assert len(ledger) == 100 * TOKENS_OF_NAMES // (4 + TOKENS_OF_NAMES)
 
 
 def _with_index(pair: tuple[Request, Row]) -> tuple[Request, int, Row]:

@@ -7,6 +7,7 @@ never waits behind updates, which take seconds.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -41,7 +42,7 @@ from mlx_parallm.server.api.training.bodies import (
 from mlx_parallm.server.caller import Caller, current_caller
 from mlx_parallm.server.chat_messages import conversation
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.disconnect import client_left
+from mlx_parallm.server.disconnect import client_left, unless_left
 from mlx_parallm.server.errors import ClientLeft, JSONResponse
 from mlx_parallm.server.limits import completion_length
 from mlx_parallm.server.models import ServedModel, adapter_names
@@ -50,7 +51,7 @@ from mlx_parallm.types import RolloutCall, RolloutSample, SamplingParams
 from mlx_parallm.validation import check_ids
 
 UPDATES, ROLLOUTS, FEEDBACK, CHECKPOINTS = 4, 16, 8, 2  # threads; updates of one adapter come one after another anyway
-MAX_WAITING = 64  # feedback requests that wait for an answer that is being given; more are a 429
+MAX_WAITING = 64  # feedback requests of one key that wait for answers that are being given; more are a 429
 WAIT_SECONDS = 10.0  # for which each does
 FIRST_LOOK, LAST_LOOK = 0.02, 0.5  # seconds between two looks at whether the answer is there
 
@@ -82,7 +83,7 @@ class TrainingRoutes:
         self._rollouts = ThreadPoolExecutor(ROLLOUTS, thread_name_prefix="rollout")
         self._feedback = ThreadPoolExecutor(FEEDBACK, thread_name_prefix="feedback")
         self._checkpoints = ThreadPoolExecutor(CHECKPOINTS, thread_name_prefix="checkpoint")
-        self._waiting = 0  # feedback requests
+        self._waiting: Counter[str] = Counter()  # feedback requests, by the key's name
 
     @property
     def _served(self) -> ServedModel:
@@ -128,12 +129,12 @@ class TrainingRoutes:
         self._check_adapter(adapter)
         return JSONResponse(self._training.debug(adapter))
 
-    async def feedback(self, body: FeedbackBody) -> Response:
+    async def feedback(self, body: FeedbackBody, request: Request) -> Response:
         """The server has kept the answer's tokens and their log-probabilities: with this reward it is learnt from."""
         if body.adapter is not None:
             self._check_adapter(body.adapter)
         owner = current_caller.get().rewards_answers_of
-        await self._answer_given(body, owner)
+        await self._answer_given(body, owner, request)
         report = await _run(
             self._feedback,
             partial(
@@ -157,26 +158,30 @@ class TrainingRoutes:
             }
         )
 
-    async def _answer_given(self, body: FeedbackBody, owner: str | None) -> None:
+    async def _answer_given(self, body: FeedbackBody, owner: str | None, request: Request) -> None:
         """Waits while the answer is being given, on no thread: others' feedback does not wait behind it."""
         pending = partial(self._training.is_pending, body.request_id, body.index, owner)
         if not await _run(self._feedback, pending):
             return
-        if self._waiting >= MAX_WAITING:
+        key = current_caller.get().owner
+        if self._waiting[key] >= MAX_WAITING:
             raise QueueFullError(
                 f"{MAX_WAITING} feedback requests already wait for answers that are being given: send it again when "
                 "the answer has ended"
             )
-        self._waiting += 1
+        self._waiting[key] += 1
         try:
-            seconds, deadline = FIRST_LOOK, time.monotonic() + WAIT_SECONDS
-            while time.monotonic() < deadline:
-                await asyncio.sleep(seconds)
-                if not await _run(self._feedback, pending):
-                    return
-                seconds = min(2 * seconds, LAST_LOOK)
+            await unless_left(request.receive, self._no_longer(pending))
         finally:
-            self._waiting -= 1
+            self._waiting[key] -= 1
+
+    async def _no_longer(self, pending: Callable[[], bool]) -> None:
+        seconds, deadline = FIRST_LOOK, time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline:
+            await asyncio.sleep(seconds)
+            if not await _run(self._feedback, pending):
+                return
+            seconds = min(2 * seconds, LAST_LOOK)
 
     async def checkpoint(self, body: CheckpointBody = ALL_DEFAULT) -> Response:
         """Adapter, optimiser and counters, in a folder that is there whole or not at all."""

@@ -1,11 +1,11 @@
 """What MLX runs on here, and what becomes of freed memory."""
 
-import ctypes
-import sys
 import threading
 from typing import Literal
 
 import mlx.core as mx
+
+from mlx_parallm import heap
 
 DeviceKind = Literal["cpu", "metal", "cuda"]
 
@@ -24,10 +24,7 @@ def device_name() -> str:
 def give_memory_back() -> None:
     """Hands freed memory to the system: what MLX keeps for later, and what glibc's allocator keeps of that."""
     mx.clear_cache()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    heap.trim()
 
 
 class AllocatorCache:

@@ -21,6 +21,7 @@ from mlx_parallm.server.audit import AuditLog
 from mlx_parallm.server.caller import ANYBODY
 from mlx_parallm.server.error_shapes import is_anthropic
 from mlx_parallm.server.errors import CLIENT_LEFT, error_response
+from mlx_parallm.server.freed_memory import FreedMemory
 from mlx_parallm.server.logs import request_id
 from mlx_parallm.server.recent_requests import RecentRequests
 from mlx_parallm.server.route_paths import route_path
@@ -117,6 +118,7 @@ class BodyLimit:
         self.app = app
         self._limit = limit
         self._upload_limit = upload_limit
+        self._freed = FreedMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -137,7 +139,10 @@ class BodyLimit:
                 raise HTTPException(413) from self._error(limit)
             return message
 
-        await self.app(scope, counted, send)
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            self._freed.note(seen)
 
     def _error(self, limit: int) -> PayloadTooLargeError:
         return PayloadTooLargeError(f"the body is larger than {limit} bytes")

@@ -1,7 +1,12 @@
 """Request ids, the access log and the body limit, without a server: requests go through ASGI straight to them."""
 
+import asyncio
 import logging
+import os
+import sys
+import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,7 +17,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mlx_parallm import heap
 from mlx_parallm.errors import PayloadTooLargeError
+from mlx_parallm.server import freed_memory
 from mlx_parallm.server.errors import CLIENT_LEFT
 from mlx_parallm.server.logs import request_id
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
@@ -195,3 +202,36 @@ async def test_a_length_that_is_no_number_is_counted_as_it_comes() -> None:
     async with client(limited(10, 10)) as calls:
         answer = await calls.post("/x", headers={"Content-Length": "many"}, content=parts(15))
     assert answer.status_code == 413
+
+
+async def test_what_long_bodies_leave_behind_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(heap, "trim", lambda: trims.append(1))
+    monkeypatch.setattr(freed_memory, "SECONDS", 0.01)
+    async with client(limited(freed_memory.BYTES, 0)) as calls:
+        for expected in (1, 2):
+            await calls.post("/x", content=b"x" * (freed_memory.BYTES // 2))
+            await asyncio.sleep(0.1)
+            assert len(trims) == expected - 1
+            for _ in range(3):  # together they are trimmed once
+                await calls.post("/x", content=b"x" * (freed_memory.BYTES // 2))
+            await asyncio.sleep(0.2)
+            assert len(trims) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other allocators hand memory back themselves")
+def test_freed_memory_of_a_thread_goes_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    def work() -> None:
+        parts = [bytes(1500) for _ in range(40_000)]
+        kept.append(parts.pop())  # on top of all that is freed
+
+    kept: list[bytes] = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    before = resident()
+    heap.trim()
+    assert before - resident() > 40 << 20

@@ -22,7 +22,6 @@ from yarl import URL
 
 from mlx_parallm.cluster.affinity import PromptPrefix
 from mlx_parallm.cluster.dashboard import send_merged
-from mlx_parallm.cluster.joining import JOIN_PATH
 from mlx_parallm.cluster.links import PREFIX_HEADER, SECRET_HEADER, login_secret, pack_hashes
 from mlx_parallm.cluster.members import Member, Members
 from mlx_parallm.cluster.prompts import STICKY, PromptDigest, prompt_digest
@@ -30,13 +29,15 @@ from mlx_parallm.cluster.response_owners import ResponseOwners
 from mlx_parallm.cluster.views import VIEWS, View
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ParallmError, PayloadTooLargeError, UnavailableError
-from mlx_parallm.server.access import UPLOAD_PATHS, AccessControl, is_audited
+from mlx_parallm.server.access import AccessControl
+from mlx_parallm.server.api import route_table
 from mlx_parallm.server.disconnect import client_left
-from mlx_parallm.server.error_shapes import Failure, error_body, is_anthropic
+from mlx_parallm.server.error_shapes import Failure
 from mlx_parallm.server.errors import JSONResponse, error_response
 from mlx_parallm.server.keys import KeyRing
 from mlx_parallm.server.middleware import usable_request_id
 from mlx_parallm.server.models import BASE, DEFAULT
+from mlx_parallm.server.route_table import Route
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,13 @@ class Exchange:
     started: bool = False
 
     @property
+    def route(self) -> Route:
+        return route_table().of(self.scope)
+
+    @property
     def can_repeat(self) -> bool:
         """What changes the server is done once or not at all."""
-        return isinstance(self.body, bytes) and not is_audited(self.scope["method"], self.scope["path"])
+        return isinstance(self.body, bytes) and not self.route.is_audited
 
 
 class Front:
@@ -81,6 +86,7 @@ class Front:
         self.join_route: ASGIApp | None = None  # where other machines may join
         self._members = members
         self._owners = ResponseOwners()
+        self._routes = route_table()
         self._limit = config.http.max_body_size
         self._secret = secret
         self.access = AccessControl(KeyRing.of(config), login_secret=login_secret(secret))
@@ -103,14 +109,15 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        route = self._routes.of(scope)
         scope["request_id"] = identity = usable_request_id(Headers(scope=scope).get("x-request-id"))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = identity
-                if is_anthropic(scope["path"]):
-                    headers["request-id"] = identity
+                if route.error_shape.id_header is not None:
+                    headers[route.error_shape.id_header] = identity
             await send(message)
 
         self.in_flight += 1
@@ -125,23 +132,24 @@ class Front:
                 self.idle.set()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == "/health":
+        route = self._routes.of(scope)
+        if route.replicas == "health":
             await self._health()(scope, receive, send)
             return
         if self.draining:
             raise UnavailableError("the server is shutting down")
-        if self.join_route is not None and (scope["method"], scope["path"]) == ("GET", JOIN_PATH):
+        if route.replicas == "join" and self.join_route is not None:
             await self.join_route(scope, receive, send)
             return
-        view = VIEWS.get((scope["method"], scope["path"]))
+        view = VIEWS.get(route.replicas)
         if view is not None:
             await self._view(view, scope, receive, send)
             return
-        if scope["path"] == "/dashboard/events" and scope["method"] == "GET":
+        if route.replicas == "events":
             await self._while_connected(self._events(scope, send), receive)
             return
         headers = Headers(scope=scope)
-        if scope["path"] in UPLOAD_PATHS:  # may be large: its key is asked for before it is read
+        if route.uploads is not None and route.uploads.large:  # its key is asked for before it is read
             digest = self._limited_key_digest(scope, headers) or PromptDigest(PromptPrefix(), None)
             await self._pass_on(Exchange(scope, _incoming(receive), digest, send))
             return
@@ -188,7 +196,7 @@ class Front:
         tried: set[str] = set()
         router = self._members.router
         while True:
-            name = self._owners.of(exchange.scope["path"])
+            name = self._owners.of(exchange.route, exchange.scope["path"])
             if name is None or name not in router.names or name in tried:
                 name = router.choose(exchange.digest.prefix, exchange.digest.adapter, avoid=tried)
             if name is None:
@@ -253,7 +261,7 @@ class Front:
         ending = _ending(answer.content_type)
         if ending is None:  # whole: until it is here, another replica could be asked
             body = await answer.read()
-            self._owners.note(exchange.scope["path"], answer.status, body, replica)
+            self._owners.note(exchange.route, answer.status, body, replica)
             exchange.started = True
             await exchange.send(start)
             await exchange.send({"type": "http.response.body", "body": body})
@@ -380,9 +388,10 @@ def _ending(content_type: str) -> bytes | None:
 def _cut_off(scope: Scope, ending: bytes) -> bytes:
     """The end of a stream whose replica has died."""
     error = UnavailableError("the replica that wrote this ended; send the request again", code="replica_lost")
-    body = orjson.dumps(error_body(Failure.of(error), scope["path"], scope["request_id"]))
+    shape = route_table().of(scope).error_shape
+    body = orjson.dumps(shape.body(Failure.of(error), scope["request_id"]))
     if ending == b"\n":
         return body + b"\n"
-    if is_anthropic(scope["path"]) or scope["path"].startswith("/v1/responses"):
+    if shape.named_events:
         return b"event: error\ndata: " + body + b"\n\n"
     return b"data: " + body + b"\n\ndata: [DONE]\n\n"

@@ -19,9 +19,10 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError, PermissionDeniedError
 from mlx_parallm.http_client import Endpoint, HttpAnswer, WireError, send
 from mlx_parallm.server.access import AccessControl, Authentication, OriginGuard, answered_hosts, is_loopback
+from mlx_parallm.server.api import route_table
+from mlx_parallm.server.api.ops import CLUSTER_PATH
 from mlx_parallm.server.errors import JSONResponse, error_response
 
-JOIN_PATH = "/debug/cluster"  # an admin's, as all of /debug/
 ASK_SECONDS = 10.0
 
 
@@ -52,8 +53,9 @@ class JoinRoute:
     def __init__(self, config: ServeConfig, access: AccessControl, found: RayAddress) -> None:
         self._found = found
         self.is_open = not access.ring.guards("admin") and not is_loopback(config.http.host)
-        guarded = Authentication(self._answer, access)
-        self._app = OriginGuard(guarded, answered_hosts(config), config.http.cors_allow_origin)
+        routes = route_table()
+        guarded = Authentication(self._answer, access, routes)
+        self._app = OriginGuard(guarded, answered_hosts(config), config.http.cors_allow_origin, routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
@@ -75,7 +77,7 @@ def find_cluster(config: ServeConfig, has_token: bool) -> RayAddress | None:
     assert address is not None
     endpoint = Endpoint.parse(address, config.http.admin_key or config.http.api_key)
     try:
-        answer = asyncio.run(send(endpoint, JOIN_PATH, limit=ASK_SECONDS))
+        answer = asyncio.run(send(endpoint, CLUSTER_PATH, limit=ASK_SECONDS))
     except WireError as error:
         if has_token:
             return None

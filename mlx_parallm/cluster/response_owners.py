@@ -4,7 +4,8 @@ from collections import OrderedDict
 
 import orjson
 
-CREATE = "/v1/responses"
+from mlx_parallm.server.route_table import Route
+
 CAPACITY = 10_000  # ids; the oldest are forgotten, and then any replica is asked
 
 
@@ -12,9 +13,9 @@ class ResponseOwners:
     def __init__(self) -> None:
         self._owners: OrderedDict[str, str] = OrderedDict()  # by the response's id, the replica's name
 
-    def note(self, path: str, status: int, body: bytes, replica: str) -> None:
+    def note(self, route: Route, status: int, body: bytes, replica: str) -> None:
         """An answer has come from a replica."""
-        if path != CREATE or status != 200:
+        if route.replicas != "creates" or status != 200:
             return
         try:
             answer = orjson.loads(body)
@@ -25,8 +26,7 @@ class ResponseOwners:
             if len(self._owners) > CAPACITY:
                 self._owners.popitem(last=False)
 
-    def of(self, path: str) -> str | None:
+    def of(self, route: Route, path: str) -> str | None:
         """The replica that a request for this path should go to, if that matters."""
-        if not path.startswith(f"{CREATE}/"):
-            return None
-        return self._owners.get(path.removeprefix(f"{CREATE}/").partition("/")[0])
+        parameters = route.parameters(path) if route.replicas == "owner" else None
+        return None if not parameters else self._owners.get(parameters["response_id"])

@@ -122,13 +122,12 @@ def _union(*names: list[str] | None) -> list[str] | None:
     return list(dict.fromkeys(name for one in known for name in one)) if known else None
 
 
-VIEWS: dict[tuple[str, str], View] = {
-    ("GET", "/metrics"): metrics,
-    ("GET", "/debug/metrics"): whole_and_parts,
-    ("GET", "/v1/models"): models,
-    ("GET", "/models"): models,
-    ("GET", "/dashboard/snapshot"): snapshot,
-    ("GET", "/dashboard/requests"): _newest("requests"),
-    ("GET", "/dashboard/rollouts"): _newest("groups"),
-    ("POST", "/dashboard/logout"): first,
+VIEWS: dict[str, View] = {  # by what a route declares of its replicas
+    "metrics": metrics,
+    "whole_and_parts": whole_and_parts,
+    "models": models,
+    "snapshot": snapshot,
+    "requests": _newest("requests"),
+    "rollouts": _newest("groups"),
+    "logout": first,
 }

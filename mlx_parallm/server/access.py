@@ -34,68 +34,13 @@ from mlx_parallm.server.errors import error_response
 from mlx_parallm.server.keys import Key, KeyRing, Role
 from mlx_parallm.server.logins import COOKIE, Logins
 from mlx_parallm.server.rates import RateLimits
+from mlx_parallm.server.route_table import CHANGING_METHODS, JSON_WANTED, RouteTable, Uploads
 from mlx_parallm.server.sockets import check_certificate
-from mlx_parallm.tensors import SAFETENSORS_TYPES
 
 log = logging.getLogger(__name__)
 
-PROBES = frozenset({"/health", "/health/", "/metrics"})  # for probes and scrapers, as vLLM leaves them
-# A page of the dashboard that holds no data of its own belongs here too: a browser sends no key before it is shown.
-LOGIN_PATHS = frozenset({"/dashboard/login", "/dashboard/logout", "/dashboard/session"})
-# The page of the dashboard holds no data, and asks for a key itself.
-OPEN_PATHS = PROBES | LOGIN_PATHS | {"/dashboard"}
-OPEN_PREFIXES = ("/dashboard/static/",)
-UPLOAD_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter", "/update_adapter_weights"})
-UPLOAD_TYPES = frozenset(
-    {"multipart/form-data", "application/octet-stream", "application/x-safetensors", "application/vnd.safetensors"}
-)
 FORM_TYPE = "application/x-www-form-urlencoded"
-FORM_PATHS = frozenset({"/v1/adapters/upload", "/upload_adapter"})  # these read nothing but forms
-TENSOR_PATHS = frozenset({"/v1/predict", "/v1/rl/act"})
-STORED_RESPONSES = "/v1/responses/"  # routes that read, count and cancel
-CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
-ADMIN_PATHS = frozenset(
-    {"/v1/models/load", "/v1/models/unload"}  # GET /v1/models/NAME is for users
-    | {"/dashboard/events", "/dashboard/snapshot", "/dashboard/requests", "/dashboard/rollouts"}
-)
-ADMIN_PREFIXES = ("/debug/", "/model/")
-TRAINER_PATHS = frozenset({"/debug/training"})  # although it begins as an admin's
-TRAINER_PREFIXES = (
-    "/v1/adapters/",
-    "/load_adapter",
-    "/unload_adapter",
-    "/upload_adapter",
-    "/update_adapter_weights",
-    "/pause",
-    "/resume",
-    "/continue_generation",
-    "/flush_cache",
-    "/reset_prefix_cache",
-    "/v1/load_lora",
-    "/v1/unload_lora",
-    "/v1/training/update",
-    "/training/",
-    "/init_communicator",
-    "/update_named_param",
-    "/batch_update_named_params",
-    "/close_communicator",
-)
-# Calls of users that leave something behind, and so stand in the audit log beside those of trainers and admins.
-AUDITED_PATHS = frozenset({"/v1/training/feedback", "/v1/rl/rollout", "/dashboard/login", "/dashboard/logout"})
-
-
-def role_needed(path: str) -> Role | None:
-    """None: nobody is asked."""
-    if path in OPEN_PATHS or path.startswith(OPEN_PREFIXES):
-        return None
-    if path in TRAINER_PATHS or path.startswith(TRAINER_PREFIXES):
-        return "trainer"
-    return "admin" if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES) else "user"
-
-
-def is_audited(method: str, path: str) -> bool:
-    return method in CHANGING_METHODS and (path in AUDITED_PATHS or role_needed(path) in ("trainer", "admin"))
 
 
 @dataclass(slots=True)
@@ -151,9 +96,10 @@ class Authentication:
     A key comes as a bearer token, as `x-api-key` from Anthropic's clients, or by the cookie of a login.
     """
 
-    def __init__(self, app: ASGIApp, access: AccessControl) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl, routes: RouteTable) -> None:
         self.app = app
         self._access = access
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -175,10 +121,7 @@ class Authentication:
     ) -> None:
         """What asks a model for work counts; reading, probes, and cancelling stored responses do not. What runs on in
         the background leaves when it has ended."""
-        path = scope["path"]
-        counts = (
-            scope["method"] in CHANGING_METHODS and path not in OPEN_PATHS and not path.startswith(STORED_RESPONSES)
-        )
+        counts = self._routes.of(scope).is_counted
         if counts:
             try:
                 caller.admit()
@@ -193,7 +136,7 @@ class Authentication:
 
     def _identify(self, scope: Scope) -> tuple[Caller, ParallmError | None]:
         """Who calls, and why not."""
-        needed, headers = role_needed(scope["path"]), Headers(scope=scope)
+        needed, headers = self._routes.of(scope).role, Headers(scope=scope)
         key = self._access.find(scope["method"], headers)
         scope["is_admin"] = not self._access.ring.guards("admin") or (key is not None and key.may("admin"))
         caller = ANYBODY if key is None else self._access.caller(key)
@@ -239,8 +182,11 @@ class OriginGuard:
     `origins`: pages elsewhere that may call it; `*` is all.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str], routes: RouteTable
+    ) -> None:
         self.app = app
+        self._routes = routes
         self._hosts = None if hosts is None or "*" in hosts else frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
 
@@ -267,11 +213,12 @@ class OriginGuard:
             )
         if scope["method"] not in CHANGING_METHODS:
             return None
-        if _reads_as_json(scope["path"], headers):
-            scope["media_type_error"] = _media_type_error(scope["path"], headers)  # to be said if it is no JSON
+        uploads = self._routes.of(scope).uploads
+        if _reads_as_json(uploads, headers):
+            scope["media_type_error"] = _media_type_error(uploads, headers)  # to be said if it is no JSON
             MutableHeaders(scope=scope)["content-type"] = "application/json"
             return None
-        return _media_type_error(scope["path"], headers)
+        return _media_type_error(uploads, headers)
 
     def _is_ours(self, host: str) -> bool:
         assert self._hosts is not None
@@ -288,15 +235,13 @@ def is_own_origin(origin: str, host: str) -> bool:
     return origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
-def _reads_as_json(path: str, headers: Headers) -> bool:
+def _reads_as_json(uploads: Uploads | None, headers: Headers) -> bool:
     """A body of another type, as curl -d sends it: it is read as JSON, but for types that the route reads itself, and
     never from a browser, whose pages may send such bodies anywhere without asking."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or kind.endswith("+json") or kind.startswith("multipart/"):
         return False
-    if (path in UPLOAD_PATHS and kind in UPLOAD_TYPES) or (path in TENSOR_PATHS and kind in SAFETENSORS_TYPES):
-        return False
-    if path in FORM_PATHS:
+    if uploads is not None and (kind in uploads.types or not uploads.reads_json):
         return False
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     return has_body and not _is_from_browser(headers)
@@ -306,21 +251,15 @@ def _is_from_browser(headers: Headers) -> bool:
     return any(name in ("cookie", "origin", "referer") or name.startswith("sec-fetch-") for name in headers)
 
 
-def _media_type_error(path: str, headers: Headers) -> ParallmError | None:
+def _media_type_error(uploads: Uploads | None, headers: Headers) -> ParallmError | None:
     """What browsers send across sites without asking first is no JSON."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     if (not kind and not has_body) or kind == "application/json" or kind.endswith("+json"):
         return None
-    if path in UPLOAD_PATHS and kind in UPLOAD_TYPES:
+    if uploads is not None and kind in uploads.types:
         return None
-    if path in TENSOR_PATHS and kind in SAFETENSORS_TYPES:
-        return None
-    message = "the body must be JSON, sent with Content-Type: application/json"
-    if path == "/update_adapter_weights" or path in TENSOR_PATHS:
-        message += ", or a safetensors file with -H 'Content-Type: application/octet-stream'"
-    elif path in UPLOAD_PATHS:
-        message = "the files must come as a form: curl -F name=NAME -F weights=@FILE -F config=@adapter_config.json"
+    message = JSON_WANTED if uploads is None else uploads.wanted
     if kind == FORM_TYPE:
         message += f"; it came as a form ({kind}), which is what curl -d and --data-binary send unless told otherwise"
     elif kind:

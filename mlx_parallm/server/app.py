@@ -14,14 +14,13 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.server import errors, unknown_fields
 from mlx_parallm.server.access import AccessControl, Authentication, OriginGuard, answered_hosts
-from mlx_parallm.server.api import routers
+from mlx_parallm.server.api import route_table, routers
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.exact_paths import ExactPaths
 from mlx_parallm.server.media.loader import MediaLoader
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
 from mlx_parallm.server.models import ModelTable
 from mlx_parallm.server.predictors import PredictorTable
-from mlx_parallm.server.route_paths import RoutePaths
 from mlx_parallm.server.service import GenerationService
 from mlx_parallm.server.state import Dispatcher, ServerState
 from mlx_parallm.server.tokenizers import TokenizerPool
@@ -77,9 +76,7 @@ def create_app(
     included = list(routers(context))
     for router in included:
         app.include_router(router)
-    routes = [route for router in included for route in router.routes]
-    app.state.paths = RoutePaths([*app.routes, *routes])
-    app.router.routes.insert(0, ExactPaths(routes))
+    app.router.routes.insert(0, ExactPaths(route for router in included for route in router.routes))
     return app
 
 
@@ -89,6 +86,7 @@ def _media(config: ServeConfig) -> MediaLoader:
 
 def _middleware(config: ServeConfig, access: AccessControl, state: ServerState) -> list[Middleware]:
     """From the outside in."""
+    routes = route_table()
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(config.http.cors_allow_origin),
@@ -97,12 +95,15 @@ def _middleware(config: ServeConfig, access: AccessControl, state: ServerState) 
         expose_headers=["X-Request-Id", "Retry-After", "X-Parallm-Adapter", unknown_fields.HEADER, *RATE_HEADERS],
     )
     return [
-        Middleware(RequestLog, audit=access.audit, recent=state.recent),
+        Middleware(RequestLog, routes=routes, audit=access.audit, recent=state.recent),
         *([cors] if config.http.cors_allow_origin else []),
-        Middleware(OriginGuard, hosts=answered_hosts(config), origins=config.http.cors_allow_origin),
-        Middleware(Authentication, access=access),
+        Middleware(OriginGuard, hosts=answered_hosts(config), origins=config.http.cors_allow_origin, routes=routes),
+        Middleware(Authentication, access=access, routes=routes),
         # In base64 an adapter grows by a third.
         Middleware(
-            BodyLimit, limit=config.http.max_body_size, upload_limit=config.adapters.max_lora_bytes * 4 // 3 + (1 << 20)
+            BodyLimit,
+            limit=config.http.max_body_size,
+            upload_limit=config.adapters.max_lora_bytes * 4 // 3 + (1 << 20),
+            routes=routes,
         ),
     ]

@@ -1,26 +1,16 @@
-"""How an error is written, by the dialect of the path that it answers: OpenAI's shape, Anthropic's or Ollama's.
+"""How an error is written: OpenAI's shape, or that of the dialect whose route it answers.
 
-Routes and middleware answer with `errors.ErrorResponse`, which asks here when it is sent; the writers of streams ask
-for the shape of their dialect. A path that no other dialect has is OpenAI's.
+Routes and middleware answer with `errors.ErrorResponse`, which asks the request's route when it is sent.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.errors import ParallmError
+from pydantic import BaseModel
 
-ANTHROPIC_PATH = "/v1/messages"
-OLLAMA_PREFIX = "/api/"
-# Anthropic's names for kinds of errors, by the status that they come with.
-ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.schema import Error
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +34,19 @@ class Failure:
         return self.message if named else f"{self.param}: {self.message}"
 
 
-def is_anthropic(path: str) -> bool:
-    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """A dialect's."""
+
+    body: Callable[[Failure, str], dict[str, Any]]  # of what is wrong and the request's id
+    model: type[BaseModel]
+    named_events: bool = False  # an error within a stream is an event of that name
+    id_header: str | None = None  # where its clients look for the request's id beside X-Request-Id
 
 
-def error_body(failure: Failure, path: str, request_id: str) -> dict[str, Any]:
-    """In the dialect that the path belongs to."""
-    if is_anthropic(path):
-        return anthropic_error(failure, request_id)
-    return ollama_error(failure) if path.startswith(OLLAMA_PREFIX) else openai_error(failure)
-
-
-def openai_error(failure: Failure) -> dict[str, Any]:
+def openai_error(failure: Failure, request_id: str = "") -> dict[str, Any]:
     fields = {"message": failure.message, "type": failure.type, "param": failure.param, "code": failure.code}
     return {"error": fields}
 
 
-def anthropic_error(failure: Failure, request_id: str) -> dict[str, Any]:
-    kind = ANTHROPIC_TYPES.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
-    message = failure.text
-    if failure.code == "context_length_exceeded":  # clients look for these words, and shorten the conversation
-        message = f"prompt is too long: {failure.message}"
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-
-
-def ollama_error(failure: Failure) -> dict[str, Any]:
-    return {"error": failure.text}
+OPENAI = ErrorShape(openai_error, Error)

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.errors import InvalidRequestError, ParallmError, QueueFullError
-from mlx_parallm.server.error_shapes import Failure, error_body, openai_error
-from mlx_parallm.server.route_paths import route_path
+from mlx_parallm.server.error_shapes import OPENAI, Failure, openai_error
+from mlx_parallm.server.route_table import declared, route_name
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ class ErrorResponse(JSONResponse):
         self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.body = self.render(error_body(self._failure, scope["path"], scope.get("request_id", "")))
+        route = declared(scope)
+        shape = OPENAI if route is None else route.error_shape
+        self.body = self.render(shape.body(self._failure, scope.get("request_id", "")))
         self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
@@ -79,7 +81,7 @@ def add_handlers(app: FastAPI) -> None:
 async def _on_ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, ParallmError)
     if error.status >= 500:  # without its message: that may name a path which came in the body
-        log.warning("%s %s: %s", request.method, route_path(request.scope), error.code or error.type)
+        log.warning("%s %s: %s", request.method, route_name(request.scope), error.code or error.type)
     return error_response(error)
 
 

@@ -16,15 +16,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.errors import ParallmError, PayloadTooLargeError
 from mlx_parallm.server import unknown_fields
-from mlx_parallm.server.access import PROBES, UPLOAD_PATHS, is_audited
 from mlx_parallm.server.audit import AuditLog
 from mlx_parallm.server.caller import ANYBODY
-from mlx_parallm.server.error_shapes import is_anthropic
 from mlx_parallm.server.errors import CLIENT_LEFT, error_response
 from mlx_parallm.server.freed_memory import FreedMemory
 from mlx_parallm.server.logs import request_id
 from mlx_parallm.server.recent_requests import RecentRequests
-from mlx_parallm.server.route_paths import route_path
+from mlx_parallm.server.route_table import RouteTable, route_name
 
 log = logging.getLogger("mlx_parallm.access")
 
@@ -34,8 +32,15 @@ _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class RequestLog:
     """Gives each request its id, answers with it, logs the end, and lets no exception out."""
 
-    def __init__(self, app: ASGIApp, audit: AuditLog | None = None, recent: RecentRequests | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: RouteTable,
+        audit: AuditLog | None = None,
+        recent: RecentRequests | None = None,
+    ) -> None:
         self.app = app
+        self._routes = routes
         self._audit = audit
         self._recent = recent  # where the end of each is noted for the dashboard
 
@@ -43,7 +48,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started = time.perf_counter()
+        started, route = time.perf_counter(), self._routes.of(scope)
         identity = usable_request_id(Headers(scope=scope).get("x-request-id"))
         scope["request_id"] = identity
         token = request_id.set(identity)
@@ -59,14 +64,14 @@ class RequestLog:
                     headers["X-Parallm-Adapter"] = scope["adapter"]
                 if "warning" in scope:
                     headers[unknown_fields.HEADER] = scope["warning"]
-                if is_anthropic(scope["path"]):  # whose clients look for it by this name
-                    headers["request-id"] = identity
+                if route.error_shape.id_header is not None:
+                    headers[route.error_shape.id_header] = identity
             await send(message)
 
         try:
             await self.app(scope, receive, send_with_id)
         except Exception:
-            log.exception("%s %s has failed", scope["method"], route_path(scope))
+            log.exception("%s %s has failed", scope["method"], route_name(scope))
             if not status:
                 error = ParallmError("the server has failed at this request; its log says why")
                 await error_response(error)(scope, receive, send_with_id)
@@ -79,22 +84,22 @@ class RequestLog:
             request_id.reset(token)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
-        key = scope.get("caller", ANYBODY).key
-        if self._audit is not None and is_audited(scope["method"], scope["path"]):
+        key, route = scope.get("caller", ANYBODY).key, self._routes.of(scope)
+        if self._audit is not None and route.is_audited:
             self._audit.write(
                 key=None if key is None else key.name,
                 role=None if key is None else key.role,
                 method=scope["method"],
-                path=route_path(scope),
+                path=route_name(scope),
                 status=status,
                 request_id=scope["request_id"],
             )
-        level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+        level = logging.DEBUG if route.probe else logging.INFO
         if not log.isEnabledFor(level):
             return
         client = scope["client"][0] if scope.get("client") else "-"
         fields: dict[str, Any] = dict(
-            method=scope["method"], path=route_path(scope), status=status, seconds=round(seconds, 4), client=client
+            method=scope["method"], path=route_name(scope), status=status, seconds=round(seconds, 4), client=client
         )
         line = "%(method)s %(path)s %(status)s %(seconds).3fs from %(client)s"
         if key is not None:
@@ -114,8 +119,9 @@ def usable_request_id(given: str | None) -> str:
 class BodyLimit:
     """Refuses bodies over the limit, by their Content-Length or, when they have none, as they come in."""
 
-    def __init__(self, app: ASGIApp, limit: int, upload_limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, upload_limit: int, routes: RouteTable) -> None:
         self.app = app
+        self._routes = routes
         self._limit = limit
         self._upload_limit = upload_limit
         self._freed = FreedMemory()
@@ -124,7 +130,9 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        limit = max(self._limit, self._upload_limit) if scope["path"] in UPLOAD_PATHS else self._limit
+        uploads = self._routes.of(scope).uploads
+        is_large = uploads is not None and uploads.large
+        limit = max(self._limit, self._upload_limit) if is_large else self._limit
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length) > limit:
             await error_response(self._error(limit))(scope, receive, send)

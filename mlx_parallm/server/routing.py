@@ -1,12 +1,12 @@
 """Routes that read their JSON body strictly and fast: no NaN, no Infinity. Every router uses `JSONRoute`.
 
-`add_routes` documents each route with its answer and its errors.
+`add_routes` serves the routes that a dialect declares, and documents each with its answer and its errors.
 """
 
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,13 +15,13 @@ from fastapi import APIRouter
 from fastapi._compat import ModelField
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server import unknown_fields
-from mlx_parallm.server.schema import Error, responses
+from mlx_parallm.server.route_table import Route
+from mlx_parallm.server.schema import responses
 from mlx_parallm.server.unknown_fields import known_fields
 
 MAX_DEPTH = 128  # of a body
@@ -33,34 +33,24 @@ LONG_BODY = 32 << 10  # bytes; shorter ones are validated on the event loop, in 
 
 _readers = ThreadPoolExecutor(2, thread_name_prefix="body")
 
-Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 
-
-def add_routes(
-    router: APIRouter,
-    *routes: tuple[str, str, Endpoint, type[BaseModel], str],
-    streams: bool = False,
-    body: Mapping[str, Any] | None = None,
-    answer: Mapping[str, Any] | None = None,
-    error: type[BaseModel] = Error,
-) -> None:
-    """Path, method, endpoint, answer and summary of each.
-
-    `body`, `answer`: OpenAPI's description of their content, by media type, where it is not the JSON of a class.
-    `error`: the shape of errors, where the dialect has its own.
-    """
-    for path, method, endpoint, model, summary in routes:
-        documented = responses(model, streams=streams, error=error)
-        if answer is not None:
-            documented[200]["content"] = answer
+def add_routes(router: APIRouter, routes: Iterable[Route], *owners: object) -> None:
+    """Serves what a dialect has declared, by the objects that have its endpoints."""
+    for route in routes:
+        name = route.endpoint.__name__
+        owner = next(one for one in owners if getattr(type(one), name, None) is route.endpoint)
+        documented = responses(route.answer, streams=route.streams, error=route.error_shape.model)
+        if route.content is not None:
+            documented[200]["content"] = route.content
         router.add_api_route(
-            path,
-            endpoint,
-            methods=[method],
-            summary=summary,
+            route.path,
+            getattr(owner, name),
+            methods=[route.method],
+            summary=route.summary or None,
+            include_in_schema=bool(route.summary),
             response_model=None,
             responses=documented,
-            openapi_extra=None if body is None else {"requestBody": {"content": body}},
+            openapi_extra=None if route.body is None else {"requestBody": {"content": route.body}},
         )
 
 

@@ -15,6 +15,7 @@ from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import DEFAULT, adapter_names
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody, Body, Status
 from mlx_parallm.types import PauseMode
@@ -68,22 +69,6 @@ class ServerInfo(AnswerBody):
     max_lora_rank: int
     is_paused: bool
     models: list[ModelSummary]
-
-
-def router(context: ServerContext) -> APIRouter:
-    routes, control = APIRouter(route_class=JSONRoute, tags=["RL data plane"]), Control(context)
-    add_routes(
-        routes,
-        ("/pause", "POST", control.pause, Status, "Stop between two steps"),
-        ("/pause_generation", "POST", control.pause_generation, Status, "Stop between two steps, as SGLang"),
-        ("/resume", "POST", control.resume, Status, "Go on after a pause"),
-        ("/continue_generation", "POST", control.resume, Status, "Go on after a pause, as SGLang"),
-        ("/is_paused", "GET", control.is_paused, Paused, "Whether it is paused"),
-        ("/get_weight_version", "GET", control.weight_version, WeightVersion, "The current policy's version"),
-        ("/server_info", "GET", control.server_info, ServerInfo, "What this server is and has"),
-        ("/get_server_info", "GET", control.server_info, ServerInfo, "The same, by SGLang's name"),
-    )
-    return routes
 
 
 class Control:
@@ -179,3 +164,28 @@ class Control:
             if clear_cache:
                 await asyncio.to_thread(served.client.flush_cache)
         return JSONResponse({"status": "paused"})
+
+
+ROUTES = (
+    Route("/pause", "POST", Control.pause, Status, "Stop between two steps", role="trainer"),
+    Route(
+        "/pause_generation",
+        "POST",
+        Control.pause_generation,
+        Status,
+        "Stop between two steps, as SGLang",
+        role="trainer",
+    ),
+    Route("/resume", "POST", Control.resume, Status, "Go on after a pause", role="trainer"),
+    Route("/continue_generation", "POST", Control.resume, Status, "Go on after a pause, as SGLang", role="trainer"),
+    Route("/is_paused", "GET", Control.is_paused, Paused, "Whether it is paused"),
+    Route("/get_weight_version", "GET", Control.weight_version, WeightVersion, "The current policy's version"),
+    Route("/server_info", "GET", Control.server_info, ServerInfo, "What this server is and has"),
+    Route("/get_server_info", "GET", Control.server_info, ServerInfo, "The same, by SGLang's name"),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(route_class=JSONRoute, tags=["RL data plane"])
+    add_routes(routes, ROUTES, Control(context))
+    return routes

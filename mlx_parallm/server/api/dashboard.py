@@ -16,6 +16,7 @@ from mlx_parallm.server.dashboard.rollouts import describe
 from mlx_parallm.server.dashboard.snapshot import Snapshots
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.recent_requests import MAX_REQUESTS
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import add_routes
 from mlx_parallm.server.schema import AnswerBody
 from mlx_parallm.types import INT64
@@ -87,23 +88,6 @@ class ServerSnapshot(AnswerBody):
     training: dict[str, dict[str, float]]
 
 
-def router(context: ServerContext) -> APIRouter:
-    routes, page = APIRouter(tags=["Dashboard"]), Dashboard(context)
-    for path, endpoint in (
-        ("/dashboard", page.page),
-        ("/dashboard/static/{name:path}", page.file),
-        ("/dashboard/events", page.events),  # it never ends
-    ):
-        routes.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False, response_model=None)
-    add_routes(
-        routes,
-        ("/dashboard/snapshot", "GET", page.snapshot, ServerSnapshot, "What the server is doing now"),
-        ("/dashboard/requests", "GET", page.requests, RequestNotes, "The requests that ended last"),
-        ("/dashboard/rollouts", "GET", page.rollouts, RolloutNotes, "The rollouts that came in last"),
-    )
-    return routes
-
-
 class Dashboard:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -145,3 +129,43 @@ class Dashboard:
         groups = await asyncio.to_thread(training.recent, adapter, limit)
         described = await asyncio.to_thread(describe, groups, self._context.models.default.vocabulary)
         return JSONResponse({"adapters": list(training.adapters), "groups": described})
+
+
+ROUTES = (
+    Route("/dashboard", "GET", Dashboard.page, role=None),  # it holds no data, and asks for a key itself
+    Route("/dashboard/static/{name:path}", "GET", Dashboard.file, role=None),
+    Route("/dashboard/events", "GET", Dashboard.events, role="admin", replicas="events"),  # it never ends
+    Route(
+        "/dashboard/snapshot",
+        "GET",
+        Dashboard.snapshot,
+        ServerSnapshot,
+        "What the server is doing now",
+        role="admin",
+        replicas="snapshot",
+    ),
+    Route(
+        "/dashboard/requests",
+        "GET",
+        Dashboard.requests,
+        RequestNotes,
+        "The requests that ended last",
+        role="admin",
+        replicas="requests",
+    ),
+    Route(
+        "/dashboard/rollouts",
+        "GET",
+        Dashboard.rollouts,
+        RolloutNotes,
+        "The rollouts that came in last",
+        role="admin",
+        replicas="rollouts",
+    ),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(tags=["Dashboard"])
+    add_routes(routes, ROUTES, Dashboard(context))
+    return routes

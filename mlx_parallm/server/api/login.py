@@ -18,6 +18,7 @@ from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.keys import Role
 from mlx_parallm.server.logins import COOKIE
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody, Body, Status
 
@@ -32,17 +33,6 @@ class SessionInfo(AnswerBody):
     name: str | None = Field(description="Of the key; null without one")
     role: Role | None = Field(description="What this caller may do; null: nothing before it signs in")
     needs_key: bool = Field(description="Whether some routes of this server need a key")
-
-
-def router(context: ServerContext) -> APIRouter:
-    routes, login = APIRouter(route_class=JSONRoute, tags=["Sign in"]), LoginRoutes(context.access)
-    add_routes(
-        routes,
-        ("/dashboard/login", "POST", login.login, SessionInfo, "Sign in with a key: sets a cookie"),
-        ("/dashboard/logout", "POST", login.logout, Status, "Sign out: ends the cookie's session"),
-        ("/dashboard/session", "GET", login.session, SessionInfo, "Who is signed in"),
-    )
-    return routes
 
 
 class LoginRoutes:
@@ -88,3 +78,33 @@ class LoginRoutes:
 
 def _kind(request: Request) -> dict[str, Any]:
     return {"httponly": True, "samesite": "strict", "secure": request.url.scheme == "https", "path": "/"}
+
+
+ROUTES = (
+    Route(
+        "/dashboard/login",
+        "POST",
+        LoginRoutes.login,
+        SessionInfo,
+        "Sign in with a key: sets a cookie",
+        role=None,
+        audited=True,
+    ),
+    Route(
+        "/dashboard/logout",
+        "POST",
+        LoginRoutes.logout,
+        Status,
+        "Sign out: ends the cookie's session",
+        role=None,
+        audited=True,
+        replicas="logout",
+    ),
+    Route("/dashboard/session", "GET", LoginRoutes.session, SessionInfo, "Who is signed in", role=None),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(route_class=JSONRoute, tags=["Sign in"])
+    add_routes(routes, ROUTES, LoginRoutes(context.access))
+    return routes

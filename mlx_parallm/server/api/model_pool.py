@@ -10,6 +10,7 @@ from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFound
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import BASE, DEFAULT
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody, Body
 from mlx_parallm.types import ModelStatus
@@ -51,16 +52,6 @@ class PoolModel(AnswerBody):
     pinned: bool
     bytes: int = Field(description="Of its weights")
     error: str | None = Field(description="Why it can't be loaded")
-
-
-def router(context: ServerContext) -> APIRouter:
-    routes, pool = APIRouter(route_class=JSONRoute, tags=["Models"]), PoolRoutes(context)
-    add_routes(
-        routes,
-        ("/v1/models/load", "POST", pool.load, PoolModel, "Load a model, or pin it"),
-        ("/v1/models/unload", "POST", pool.unload, PoolModel, "Unload a model"),
-    )
-    return routes
 
 
 class PoolRoutes:
@@ -117,3 +108,15 @@ def _describe(status: ModelStatus) -> dict[str, object]:
         "bytes": status.bytes,
         "error": status.error,
     }
+
+
+ROUTES = (
+    Route("/v1/models/load", "POST", PoolRoutes.load, PoolModel, "Load a model, or pin it", role="admin"),
+    Route("/v1/models/unload", "POST", PoolRoutes.unload, PoolModel, "Unload a model", role="admin"),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(route_class=JSONRoute, tags=["Models"])
+    add_routes(routes, ROUTES, PoolRoutes(context))
+    return routes

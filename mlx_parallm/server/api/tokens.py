@@ -12,6 +12,7 @@ from mlx_parallm.server.chat_messages import ChatMessages, ToolDefinition, conve
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import ServedModel
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import MAX_TOOLS, AnswerBody, Body, TokenId, few
 from mlx_parallm.validation import check_ids
@@ -55,16 +56,6 @@ class Text(AnswerBody):
     prompt: str
 
 
-def router(context: ServerContext) -> APIRouter:
-    routes, tokens = APIRouter(route_class=JSONRoute, tags=["Tokens"]), TokenRoutes(context)
-    add_routes(
-        routes,
-        ("/tokenize", "POST", tokens.tokenize, Tokens, "Text or messages to tokens"),
-        ("/detokenize", "POST", tokens.detokenize, Text, "Tokens to text"),
-    )
-    return routes
-
-
 class TokenRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._models = context.models
@@ -102,3 +93,15 @@ class TokenRoutes:
         served = self._models.find(body.model)
         check_ids(body.tokens, served.model.vocab_size, "tokens")
         return JSONResponse({"prompt": await self._tokenizers.run(lambda: served.vocabulary.decode(body.tokens))})
+
+
+ROUTES = (
+    Route("/tokenize", "POST", TokenRoutes.tokenize, Tokens, "Text or messages to tokens"),
+    Route("/detokenize", "POST", TokenRoutes.detokenize, Text, "Tokens to text"),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(route_class=JSONRoute, tags=["Tokens"])
+    add_routes(routes, ROUTES, TokenRoutes(context))
+    return routes

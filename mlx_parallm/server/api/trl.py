@@ -22,6 +22,7 @@ from mlx_parallm.server.choices import Collected
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.responses import Collector
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import MAX_PROMPTS, MAX_TOOLS, AnswerBody, Body, Status, read_prompt
 from mlx_parallm.server.service import answer_name
@@ -130,24 +131,6 @@ class WorldSize(AnswerBody):
     world_size: int
 
 
-def router(context: ServerContext) -> APIRouter:
-    routes, trl = APIRouter(route_class=JSONRoute, tags=["TRL"]), Trl(context)
-    operations = Operations(context)
-    add_routes(
-        routes,
-        ("/generate/", "POST", trl.generate, TrlGenerated, "Complete prompts, as TRL's server"),
-        ("/chat/", "POST", trl.chat, TrlGenerated, "Answer conversations, as TRL's server"),
-        ("/get_world_size/", "GET", trl.world_size, WorldSize, "How many processes hold the model"),
-        ("/health/", "GET", operations.health, Health, "Whether the engine is alive"),
-        ("/reset_prefix_cache/", "POST", operations.flush_cache, Flushed, "Forget cached prompts"),
-        ("/init_communicator/", "POST", trl.no_push, Status, "Not supported: weights over NCCL"),
-        ("/update_named_param/", "POST", trl.no_push, Status, "Not supported: weights over NCCL"),
-        ("/batch_update_named_params/", "POST", trl.no_push, Status, "Not supported: weights over NCCL"),
-        ("/close_communicator/", "POST", trl.no_push, Status, "Not supported: weights over NCCL"),
-    )
-    return routes
-
-
 class Trl:
     def __init__(self, context: ServerContext) -> None:
         self._service = context.service
@@ -213,3 +196,23 @@ def _likeliest(score: TokenLogprob, count: int) -> list[tuple[int, float]]:
     """The likeliest tokens, and the one that was drawn where it is not among them."""
     top = list(score.top[:count])
     return top if any(token == score.token for token, _ in top) else [*top, (score.token, score.logprob)]
+
+
+NO_PUSH = "Not supported: weights over NCCL"
+ROUTES = (
+    Route("/generate/", "POST", Trl.generate, TrlGenerated, "Complete prompts, as TRL's server"),
+    Route("/chat/", "POST", Trl.chat, TrlGenerated, "Answer conversations, as TRL's server"),
+    Route("/get_world_size/", "GET", Trl.world_size, WorldSize, "How many processes hold the model"),
+    Route("/health/", "GET", Operations.health, Health, "Whether the engine is alive", role=None, probe=True),
+    Route("/reset_prefix_cache/", "POST", Operations.flush_cache, Flushed, "Forget cached prompts", role="trainer"),
+    Route("/init_communicator/", "POST", Trl.no_push, Status, NO_PUSH, role="trainer"),
+    Route("/update_named_param/", "POST", Trl.no_push, Status, NO_PUSH, role="trainer"),
+    Route("/batch_update_named_params/", "POST", Trl.no_push, Status, NO_PUSH, role="trainer"),
+    Route("/close_communicator/", "POST", Trl.no_push, Status, NO_PUSH, role="trainer"),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(route_class=JSONRoute, tags=["TRL"])
+    add_routes(routes, ROUTES, Trl(context), Operations(context))
+    return routes

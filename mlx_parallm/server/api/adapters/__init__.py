@@ -39,6 +39,7 @@ from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.models import BASE, GENERATING, ServedModel, adapter_names, is_number, parse_label
+from mlx_parallm.server.route_table import TENSORS_WANTED, Route, Uploads
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody
 from mlx_parallm.signature import WeightsVersion
@@ -46,6 +47,7 @@ from mlx_parallm.types import MAX_VERSION, UNNAMED_ADAPTER, AdapterRoute, Adapte
 
 MAX_FIELD_BYTES = 1 << 20  # of a form's field that is no file
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")
+UPLOAD_TYPES = frozenset({"multipart/form-data", *RAW_TYPES})
 RAW_FIELDS = ("name", "lora_name", "adapter_name", "version", "config", "model")
 UPLOAD_FORM = {
     "type": "object",
@@ -58,43 +60,6 @@ UPLOAD_FORM = {
         "config": {"type": "string", "format": "binary"},
     },
 }
-
-
-def router(context: ServerContext) -> APIRouter:
-    routes, adapters = APIRouter(route_class=JSONRoute, tags=["Adapters"]), Adapters(context)
-    add_routes(
-        routes,
-        ("/v1/adapters", "GET", adapters.adapters, AdapterList, "The adapters there are"),
-        ("/v1/adapters/load", "POST", adapters.load, AdapterChanged, "Load an adapter from a folder"),
-        ("/load_adapter", "POST", adapters.load, AdapterChanged, "Load an adapter from a folder"),
-        ("/v1/adapters/unload", "POST", adapters.unload, AdapterChanged, "Unload an adapter"),
-        ("/unload_adapter", "POST", adapters.unload, AdapterChanged, "Unload an adapter"),
-        ("/v1/adapters/rollback", "POST", adapters.rollback, AdapterChanged, "Back to an earlier version"),
-        ("/v1/adapters/pin", "POST", adapters.pin, AdapterChanged, "Keep a version"),
-        ("/v1/adapters/unpin", "POST", adapters.unpin, AdapterChanged, "Keep a version no longer"),
-        ("/model/switch-lora", "POST", adapters.switch, Switched, "What the model's own name serves"),
-    )
-    add_routes(
-        routes,
-        ("/v1/load_lora_adapter", "POST", adapters.vllm_load, AnswerBody, "Load an adapter, as vLLM does"),
-        ("/v1/unload_lora_adapter", "POST", adapters.vllm_unload, AnswerBody, "Unload an adapter, as vLLM does"),
-        answer={"text/plain": {"example": "Success"}},
-    )
-    add_routes(
-        routes,
-        ("/update_adapter_weights", "POST", adapters.update, AdapterChanged, "Publish weights that come in the body"),
-        body={
-            "application/json": {"schema": UpdateWeightsBody.model_json_schema(by_alias=False)},
-            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-        },
-    )
-    add_routes(
-        routes,
-        ("/v1/adapters/upload", "POST", adapters.upload, AdapterChanged, "Publish an adapter from uploaded files"),
-        ("/upload_adapter", "POST", adapters.upload, AdapterChanged, "Publish an adapter from uploaded files"),
-        body={"multipart/form-data": {"schema": UPLOAD_FORM}},
-    )
-    return routes
 
 
 class Adapters:
@@ -375,3 +340,68 @@ def _changed(version: AdapterVersion | WeightsVersion, message: str) -> Response
     return JSONResponse(
         {"status": "success", "name": version.name, "policy_version": version.number, "message": message}
     )
+
+
+WEIGHTS = Uploads(UPLOAD_TYPES, TENSORS_WANTED, large=True)
+FILES = Uploads(
+    UPLOAD_TYPES,
+    "the files must come as a form: curl -F name=NAME -F weights=@FILE -F config=@adapter_config.json",
+    reads_json=False,
+    large=True,
+)
+TEXT = {"text/plain": {"example": "Success"}}
+UPLOADED = {"multipart/form-data": {"schema": UPLOAD_FORM}}
+PUBLISHED = {
+    "application/json": {"schema": UpdateWeightsBody.model_json_schema(by_alias=False)},
+    RAW_TYPES[0]: {"schema": {"type": "string", "format": "binary"}},
+}
+trainers = partial(Route, role="trainer")
+ROUTES = (
+    Route("/v1/adapters", "GET", Adapters.adapters, AdapterList, "The adapters there are"),
+    trainers("/v1/adapters/load", "POST", Adapters.load, AdapterChanged, "Load an adapter from a folder"),
+    trainers("/load_adapter", "POST", Adapters.load, AdapterChanged, "Load an adapter from a folder"),
+    trainers("/v1/adapters/unload", "POST", Adapters.unload, AdapterChanged, "Unload an adapter"),
+    trainers("/unload_adapter", "POST", Adapters.unload, AdapterChanged, "Unload an adapter"),
+    trainers("/v1/adapters/rollback", "POST", Adapters.rollback, AdapterChanged, "Back to an earlier version"),
+    trainers("/v1/adapters/pin", "POST", Adapters.pin, AdapterChanged, "Keep a version"),
+    trainers("/v1/adapters/unpin", "POST", Adapters.unpin, AdapterChanged, "Keep a version no longer"),
+    Route("/model/switch-lora", "POST", Adapters.switch, Switched, "What the model's own name serves", role="admin"),
+    trainers(
+        "/v1/load_lora_adapter", "POST", Adapters.vllm_load, AnswerBody, "Load an adapter, as vLLM does", content=TEXT
+    ),
+    trainers(
+        "/v1/unload_lora_adapter",
+        "POST",
+        Adapters.vllm_unload,
+        AnswerBody,
+        "Unload an adapter, as vLLM does",
+        content=TEXT,
+    ),
+    trainers(
+        "/update_adapter_weights",
+        "POST",
+        Adapters.update,
+        AdapterChanged,
+        "Publish weights that come in the body",
+        uploads=WEIGHTS,
+        body=PUBLISHED,
+    ),
+    *(
+        trainers(
+            path,
+            "POST",
+            Adapters.upload,
+            AdapterChanged,
+            "Publish an adapter from uploaded files",
+            uploads=FILES,
+            body=UPLOADED,
+        )
+        for path in ("/v1/adapters/upload", "/upload_adapter")
+    ),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(route_class=JSONRoute, tags=["Adapters"])
+    add_routes(routes, ROUTES, Adapters(context))
+    return routes

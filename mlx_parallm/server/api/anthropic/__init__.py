@@ -4,35 +4,20 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.server.api.anthropic.answers import AnthropicError, MessageAnswer, TokenCount
+from mlx_parallm.server.api.anthropic.answers import MessageAnswer, TokenCount
 from mlx_parallm.server.api.anthropic.body import CountTokensBody, MessagesBody
+from mlx_parallm.server.api.anthropic.errors import ANTHROPIC
 from mlx_parallm.server.api.anthropic.writer import MessageOptions, MessageWriter
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.error_shapes import ANTHROPIC_PATH
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.responses import respond
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.service import answer_name
 from mlx_parallm.types import SamplingParams
 
 EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
-
-
-def router(context: ServerContext) -> APIRouter:
-    routes, messages = APIRouter(route_class=JSONRoute, tags=["Anthropic"]), MessageRoutes(context)
-    add_routes(
-        routes,
-        (ANTHROPIC_PATH, "POST", messages.create, MessageAnswer, "Answer a conversation"),
-        answer=EVENTS,
-        error=AnthropicError,
-    )
-    add_routes(
-        routes,
-        (f"{ANTHROPIC_PATH}/count_tokens", "POST", messages.count_tokens, TokenCount, "Count a prompt's tokens"),
-        error=AnthropicError,
-    )
-    return routes
 
 
 class MessageRoutes:
@@ -64,3 +49,30 @@ class MessageRoutes:
         else:  # there is no limit to what can be counted
             tokens = (await self._tokenizers.render(served, turn.conversation, False)).tokens
         return JSONResponse({"input_tokens": len(tokens)})
+
+
+ROUTES = (
+    Route(
+        "/v1/messages",
+        "POST",
+        MessageRoutes.create,
+        MessageAnswer,
+        "Answer a conversation",
+        error_shape=ANTHROPIC,
+        content=EVENTS,
+    ),
+    Route(
+        "/v1/messages/count_tokens",
+        "POST",
+        MessageRoutes.count_tokens,
+        TokenCount,
+        "Count a prompt's tokens",
+        error_shape=ANTHROPIC,
+    ),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(route_class=JSONRoute, tags=["Anthropic"])
+    add_routes(routes, ROUTES, MessageRoutes(context))
+    return routes

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.api.anthropic.errors import anthropic_error
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.error_shapes import Failure, anthropic_error
+from mlx_parallm.server.error_shapes import Failure
 from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.responses import one_line
 from mlx_parallm.text.parsers.calls import CallDelta, read_arguments

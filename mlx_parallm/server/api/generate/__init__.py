@@ -18,6 +18,7 @@ from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import completion_call
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.responses import respond
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.service import GenerationService, answer_name
 
@@ -46,13 +47,6 @@ GenerateInput = Annotated[
 ]
 
 
-def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["RL data plane"])
-    route = ("/generate", "POST", Generate(context.service).generate, Generated, "Sample from the policy")
-    add_routes(routes, route, streams=True)
-    return routes
-
-
 class Generate:
     def __init__(self, service: GenerationService) -> None:
         self._service = service
@@ -71,3 +65,12 @@ class Generate:
         else:
             writer = OwnWriter(body, generation, request_id)
         return await respond(generation, writer, request)
+
+
+ROUTES = (Route("/generate", "POST", Generate.generate, Generated, "Sample from the policy", streams=True),)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(route_class=JSONRoute, tags=["RL data plane"])
+    add_routes(routes, ROUTES, Generate(context.service))
+    return routes

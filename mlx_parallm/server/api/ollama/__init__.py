@@ -1,6 +1,7 @@
 """Ollama's dialect: chats, prompts, embeddings, and which models there are, for clients that know Ollama alone."""
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,7 +13,6 @@ from mlx_parallm.server.api.ollama.answers import (
     OllamaChatAnswer,
     OllamaEmbedAnswer,
     OllamaEmbeddingAnswer,
-    OllamaError,
     OllamaGenerateAnswer,
     OllamaProcesses,
     OllamaShown,
@@ -20,10 +20,12 @@ from mlx_parallm.server.api.ollama.answers import (
     OllamaVersion,
 )
 from mlx_parallm.server.api.ollama.embeddings import OllamaEmbeddings
+from mlx_parallm.server.api.ollama.errors import OLLAMA
 from mlx_parallm.server.api.ollama.generation import OllamaGeneration
 from mlx_parallm.server.api.ollama.models import OllamaModels
 from mlx_parallm.server.api.ollama.names import ModelNames
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 
 LINES = {"application/x-ndjson": {"schema": {"type": "string"}}}
@@ -47,30 +49,26 @@ class AnyTypeRoute(JSONRoute):
         return handle
 
 
+ollama = partial(Route, error_shape=OLLAMA)
+ROUTES = (
+    ollama("/api/chat", "POST", OllamaGeneration.chat, OllamaChatAnswer, "Answer a conversation", content=LINES),
+    ollama("/api/generate", "POST", OllamaGeneration.generate, OllamaGenerateAnswer, "Answer a prompt", content=LINES),
+    ollama("/api/embed", "POST", OllamaEmbeddings.embed, OllamaEmbedAnswer, "Texts to vectors"),
+    ollama("/api/embeddings", "POST", OllamaEmbeddings.embeddings, OllamaEmbeddingAnswer, "A text to its vector"),
+    ollama("/api/tags", "GET", OllamaModels.tags, OllamaTags, "The served models"),
+    ollama("/api/show", "POST", OllamaModels.show, OllamaShown, "One served model"),
+    ollama("/api/ps", "GET", OllamaModels.ps, OllamaProcesses, "The models in memory"),
+    ollama("/api/version", "GET", OllamaModels.version, OllamaVersion, "The version of Ollama's API"),
+    *(ollama(path, method, OllamaModels.refuse) for path, method in REFUSED),
+    ollama("/api/tags", "HEAD", OllamaModels.tags),
+    ollama("/api/version", "HEAD", OllamaModels.version),
+    Route("/", "GET", OllamaModels.root),
+    Route("/", "HEAD", OllamaModels.root),
+)
+
+
 def router(context: ServerContext) -> APIRouter:
     routes, names = APIRouter(route_class=AnyTypeRoute, tags=["Ollama"]), ModelNames(context)
-    generation, embeddings = OllamaGeneration(context, names), OllamaEmbeddings(context, names)
-    models = OllamaModels(context, names)
-    add_routes(
-        routes,
-        ("/api/chat", "POST", generation.chat, OllamaChatAnswer, "Answer a conversation"),
-        ("/api/generate", "POST", generation.generate, OllamaGenerateAnswer, "Answer a prompt"),
-        answer=LINES,
-        error=OllamaError,
-    )
-    add_routes(
-        routes,
-        ("/api/embed", "POST", embeddings.embed, OllamaEmbedAnswer, "Texts to vectors"),
-        ("/api/embeddings", "POST", embeddings.embeddings, OllamaEmbeddingAnswer, "A text to its vector"),
-        ("/api/tags", "GET", models.tags, OllamaTags, "The served models"),
-        ("/api/show", "POST", models.show, OllamaShown, "One served model"),
-        ("/api/ps", "GET", models.ps, OllamaProcesses, "The models in memory"),
-        ("/api/version", "GET", models.version, OllamaVersion, "The version of Ollama's API"),
-        error=OllamaError,
-    )
-    for path, method in REFUSED:
-        routes.add_api_route(path, models.refuse, methods=[method], include_in_schema=False, response_model=None)
-    for path, endpoint in (("/", models.root), ("/api/tags", models.tags), ("/api/version", models.version)):
-        methods = ["GET", "HEAD"] if path == "/" else ["HEAD"]
-        routes.add_api_route(path, endpoint, methods=methods, include_in_schema=False, response_model=None)
+    owners = OllamaGeneration(context, names), OllamaEmbeddings(context, names), OllamaModels(context, names)
+    add_routes(routes, ROUTES, *owners)
     return routes

@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.api.ollama.errors import ollama_error
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.error_shapes import Failure, ollama_error
+from mlx_parallm.server.error_shapes import Failure
 from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.responses import one_line
 from mlx_parallm.text.parsers.calls import CallDelta, read_arguments

@@ -8,24 +8,22 @@ from mlx_parallm.server.api.openai.completions import CompletionAnswer, Completi
 from mlx_parallm.server.api.openai.embeddings import EmbeddingAnswer, EmbeddingRoutes
 from mlx_parallm.server.api.openai.models import Model, ModelList, ModelRoutes
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
+
+ROUTES = (
+    Route("/v1/completions", "POST", CompletionRoutes.complete, CompletionAnswer, "Continue text", streams=True),
+    Route("/v1/chat/completions", "POST", ChatRoutes.complete, ChatCompletion, "Answer a conversation", streams=True),
+    Route("/v1/embeddings", "POST", EmbeddingRoutes.embed, EmbeddingAnswer, "Texts to vectors"),
+    Route("/v1/models", "GET", ModelRoutes.models, ModelList, "The served models", replicas="models"),
+    Route("/models", "GET", ModelRoutes.models, ModelList, "The served models", replicas="models"),
+    Route("/v1/models/{model_id:path}", "GET", ModelRoutes.model, Model, "One served model"),
+)
 
 
 def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
     completions, chat = CompletionRoutes(context.service), ChatRoutes(context.service)
     embeddings, models = EmbeddingRoutes(context), ModelRoutes(context.models, context.runtime.pool)
-    add_routes(
-        routes,
-        ("/v1/completions", "POST", completions.complete, CompletionAnswer, "Continue text"),
-        ("/v1/chat/completions", "POST", chat.complete, ChatCompletion, "Answer a conversation"),
-        streams=True,
-    )
-    add_routes(
-        routes,
-        ("/v1/embeddings", "POST", embeddings.embed, EmbeddingAnswer, "Texts to vectors"),
-        ("/v1/models", "GET", models.models, ModelList, "The served models"),
-        ("/models", "GET", models.models, ModelList, "The served models"),
-        ("/v1/models/{model_id:path}", "GET", models.model, Model, "One served model"),
-    )
+    add_routes(routes, ROUTES, completions, chat, embeddings, models)
     return routes

@@ -12,10 +12,12 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.errors import NotFoundError
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.server.api.ops.metrics import HISTOGRAMS, EngineCollector, PoolCollector, TrainingCollector
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import add_routes
 from mlx_parallm.server.schema import AnswerBody
 
@@ -84,24 +86,6 @@ class Flushed(AnswerBody):
     flushed_blocks: int
 
 
-def router(context: ServerContext) -> APIRouter:
-    routes, operations = APIRouter(tags=["Operations"]), Operations(context)
-    routes.add_api_route("/health", operations.health, methods=["HEAD"], include_in_schema=False, response_model=None)
-    add_routes(
-        routes,
-        ("/health", "GET", operations.health, Health, "Whether the engine is alive"),
-        ("/debug/metrics", "GET", operations.debug_metrics, DebugMetrics, "The engine's counters"),
-        ("/flush_cache", "POST", operations.flush_cache, Flushed, "Forget cached prompts"),
-        ("/reset_prefix_cache", "POST", operations.flush_cache, Flushed, "Forget cached prompts"),
-    )
-    add_routes(
-        routes,
-        ("/metrics", "GET", operations.metrics, MetricsSummary, "Prometheus metrics"),
-        answer={"text/plain": {"example": "mlx_parallm_queue_depth 0.0"}},
-    )
-    return routes
-
-
 class Operations:
     def __init__(self, context: ServerContext) -> None:
         self._models = context.models
@@ -133,6 +117,10 @@ class Operations:
             "flush_interval_ms": 1000 * self._config.batch.batch_timeout,
         }
         return JSONResponse(summary)
+
+    async def cluster(self) -> Response:
+        """A server alone has none to join."""
+        raise NotFoundError("this server does not share its model: --share-model has it do so")
 
     async def flush_cache(self) -> Response:
         """Forgets every cached block that no running request is using, and checks that the books balance."""
@@ -166,3 +154,48 @@ def debug_summary(metrics: EngineMetrics) -> dict[str, Any]:
         "decode_tps_last": metrics.decode_rate.last,
         "decode_tps_avg": metrics.decode_rate.average,
     }
+
+
+CLUSTER_PATH = "/debug/cluster"  # the front of replicas answers it, where --share-model says so
+ROUTES = (
+    Route("/health", "HEAD", Operations.health, role=None, probe=True, replicas="health"),
+    Route(
+        "/health",
+        "GET",
+        Operations.health,
+        Health,
+        "Whether the engine is alive",
+        role=None,
+        probe=True,
+        replicas="health",
+    ),
+    Route(
+        "/metrics",
+        "GET",
+        Operations.metrics,
+        MetricsSummary,
+        "Prometheus metrics",
+        role=None,  # for scrapers, as vLLM leaves it
+        probe=True,
+        replicas="metrics",
+        content={"text/plain": {"example": "mlx_parallm_queue_depth 0.0"}},
+    ),
+    Route(
+        "/debug/metrics",
+        "GET",
+        Operations.debug_metrics,
+        DebugMetrics,
+        "The engine's counters",
+        role="admin",
+        replicas="whole_and_parts",
+    ),
+    Route("/flush_cache", "POST", Operations.flush_cache, Flushed, "Forget cached prompts", role="trainer"),
+    Route("/reset_prefix_cache", "POST", Operations.flush_cache, Flushed, "Forget cached prompts", role="trainer"),
+    Route(CLUSTER_PATH, "GET", Operations.cluster, role="admin", replicas="join"),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(tags=["Operations"])
+    add_routes(routes, ROUTES, Operations(context))
+    return routes

@@ -8,18 +8,36 @@ from mlx_parallm.server.api.predict.act import ActRoutes
 from mlx_parallm.server.api.predict.bodies import ActBody, Acted, PredictBody, Predicted
 from mlx_parallm.server.api.predict.predict import PredictRoutes
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.route_table import TENSORS_WANTED, Route, Uploads
 from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.schema import Body
 from mlx_parallm.tensors import SAFETENSORS_TYPES
 
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
+TENSORS = Uploads(frozenset(SAFETENSORS_TYPES), TENSORS_WANTED)
+
+
+def _content(body: type[Body]) -> dict[str, Any]:
+    return {"application/json": {"schema": body.model_json_schema(by_alias=False)}, SAFETENSORS_TYPES[0]: BINARY}
+
+
+ROUTES = (
+    Route(
+        "/v1/predict",
+        "POST",
+        PredictRoutes.predict,
+        Predicted,
+        "Run a network",
+        uploads=TENSORS,
+        body=_content(PredictBody),
+    ),
+    Route("/v1/rl/act", "POST", ActRoutes.act, Acted, "Actions of a policy", uploads=TENSORS, body=_content(ActBody)),
+)
+
+
 def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(route_class=JSONRoute, tags=["Networks and policies"])
-    for route, body in (
-        (("/v1/predict", "POST", PredictRoutes(context).predict, Predicted, "Run a network"), PredictBody),
-        (("/v1/rl/act", "POST", ActRoutes(context).act, Acted, "Actions of a policy"), ActBody),
-    ):
-        content: dict[str, Any] = {"application/json": {"schema": body.model_json_schema(by_alias=False)}}
-        add_routes(routes, route, body=content | {SAFETENSORS_TYPES[0]: BINARY})
+    add_routes(routes, ROUTES, PredictRoutes(context), ActRoutes(context))
     return routes

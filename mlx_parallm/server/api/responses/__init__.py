@@ -6,6 +6,8 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,39 @@ from mlx_parallm.server.api.responses.answers import InputItemList, InputTokenCo
 from mlx_parallm.server.api.responses.routes import ResponseRoutes
 from mlx_parallm.server.api.responses.store import ResponseStore
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.error_shapes import OPENAI
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
+
+SHAPE = replace(OPENAI, named_events=True)
+STORED = "/v1/responses/{response_id}"
+# What only reads, counts or cancels does not count in a key's limits.
+stored = partial(Route, error_shape=SHAPE, counted=False, replicas="owner")
+ROUTES = (
+    Route(
+        "/v1/responses",
+        "POST",
+        ResponseRoutes.create,
+        ResponseAnswer,
+        "Answer items with items",
+        error_shape=SHAPE,
+        replicas="creates",
+        streams=True,
+    ),
+    Route(
+        "/v1/responses/input_tokens",
+        "POST",
+        ResponseRoutes.count,
+        InputTokenCount,
+        "Count the tokens of an input",
+        error_shape=SHAPE,
+        counted=False,
+    ),
+    stored(STORED, "GET", ResponseRoutes.retrieve, ResponseAnswer, "A stored response"),
+    stored(STORED, "DELETE", ResponseRoutes.delete, ResponseDeleted, "Remove a stored response"),
+    stored(f"{STORED}/cancel", "POST", ResponseRoutes.cancel, ResponseAnswer, "Cancel a background response"),
+    stored(f"{STORED}/input_items", "GET", ResponseRoutes.input_items, InputItemList, "What a response was given"),
+)
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -30,17 +64,5 @@ def router(context: ServerContext) -> APIRouter:
         await store.close()
 
     routes = APIRouter(route_class=JSONRoute, tags=["OpenAI Responses"], lifespan=lifespan)
-    responses = ResponseRoutes(context.service, store)
-    one = "/v1/responses/{response_id}"
-    add_routes(
-        routes, ("/v1/responses", "POST", responses.create, ResponseAnswer, "Answer items with items"), streams=True
-    )
-    add_routes(
-        routes,
-        ("/v1/responses/input_tokens", "POST", responses.count, InputTokenCount, "Count the tokens of an input"),
-        (one, "GET", responses.retrieve, ResponseAnswer, "A stored response"),
-        (one, "DELETE", responses.delete, ResponseDeleted, "Remove a stored response"),
-        (f"{one}/cancel", "POST", responses.cancel, ResponseAnswer, "Cancel a background response"),
-        (f"{one}/input_items", "GET", responses.input_items, InputItemList, "What a response was given"),
-    )
+    add_routes(routes, ROUTES, ResponseRoutes(context.service, store))
     return routes

@@ -23,30 +23,13 @@ from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.predictors import ServedPredictor
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.text_inputs import EncodedText, encode_texts, numbered
 from mlx_parallm.types import ClassifierInfo, EmbeddingInfo, PredictorInfo
 
 CLASSIFIERS = ("classifier", "reward")
 RERANKERS = ("classifier", "reward", "embedding")
-
-
-def router(context: ServerContext) -> APIRouter:
-    routes, scoring = APIRouter(route_class=JSONRoute, tags=["Classify and rank"]), ScoringRoutes(context)
-    add_routes(
-        routes,
-        ("/v1/classifications", "POST", scoring.classify, Classifications, "Classify texts"),
-        ("/classify", "POST", scoring.classify, Classifications, "Classify texts, as vLLM"),
-        ("/v1/rewards/score", "POST", scoring.reward, Scored, "Score texts with a reward model"),
-        ("/pooling", "POST", scoring.reward, Scored, "Score texts with a reward model, as vLLM"),
-        ("/v1/pool", "POST", scoring.reward, Scored, "Score texts with a reward model, as vLLM"),
-        ("/v1/score", "POST", scoring.score, Scored, "Score pairs of texts, or texts with a reward model"),
-        ("/score", "POST", scoring.score, Scored, "Score pairs of texts, as vLLM"),
-        ("/v1/rerank", "POST", scoring.rerank, Ranking, "Rank documents by a query"),
-        ("/rerank", "POST", scoring.rerank, Ranking, "Rank documents by a query"),
-        ("/v2/rerank", "POST", scoring.rerank_v2, Ranking, "Rank documents by a query, as Cohere's second version"),
-    )
-    return routes
 
 
 class ScoringRoutes:
@@ -184,3 +167,27 @@ def _list(prefix: str, model: str, data: list[dict[str, Any]], count: int) -> di
         "data": data,
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
+
+
+CLASSIFY = ScoringRoutes.classify, Classifications
+REWARD = ScoringRoutes.reward, Scored
+ROUTES = (
+    Route("/v1/classifications", "POST", *CLASSIFY, "Classify texts"),
+    Route("/classify", "POST", *CLASSIFY, "Classify texts, as vLLM"),
+    Route("/v1/rewards/score", "POST", *REWARD, "Score texts with a reward model"),
+    Route("/pooling", "POST", *REWARD, "Score texts with a reward model, as vLLM"),
+    Route("/v1/pool", "POST", *REWARD, "Score texts with a reward model, as vLLM"),
+    Route("/v1/score", "POST", ScoringRoutes.score, Scored, "Score pairs of texts, or texts with a reward model"),
+    Route("/score", "POST", ScoringRoutes.score, Scored, "Score pairs of texts, as vLLM"),
+    Route("/v1/rerank", "POST", ScoringRoutes.rerank, Ranking, "Rank documents by a query"),
+    Route("/rerank", "POST", ScoringRoutes.rerank, Ranking, "Rank documents by a query"),
+    Route(
+        "/v2/rerank", "POST", ScoringRoutes.rerank_v2, Ranking, "Rank documents by a query, as Cohere's second version"
+    ),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(route_class=JSONRoute, tags=["Classify and rank"])
+    add_routes(routes, ROUTES, ScoringRoutes(context))
+    return routes

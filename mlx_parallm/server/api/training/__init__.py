@@ -46,6 +46,7 @@ from mlx_parallm.server.disconnect import client_left, unless_left
 from mlx_parallm.server.errors import ClientLeft, JSONResponse
 from mlx_parallm.server.limits import completion_length
 from mlx_parallm.server.models import ServedModel, adapter_names
+from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.types import RolloutCall, RolloutSample, SamplingParams
 from mlx_parallm.validation import check_ids
@@ -56,20 +57,6 @@ WAIT_SECONDS = 10.0  # for which each does
 FIRST_LOOK, LAST_LOOK = 0.02, 0.5  # seconds between two looks at whether the answer is there
 
 T = TypeVar("T")
-
-
-def router(context: ServerContext) -> APIRouter:
-    routes, training = APIRouter(route_class=JSONRoute, tags=["Training"]), TrainingRoutes(context)
-    add_routes(
-        routes,
-        ("/v1/training/update", "POST", training.update, Updated, "One update now"),
-        ("/v1/training/status", "GET", training.status, TrainingStatus, "How training goes"),
-        ("/v1/training/feedback", "POST", training.feedback, FeedbackTaken, "Reward an earlier answer"),
-        ("/training/checkpoint", "POST", training.checkpoint, CheckpointWritten, "Write a checkpoint"),
-        ("/debug/training", "GET", training.debug, TrainingInternals, "The trainer's internals"),
-        ("/v1/rl/rollout", "POST", training.rollout, Rollout, "Sample, score, and perhaps learn"),
-    )
-    return routes
 
 
 class TrainingRoutes:
@@ -316,3 +303,33 @@ def _group(group: Sequence[RolloutSample]) -> dict[str, Any]:
             for sample in group
         ],
     }
+
+
+ROUTES = (
+    Route("/v1/training/update", "POST", TrainingRoutes.update, Updated, "One update now", role="trainer"),
+    Route("/v1/training/status", "GET", TrainingRoutes.status, TrainingStatus, "How training goes"),
+    Route(
+        "/v1/training/feedback",
+        "POST",
+        TrainingRoutes.feedback,
+        FeedbackTaken,
+        "Reward an earlier answer",
+        audited=True,
+    ),
+    Route(
+        "/training/checkpoint",
+        "POST",
+        TrainingRoutes.checkpoint,
+        CheckpointWritten,
+        "Write a checkpoint",
+        role="trainer",
+    ),
+    Route("/debug/training", "GET", TrainingRoutes.debug, TrainingInternals, "The trainer's internals", role="trainer"),
+    Route("/v1/rl/rollout", "POST", TrainingRoutes.rollout, Rollout, "Sample, score, and perhaps learn", audited=True),
+)
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = APIRouter(route_class=JSONRoute, tags=["Training"])
+    add_routes(routes, ROUTES, TrainingRoutes(context))
+    return routes

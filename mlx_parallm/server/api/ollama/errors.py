@@ -1,0 +1,13 @@
+"""Ollama's shape of errors."""
+
+from typing import Any
+
+from mlx_parallm.server.api.ollama.answers import OllamaError
+from mlx_parallm.server.error_shapes import ErrorShape, Failure
+
+
+def ollama_error(failure: Failure, request_id: str = "") -> dict[str, Any]:
+    return {"error": failure.text}
+
+
+OLLAMA = ErrorShape(ollama_error, OllamaError)

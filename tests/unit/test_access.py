@@ -8,22 +8,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.access import (
-    ADMIN_PREFIXES,
-    OPEN_PATHS,
-    TRAINER_PREFIXES,
-    UPLOAD_PATHS,
     AccessControl,
     Authentication,
     OriginGuard,
     check_exposure,
-    is_audited,
     is_loopback,
     is_loopback_address,
-    role_needed,
 )
+from mlx_parallm.server.api import route_table
 from mlx_parallm.server.keys import Key, KeyLimits, KeyRing, Role
 from mlx_parallm.server.logins import COOKIE, Logins
 from tests.rights import ADMIN, ALL, OPEN, TRAINER, USER, rights_of
+
+ROUTES = route_table()
 
 SECRETS: dict[str, str] = {"user": "open", "trainer": "teach", "admin": "sesame"}
 
@@ -35,7 +32,7 @@ def keys(*roles: Role) -> list[Key]:
 def guarded(app: ASGIApp, *given: Key | Role) -> Authentication:
     """An application behind keys, or behind those of some roles."""
     found = [key for one in given for key in ([one] if isinstance(one, Key) else keys(one))]
-    return Authentication(app, AccessControl(KeyRing(found)))
+    return Authentication(app, AccessControl(KeyRing(found)), ROUTES)
 
 
 async def ask(app: ASGIApp, path: str, method: str = "GET", **options: object) -> tuple[int, str | None, str]:
@@ -77,31 +74,53 @@ async def test_every_route_with_every_key(path: str) -> None:
         assert (await ask(guard, path, **bearer(SECRETS[role])))[0] == status, role
 
 
-def test_every_route_has_one_role() -> None:
+def test_every_route_has_the_role_that_it_should_have() -> None:
     assert sum(map(len, (OPEN, USER, TRAINER, ADMIN))) == len(ALL)
-    assert {path: role_needed(path) or "open" for path in ALL} == {path: rights_of(path) for path in ALL}
-    assert OPEN_PATHS == OPEN
+    declared = {route.name: route.role or "open" for route in ROUTES.routes}
+    assert {path: declared[path] for path in ALL} == {path: rights_of(path) for path in ALL}
+    assert {path for path, role in declared.items() if role == "open"} == OPEN | {"/dashboard/static/{name}"}
 
 
-@pytest.mark.parametrize(("prefixes", "paths"), [(ADMIN_PREFIXES, ADMIN), (TRAINER_PREFIXES, TRAINER)])
-def test_no_prefix_is_idle_and_none_covers_a_users_route(prefixes: tuple[str, ...], paths: set[str]) -> None:
-    for prefix in prefixes:
-        assert any(path.startswith(prefix) for path in paths), prefix
-        others = [other for other in prefixes if other != prefix]
-        assert any(not path.startswith(tuple(others)) for path in paths), f"{prefix} could be left out"
-        assert not any(path.startswith(prefix) for path in USER | OPEN), prefix
+def test_a_path_has_one_role_and_what_is_not_there_is_a_users() -> None:
+    roles: dict[str, set[str | None]] = {}
+    for route in ROUTES.routes:
+        roles.setdefault(route.path, set()).add(route.role)
+    assert {path: found for path, found in roles.items() if len(found) > 1} == {}
+    assert ROUTES.find("GET", "/no/such/path").role == "user"
+    assert ROUTES.find("GET", "/v1/models/load").role == "admin"  # a method that is not there
+    assert ROUTES.find("GET", "/v1/models/home/model").role == "user"
 
 
 def test_what_stands_in_the_audit_log() -> None:
-    audited = {path for path in ALL if is_audited("POST", path)}
+    audited = {path for path in ALL if any(route.is_audited for route in ROUTES.routes if route.name == path)}
+    changing = {path for path in ALL if any(route.changes for route in ROUTES.routes if route.name == path)}
     assert audited - TRAINER - ADMIN == {
         "/v1/training/feedback",
         "/v1/rl/rollout",
         "/dashboard/login",
         "/dashboard/logout",
     }
-    assert audited >= TRAINER | ADMIN
-    assert not any(is_audited("GET", path) for path in ALL)
+    assert audited >= (TRAINER | ADMIN) & changing
+    assert not any(ROUTES.find("GET", path).is_audited for path in ALL)
+
+
+def test_what_counts_in_the_limits_of_a_key() -> None:
+    def counts(method: str, path: str) -> bool:
+        return ROUTES.find(method, path).is_counted
+
+    assert counts("POST", "/v1/chat/completions")
+    assert counts("POST", "/v1/responses")
+    assert counts("POST", "/no/such/path")
+    for method, path in (
+        ("GET", "/v1/models"),
+        ("GET", "/v1/chat/completions"),
+        ("POST", "/dashboard/login"),
+        ("POST", "/metrics"),
+        ("POST", "/v1/responses/input_tokens"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+        ("DELETE", "/v1/responses/resp_1"),
+    ):
+        assert not counts(method, path), path
 
 
 async def test_the_files_of_the_dashboard_need_no_key_and_its_data_an_admin_s() -> None:
@@ -115,7 +134,7 @@ async def test_the_route_gets_the_request_s_own_body() -> None:
     async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         await PlainTextResponse((await receive())["body"])(scope, receive, send)
 
-    guards = OriginGuard(guarded(echo, "user"), None, [])
+    guards = OriginGuard(guarded(echo, "user"), None, [], ROUTES)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guards), base_url="http://x") as calls:
         answer = await calls.post("/v1/completions", content=b"{}", headers={"content-type": "application/json"})
         assert answer.status_code == 401
@@ -168,7 +187,7 @@ async def test_the_scheme_may_be_written_in_any_case() -> None:
 
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
 async def test_bodies_need_no_type_unless_a_page_sends_them(kind: str | None) -> None:
-    guard = OriginGuard(BEHIND, None, ["https://friend.example"])
+    guard = OriginGuard(BEHIND, None, ["https://friend.example"], ROUTES)
     headers = {} if kind is None else {"Content-Type": kind}
     friend = headers | {"Origin": "https://friend.example"}
     for path in ("/api/chat", "/v1/completions"):
@@ -221,7 +240,7 @@ async def test_what_is_no_http_passes_both_guards() -> None:
     async def app(scope: dict[str, str], receive: object, send: object) -> None:
         seen.append(scope["type"])
 
-    for guard in (guarded(app, "user"), OriginGuard(app, ["llm"], [])):  # type: ignore[arg-type]
+    for guard in (guarded(app, "user"), OriginGuard(app, ["llm"], [], ROUTES)):  # type: ignore[arg-type]
         await guard({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
     assert seen == ["lifespan", "lifespan"]
 
@@ -261,14 +280,14 @@ async def test_a_request_leaves_however_it_ends() -> None:
     access = AccessControl(KeyRing([Key.of("c", "user", "c", limits=KeyLimits(concurrency=1))]))
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
-            await raw(Authentication(fail, access), "/v1/completions", Authorization="Bearer c")
-    assert (await raw(Authentication(BEHIND, access), "/x", Authorization="Bearer c")).status_code == 200
+            await raw(Authentication(fail, access, ROUTES), "/v1/completions", Authorization="Bearer c")
+    assert (await raw(Authentication(BEHIND, access, ROUTES), "/x", Authorization="Bearer c")).status_code == 200
 
 
 async def test_a_cookie_has_the_role_of_its_key() -> None:
     ring = KeyRing(keys("user", "trainer", "admin"))
     access = AccessControl(ring)
-    guard = Authentication(BEHIND, access)
+    guard = Authentication(BEHIND, access, ROUTES)
     for role, allowed in (("user", (200, 403, 403)), ("trainer", (200, 200, 403)), ("admin", (200, 200, 200))):
         token = access.logins.begin(next(key for key in ring.keys if key.role == role))
         cookie = f"other=1; {COOKIE}={token}"
@@ -281,7 +300,7 @@ async def test_a_cookie_has_the_role_of_its_key() -> None:
 async def test_a_cookie_is_for_the_servers_own_pages_alone() -> None:
     access = AccessControl(KeyRing(keys("admin", "user")))
     cookie = f"{COOKIE}={access.logins.begin(access.ring.keys[0])}"
-    guard = OriginGuard(Authentication(BEHIND, access), None, ["*"])
+    guard = OriginGuard(Authentication(BEHIND, access, ROUTES), None, ["*"], ROUTES)
     assert (await raw(guard, "/pause", Cookie=cookie, Origin="http://localhost:8000")).status_code == 200
     for origin in ("http://localhost:3000", "https://evil.example", "null"):
         assert (await raw(guard, "/pause", Cookie=cookie, Origin=origin)).status_code == 401
@@ -335,7 +354,7 @@ def test_logins_hold_wherever_the_secret_is_known() -> None:
 
 
 def local() -> OriginGuard:
-    return OriginGuard(BEHIND, ["LLM.example"], ["https://App.example/"])
+    return OriginGuard(BEHIND, ["LLM.example"], ["https://App.example/"], ROUTES)
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "ip6-localhost", "127.0.0.1:1", "[::1]", "llm.example:80", ""])
@@ -354,7 +373,7 @@ async def test_names_that_it_does_not_answer_to(host: str) -> None:
 
 @pytest.mark.parametrize("hosts", [None, ["*"], ["a", "*"]])
 async def test_any_name_where_nothing_binds_it(hosts: list[str] | None) -> None:
-    guard = OriginGuard(BEHIND, hosts, [])
+    guard = OriginGuard(BEHIND, hosts, [], ROUTES)
     assert (await ask(guard, "/v1/models", headers={"Host": "evil.example"}))[0] == 200
 
 
@@ -389,7 +408,7 @@ async def test_pages_that_may_not(origin: str) -> None:
 async def test_its_own_pages_over_both_schemes_and_all_where_all_may() -> None:
     own = {"headers": {"Origin": "https://Localhost:8000", "Host": "LOCALHOST:8000"}}
     assert (await ask(local(), "/resume", "POST", **own))[0] == 200
-    anybody = OriginGuard(BEHIND, None, ["*"])
+    anybody = OriginGuard(BEHIND, None, ["*"], ROUTES)
     assert (await ask(anybody, "/resume", "POST", headers={"Origin": "https://evil.example"}))[0] == 200
 
 
@@ -446,7 +465,7 @@ async def test_the_refusal_says_what_to_send() -> None:
     form = await message("/update_adapter_weights", "application/x-www-form-urlencoded")
     assert form.startswith("the body must be JSON, sent with")
     assert "as a form (application/x-www-form-urlencoded), which is what curl -d" in form
-    for path in UPLOAD_PATHS - {"/update_adapter_weights"}:
+    for path in ("/v1/adapters/upload", "/upload_adapter"):
         assert (await message(path, "text/plain")).startswith("the files must come as a form: curl -F name=NAME")
     assert len(await message("/resume", "x" * 500)) < 250
     assert not (await ask(local(), "/resume", "POST", content=b"x", headers=PAGE))[2].endswith("it came as ")

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.audit import AuditLog
-from mlx_parallm.server.route_paths import UNKNOWN, RoutePaths
+from mlx_parallm.server.route_table import UNKNOWN, Route, RouteTable, not_ours, route_name
 from mlx_parallm.server.tokenizers import TokenizedPrompts, own_images
 from mlx_parallm.types import ImageInput, PromptImages
 
@@ -49,15 +49,9 @@ def test_a_file_that_can_not_be_written_ends_the_start(tmp_path: Path) -> None:
         AuditLog(tmp_path / "none" / "audit.jsonl")
 
 
-class FakeRoute:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-
 def test_a_path_is_called_by_its_route() -> None:
-    paths = RoutePaths(
-        [FakeRoute(path) for path in ("/v1/models/{name:path}", "/v1/models/load", "/pause", "/a/{b}/c")]
-    )  # type: ignore[misc]
+    paths = ("/v1/models/{name:path}", "/v1/models/load", "/pause", "/a/{b}/c")
+    routes = RouteTable(Route(path, "POST", not_ours) for path in paths)
     for path, found in (
         ("/pause", "/pause"),
         ("/v1/models/load", "/v1/models/load"),
@@ -67,7 +61,10 @@ def test_a_path_is_called_by_its_route() -> None:
         ("/pause/secret", UNKNOWN),
         ("", UNKNOWN),
     ):
-        assert paths.find(path) == found
+        for method in ("POST", "GET"):
+            scope = {"method": method, "path": path}
+            routes.of(scope)
+            assert route_name(scope) == found
 
 
 def test_features_of_images_are_kept_for_each_tenant() -> None:

@@ -9,6 +9,7 @@ import pytest
 from mlx_parallm.cluster import views
 from mlx_parallm.cluster.dashboard import EventMerger, send_merged, whole_history, whole_snapshot
 from mlx_parallm.metrics import EngineMetrics
+from mlx_parallm.server.api import route_table
 from mlx_parallm.server.dashboard.snapshot import Reading, cache, memory, points, rates
 
 
@@ -74,12 +75,18 @@ def test_charts_of_all_replicas_have_one_point_a_second() -> None:
     assert found[0].keys() == one[0].keys()
 
 
+def test_the_front_answers_each_route_as_it_declares() -> None:
+    declared = {route.replicas for route in route_table().routes}
+    by_the_front_itself = {"", "health", "events", "join", "creates", "owner"}
+    assert declared - by_the_front_itself == set(views.VIEWS)
+
+
 def test_lists_of_all_replicas_are_the_newest_first() -> None:
     answers = {
         "a": orjson.dumps({"requests": [{"time": 3.0, "number": 3}, {"time": 1.0, "number": 1}]}),
         "b": orjson.dumps({"requests": [{"time": 2.0, "number": 2}]}),
     }
-    found = orjson.loads(views.VIEWS["GET", "/dashboard/requests"](answers, []))
+    found = orjson.loads(views.VIEWS["requests"](answers, []))
     assert [(one["number"], one["replica"]) for one in found["requests"]] == [(3, "a"), (2, "b"), (1, "a")]
     assert found.keys() == {"requests"}
     answers = {

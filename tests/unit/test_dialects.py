@@ -8,11 +8,12 @@ from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, ParallmError, QueueFullError
+from mlx_parallm.server.api import route_table
 from mlx_parallm.server.api.anthropic.body import CountTokensBody, MessagesBody
 from mlx_parallm.server.api.ollama.bodies import OllamaChatBody, OllamaOptions
 from mlx_parallm.server.api.ollama.durations import read_keep_alive
 from mlx_parallm.server.api.ollama.names import shown
-from mlx_parallm.server.error_shapes import Failure, error_body
+from mlx_parallm.server.error_shapes import Failure
 from mlx_parallm.server.errors import validation_error
 from mlx_parallm.text.parsers.calls import read_arguments
 
@@ -229,8 +230,11 @@ def test_arguments_are_an_object_whatever_was_written() -> None:
 )
 def test_an_error_has_the_shape_of_its_path(error: ParallmError, kind: str, message: str) -> None:
     failure = Failure.of(error)
-    assert error_body(failure, "/v1/chat/completions", "r") == error.body()
-    assert error_body(failure, "/v1/messages_of_old", "r") == error.body()
+
+    def body(path: str) -> dict[str, Any]:
+        return route_table().find("POST", path).error_shape.body(failure, "r")
+
+    assert body("/v1/chat/completions") == body("/v1/messages_of_old") == body("/v1/nobody") == error.body()
     told = {"type": "error", "error": {"type": kind, "message": message}, "request_id": "r"}
-    assert error_body(failure, "/v1/messages", "r") == error_body(failure, "/v1/messages/count_tokens", "r") == told
-    assert error_body(failure, "/api/chat", "r") == {"error": failure.text}
+    assert body("/v1/messages") == body("/v1/messages/count_tokens") == body("/v1/messages/nobody") == told
+    assert body("/api/chat") == body("/api/nobody") == {"error": failure.text}

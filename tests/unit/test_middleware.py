@@ -20,9 +20,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_parallm import heap
 from mlx_parallm.errors import PayloadTooLargeError
 from mlx_parallm.server import freed_memory
+from mlx_parallm.server.api import route_table
 from mlx_parallm.server.errors import CLIENT_LEFT
 from mlx_parallm.server.logs import request_id
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
+
+ROUTES = route_table()
 
 
 def client(app: ASGIApp) -> httpx.AsyncClient:
@@ -35,7 +38,7 @@ async def echo_id(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def test_a_request_keeps_its_own_id() -> None:
-    async with client(RequestLog(echo_id)) as calls:
+    async with client(RequestLog(echo_id, ROUTES)) as calls:
         answer = await calls.get("/v1/models", headers={"X-Request-Id": "my-id/7"})
     assert (answer.text, answer.headers["x-request-id"]) == ("my-id/7 my-id/7", "my-id/7")
     assert request_id.get() == "-"
@@ -43,7 +46,7 @@ async def test_a_request_keeps_its_own_id() -> None:
 
 @pytest.mark.parametrize("given", [None, "", "two words", "x" * 129, "tab\tbed"])
 async def test_a_request_without_a_usable_id_gets_one(given: str | None) -> None:
-    async with client(RequestLog(echo_id)) as calls:
+    async with client(RequestLog(echo_id, ROUTES)) as calls:
         headers = {} if given is None else {"X-Request-Id": given}
         first, second = [await calls.get("/", headers=headers) for _ in range(2)]
     identity = first.headers["x-request-id"]
@@ -52,13 +55,13 @@ async def test_a_request_without_a_usable_id_gets_one(given: str | None) -> None
 
 
 async def test_an_id_of_128_characters_is_usable() -> None:
-    async with client(RequestLog(echo_id)) as calls:
+    async with client(RequestLog(echo_id, ROUTES)) as calls:
         assert (await calls.get("/", headers={"X-Request-Id": "x" * 128})).headers["x-request-id"] == "x" * 128
 
 
 async def test_every_request_is_logged_once_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlx_parallm.access")
-    async with client(RequestLog(PlainTextResponse("no", 418))) as calls:
+    async with client(RequestLog(PlainTextResponse("no", 418), ROUTES)) as calls:
         await calls.post("/v1/completions")
         await calls.get("/health")
     (record,) = [one for one in caplog.records if one.name == "mlx_parallm.access"]
@@ -71,7 +74,7 @@ async def test_every_request_is_logged_once_it_has_ended(caplog: pytest.LogCaptu
 
 async def test_probes_are_logged_for_those_who_look_closely(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "mlx_parallm.access")
-    async with client(RequestLog(PlainTextResponse("yes"))) as calls:
+    async with client(RequestLog(PlainTextResponse("yes"), ROUTES)) as calls:
         await calls.get("/metrics")
     assert [one.levelno for one in caplog.records if one.name == "mlx_parallm.access"] == [logging.DEBUG]
 
@@ -81,7 +84,7 @@ async def test_an_exception_becomes_an_answer_and_goes_to_the_log(caplog: pytest
         raise ZeroDivisionError("the secret reason")
 
     caplog.set_level(logging.INFO, "mlx_parallm.access")
-    async with client(RequestLog(fail)) as calls:
+    async with client(RequestLog(fail, ROUTES)) as calls:
         answer = await calls.get("/v1/models", headers={"X-Request-Id": "abc"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "abc")
     error = answer.json()["error"]
@@ -105,7 +108,7 @@ async def test_an_exception_after_the_answer_has_begun_adds_nothing_to_it(caplog
 
     caplog.set_level(logging.INFO, "mlx_parallm.access")
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    await RequestLog(half)(scope, None, note)  # type: ignore[arg-type]
+    await RequestLog(half, ROUTES)(scope, None, note)  # type: ignore[arg-type]
     assert sent == ["http.response.start"]
     (ended,) = [one for one in caplog.records if getattr(one, "status", None)]
     assert (ended.status, ended.client) == (200, "-")
@@ -117,7 +120,7 @@ async def test_a_client_that_has_left_without_an_answer(caplog: pytest.LogCaptur
 
     caplog.set_level(logging.INFO, "mlx_parallm.access")
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "client": None}
-    await RequestLog(silent)(scope, None, None)  # type: ignore[arg-type]
+    await RequestLog(silent, ROUTES)(scope, None, None)  # type: ignore[arg-type]
     (ended,) = [one for one in caplog.records if getattr(one, "status", None)]
     assert (ended.status, ended.client) == (CLIENT_LEFT, "-")
 
@@ -126,7 +129,7 @@ async def test_the_route_gets_the_request_s_own_body() -> None:
     async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         await PlainTextResponse((await receive())["body"])(scope, receive, send)
 
-    async with client(RequestLog(BodyLimit(echo, 10, 10))) as calls:
+    async with client(RequestLog(BodyLimit(echo, 10, 10, ROUTES), ROUTES)) as calls:
         assert (await calls.post("/v1/completions", content=b"hello")).text == "hello"
 
 
@@ -138,7 +141,7 @@ async def test_what_is_no_http_passes() -> None:
         assert (receive, send) == ("receive", "send")
 
     scope = {"type": "lifespan"}
-    for middleware in (RequestLog(app), BodyLimit(app, 1, 1)):
+    for middleware in (RequestLog(app, ROUTES), BodyLimit(app, 1, 1, ROUTES)):
         await middleware(scope, "receive", "send")  # type: ignore[arg-type]
     assert seen == [scope, scope]
     assert scope == {"type": "lifespan"}
@@ -156,7 +159,7 @@ def limited(limit: int, upload_limit: int) -> BodyLimit:
         return PlainTextResponse(error.__cause__.message, error.status_code)
 
     routes = [Route("/{path:path}", length, methods=["POST"])]
-    return BodyLimit(Starlette(routes=routes, exception_handlers={HTTPException: refused}), limit, upload_limit)
+    return BodyLimit(Starlette(routes=routes, exception_handlers={HTTPException: refused}), limit, upload_limit, ROUTES)
 
 
 async def parts(size: int) -> AsyncIterator[bytes]:
@@ -193,7 +196,7 @@ async def test_a_body_that_is_announced_too_long_is_not_read() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("it was let in")
 
-    async with client(BodyLimit(app, 10, 10)) as calls:
+    async with client(BodyLimit(app, 10, 10, ROUTES)) as calls:
         answer = await calls.post("/x", headers={"Content-Length": "11"}, content=b"")
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
 

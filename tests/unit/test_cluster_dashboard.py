@@ -93,7 +93,7 @@ def test_lists_of_all_replicas_are_the_newest_first() -> None:
         "a": orjson.dumps({"adapters": ["x"], "groups": []}),
         "b": orjson.dumps({"adapters": ["x", "y"], "groups": [{"time": 1.0}]}),
     }
-    found = orjson.loads(views.VIEWS["GET", "/dashboard/rollouts"](answers, []))
+    found = orjson.loads(views.VIEWS["rollouts"](answers, []))
     assert found["adapters"] == ["x", "y"]
     assert found["groups"] == [{"time": 1.0, "replica": "b"}]
 

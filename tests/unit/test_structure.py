@@ -8,6 +8,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from mlx_parallm.server.api import route_table
+
 PACKAGE = Path(__file__).parents[2] / "mlx_parallm"
 MAX_FILE = 400  # lines
 MAX_FUNCTION = 50
@@ -49,6 +51,19 @@ def test_a_class_name_means_one_class() -> None:
 @pytest.mark.long
 def test_every_module_says_what_it_owns() -> None:
     assert [name for name, tree, _ in modules() if not ast.get_docstring(tree)] == []
+
+
+def test_paths_of_routes_stand_in_their_dialects_alone() -> None:
+    paths = {route.path for route in route_table().routes} - {"/"}
+    found = [
+        (name, node.value)
+        for name, tree, _ in modules()
+        if name.startswith(("server/", "cluster/")) and not name.startswith("server/api/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("/")
+        if any(path.startswith(node.value) for path in paths) and node.value != "/"
+    ]
+    assert found == []
 
 
 def test_there_is_no_import_cycle() -> None:

@@ -12,10 +12,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +40,7 @@ sigterm = true
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reached:
     """By the tests of one file."""
 
@@ -53,6 +54,12 @@ class Reached:
         """Those that reach a function, with their seconds."""
         names = list(self.seconds)
         return {names[number]: self.seconds[names[number]] for number in self.by_function.get(function, ())}
+
+    @cached_property
+    def breadth(self) -> Counter[str]:
+        """How many functions each test reaches."""
+        names = list(self.seconds)
+        return Counter(names[number] for tests in self.by_function.values() for number in tests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,14 @@ def copy_tree() -> None:
     for name in filter(os.path.isfile, listed.stdout.splitlines()):
         (TREE / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(name, TREE / name)
+    _compile_tree()
+
+
+def _compile_tree() -> None:
+    """Once, the tests with pytest's assertions: processes that run a fault's tests write no bytecode."""
+    collect = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
+    for command in (["-m", "compileall", "-q", PACKAGE], collect):
+        subprocess.run([sys.executable, *command], cwd=TREE, env=environment_in_tree(), capture_output=True, check=True)
 
 
 def environment_in_tree() -> dict[str, str]:

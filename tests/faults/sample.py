@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         reach.copy_tree()
         if not reach.load():
             reach.measure_all((), Part())
-        _run(options.part.of(chosen), results)
+        _run(options.part.of(chosen), results, options.seconds)
     return report(chosen, results)
 
 
@@ -60,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="which ones (default: 1)")
     parser.add_argument("--report", action="store_true", help="plant none: tell what is known so far")
     parser.add_argument("--map", nargs="*", metavar="TESTS", help="measure which of these tests reach what, and end")
+    text = f"of tests for one fault, as they were measured (default: {TEST_SECONDS:g})"
+    parser.add_argument("--seconds", type=float, default=TEST_SECONDS, help=text)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the work (default: 1)")
     parser.add_argument("--part", type=Part.parse, default=Part(), metavar="K/N", help="do one part of the work alone")
     return parser
@@ -76,13 +78,13 @@ def _share(arguments: Sequence[str], jobs: int) -> None:
         one.wait()
 
 
-def _run(chosen: Sequence[Fault], results: Path) -> None:
+def _run(chosen: Sequence[Fault], results: Path, seconds: float) -> None:
     warm.import_libraries()
     known, reached, equivalent = verdicts(results), reach.load(), equivalents(NOTES.read_text())
     print(f"{len(reached)} of {len(reach.test_files(()))} test files are in the map")  # noqa: T201
     todo = [fault for fault in chosen if fault.name not in known and fault.name not in equivalent]
     for number, fault in enumerate(todo, 1):
-        begun, tests = time.monotonic(), chosen_tests(fault, reached)
+        begun, tests = time.monotonic(), chosen_tests(fault, reached, seconds)
         verdict = _plant(fault, tests) if tests else "unreached"
         line = {"name": fault.name, "verdict": verdict, "line": fault.line, "tests": len(tests)}
         with results.open("a") as file:
@@ -90,22 +92,26 @@ def _run(chosen: Sequence[Fault], results: Path) -> None:
         print(f"{number}/{len(todo)} {verdict:<9} {fault.name}", flush=True)  # noqa: T201
 
 
-def chosen_tests(fault: Fault, reached: Mapping[str, Reached]) -> list[str]:
-    """Tests that reach a fault's function, as many as there is time for: first those of a file of its name, then the
-    quickest. Of code that runs on import, all tests that import it."""
+def chosen_tests(fault: Fault, reached: Mapping[str, Reached], seconds: float = TEST_SECONDS) -> list[str]:
+    """Tests that reach a fault's function, as many as there is time for: first those of a file of its name, then those
+    that reach little else. Of code that runs on import, all tests that import it."""
     found: dict[str, float] = {}
+    breadth: Counter[str] = Counter()
     for one in reached.values():
-        found |= one.tests(fault.reached_as)
+        tests = one.tests(fault.reached_as)
+        found |= tests
+        breadth.update({test: one.breadth[test] for test in tests})
     for one in reached.values() if not found else ():
         found |= one.seconds if fault.path in one.modules else {}
     words = set(fault.path.removesuffix(".py").replace("/", "_").split("_"))
 
-    def rank(test: str) -> tuple[int, float]:
-        return -len(words & set(Path(test.partition("::")[0]).stem.split("_"))), found[test]
+    def rank(test: str) -> tuple[int, int, float]:
+        named = words & set(Path(test.partition("::")[0]).stem.split("_"))
+        return -len(named), breadth[test], found[test]
 
     chosen: list[str] = []
     files: set[str] = set()
-    left = TEST_SECONDS
+    left = seconds
     for test in sorted(found, key=rank):
         file = test.partition("::")[0]
         cost = found[test] + (0.0 if file in files else FILE_SECONDS + reached[file].setup)

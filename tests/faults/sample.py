@@ -103,11 +103,11 @@ def chosen_tests(fault: Fault, reached: Mapping[str, Reached], seconds: float = 
         breadth.update({test: one.breadth[test] for test in tests})
     for one in reached.values() if not found else ():
         found |= one.seconds if fault.path in one.modules else {}
-    words = set(fault.path.removesuffix(".py").replace("/", "_").split("_"))
+    path = Path(fault.path)
+    words = _words(path.parent if path.stem == "__init__" else path)
 
-    def rank(test: str) -> tuple[int, int, float]:
-        named = words & set(Path(test.partition("::")[0]).stem.split("_"))
-        return -len(named), breadth[test], found[test]
+    def rank(test: str) -> tuple[bool, int, float]:
+        return words.isdisjoint(_words(Path(test.partition("::")[0]))), breadth[test], found[test]
 
     chosen: list[str] = []
     files: set[str] = set()
@@ -120,6 +120,11 @@ def chosen_tests(fault: Fault, reached: Mapping[str, Reached], seconds: float = 
             files.add(file)
             chosen.append(test)
     return chosen
+
+
+def _words(path: Path) -> set[str]:
+    """Those of a file's name, in the singular."""
+    return {word.removesuffix("s") for word in path.stem.split("_")} - {"test"}
 
 
 def _plant(fault: Fault, tests: Sequence[str]) -> str:

@@ -27,6 +27,7 @@ from tests.faults.reach import TREE, WORK, Part, Reached
 MUTANT_SECONDS = 60.0  # after which a fault counts as noticed, if its tests take less without it
 TEST_SECONDS = 25.0  # of tests for one fault, as they were measured, with coverage
 FILE_SECONDS = 1.0  # to import a file of tests, beside what its setup takes
+SETUP_SHARE = 0.4  # of a setup as it was measured: with coverage servers are started, without it they are forked
 WANTED = 0.85
 NOTES = Path("docs/MUTATION.md")
 MISSING = re.compile(r"^ERROR: not found: (.+)$", re.MULTILINE)
@@ -103,23 +104,28 @@ def chosen_tests(fault: Fault, reached: Mapping[str, Reached], seconds: float = 
         breadth.update({test: one.breadth[test] for test in tests})
     for one in reached.values() if not found else ():
         found |= one.seconds if fault.path in one.modules else {}
-    words = set(fault.path.removesuffix(".py").replace("/", "_").split("_"))
+    path = Path(fault.path)
+    words = _words(path.parent if path.stem == "__init__" else path)
 
-    def rank(test: str) -> tuple[int, int, float]:
-        named = words & set(Path(test.partition("::")[0]).stem.split("_"))
-        return -len(named), breadth[test], found[test]
+    def rank(test: str) -> tuple[bool, int, float]:
+        return words.isdisjoint(_words(Path(test.partition("::")[0]))), breadth[test], found[test]
 
     chosen: list[str] = []
     files: set[str] = set()
     left = seconds
     for test in sorted(found, key=rank):
         file = test.partition("::")[0]
-        cost = found[test] + (0.0 if file in files else FILE_SECONDS + reached[file].setup)
+        cost = found[test] + (0.0 if file in files else FILE_SECONDS + SETUP_SHARE * reached[file].setup)
         if cost <= left:
             left -= cost
             files.add(file)
             chosen.append(test)
     return chosen
+
+
+def _words(path: Path) -> set[str]:
+    """Those of a file's name, in the singular."""
+    return {word.removesuffix("s") for word in path.stem.split("_")} - {"test"}
 
 
 def _plant(fault: Fault, tests: Sequence[str]) -> str:

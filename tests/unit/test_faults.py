@@ -86,7 +86,7 @@ def test_tests_of_its_name_come_first_then_those_that_reach_little_else() -> Non
     assert chosen_tests(fault("kv/other.py"), reached, 11.0) == []
     # Importing another file takes a second, too.
     assert chosen_tests(fault(), reached, 10.0) == ["tests/unit/test_pool.py::slow"]
-    reached["tests/e2e/test_all.py"] = replace(reached["tests/e2e/test_all.py"], setup=1.0)  # a server's start
+    reached["tests/e2e/test_all.py"] = replace(reached["tests/e2e/test_all.py"], setup=2.0)  # a server's start
     assert chosen_tests(fault(), reached, 11.0) == ["tests/unit/test_pool.py::slow"]
     broad = {"kv/pool.py:Pool.take": [0, 1], "kv/pool.py:Pool.give": [0], "kv/pool.py:Pool.size": [0]}
     names = {"tests/e2e/test_all.py::quick": 0.1, "tests/e2e/test_all.py::narrow": 0.2}

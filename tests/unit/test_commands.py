@@ -422,3 +422,14 @@ def test_chat_needs_somebody_who_answers(server: RecordingServer, run: Any) -> N
     assert (found.code, found.err) == (1, "error: no server answers at http://127.0.0.1:9\n")
     server.answers["GET /v1/models"] = 503, {"error": {"message": "starting"}}
     assert "no server answers" in run("chat", "-p", "hi").err
+
+
+# parallm completion
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_the_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("adapters", "recommend", "memory-limit", "parallm"):
+        assert word in script

@@ -1,4 +1,4 @@
-"""Which tests reach which functions: measured once by coverage, and kept in mutants-sample/reach by test file.
+"""Which tests reach which functions: measured once by coverage, by test file, in mutants-sample/reach; `--pack` keeps it.
 
 Tests are run in a copy of the tree, each file in a process of its own. What a server does that a test file has started
 counts for all tests of that file. A test that fails or is left out here reaches nothing. This file is also the pytest
@@ -7,6 +7,7 @@ plugin of those runs.
 
 import ast
 import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from tests.faults.places import PACKAGE, Functions
 
 WORK = Path("mutants-sample")
 REACH = WORK / "reach"
+PACKED = Path("tests/faults/reach.json.xz")  # the same of all files, in the repository
 TREE = WORK / os.environ.get("FAULTS_TREE", "tree")  # of this process
 FILE_SECONDS = 900  # for one test file with coverage
 SETTINGS = """[run]
@@ -203,9 +205,41 @@ def functions_by_line(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def load() -> dict[str, Reached]:
-    """What was measured so far, by test file."""
+    """What was measured so far, by test file: what is in the repository, and what was measured anew since."""
+    known = {path: Reached(**one) for path, one in _unpacked().items()}
     found = {path: _file_of(path) for path in test_files(())}
-    return {path: Reached(**json.loads(file.read_text())) for path, file in found.items() if file.exists()}
+    known |= {path: Reached(**json.loads(file.read_text())) for path, file in found.items() if file.exists()}
+    return {path: known[path] for path in found if path in known}
+
+
+def pack() -> None:
+    """Puts what is known into the repository: numbers of tests as ranges, compressed."""
+    known = {path: asdict(one) for path, one in load().items()}
+    for one in known.values():
+        one["by_function"] = {name: _ranges(numbers) for name, numbers in one["by_function"].items()}
+    PACKED.write_bytes(lzma.compress(json.dumps(known, sort_keys=True).encode()))
+
+
+def _unpacked() -> dict[str, Any]:
+    if not PACKED.exists():
+        return {}
+    known: dict[str, Any] = json.loads(lzma.decompress(PACKED.read_bytes()))
+    for one in known.values():
+        one["by_function"] = {
+            name: [number for first, last in ranges for number in range(first, last + 1)]
+            for name, ranges in one["by_function"].items()
+        }
+    return known
+
+
+def _ranges(numbers: Sequence[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
 
 
 def _file_of(path: str) -> Path:

@@ -6,7 +6,7 @@
 
 With --jobs N so many processes share the work, each in a copy of the tree of its own.
 
-Results stay in mutants-sample/seed-1.jsonl, a line for each fault; remove a line, and its fault is planted again.
+Results are in tests/faults/results/seed-1.jsonl, a line for each fault; remove a line, and its fault is planted again.
 """
 
 import argparse
@@ -29,6 +29,7 @@ TEST_SECONDS = 25.0  # of tests for one fault, as they were measured, with cover
 FILE_SECONDS = 1.0  # to import a file of tests, beside what its setup takes
 SETUP_SHARE = 0.4  # of a setup as it was measured: with coverage servers are started, without it they are forked
 WANTED = 0.85
+RESULTS = Path("tests/faults/results")
 NOTES = Path("docs/MUTATION.md")
 MISSING = re.compile(r"^ERROR: not found: (.+)$", re.MULTILINE)
 EQUIVALENT = re.compile(r"^- `(?P<name>[^`]+)`: (?P<reason>.+)$", re.MULTILINE)
@@ -45,7 +46,10 @@ def main(arguments: Sequence[str]) -> int:
             reach.copy_tree()
             reach.measure_all(options.map, options.part)
         return 0
-    results = WORK / f"seed-{options.seed}.jsonl"
+    if options.pack:
+        reach.pack()
+        return 0
+    results = RESULTS / f"seed-{options.seed}.jsonl"
     chosen = sample(faults_of(Path()), options.sample, options.seed)
     if not options.report:
         reach.copy_tree()
@@ -63,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--map", nargs="*", metavar="TESTS", help="measure which of these tests reach what, and end")
     text = f"of tests for one fault, as they were measured (default: {TEST_SECONDS:g})"
     parser.add_argument("--seconds", type=float, default=TEST_SECONDS, help=text)
+    parser.add_argument("--pack", action="store_true", help="put the map into the repository, and end")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the work (default: 1)")
     parser.add_argument("--part", type=Part.parse, default=Part(), metavar="K/N", help="do one part of the work alone")
     return parser
@@ -88,6 +93,7 @@ def _run(chosen: Sequence[Fault], results: Path, seconds: float) -> None:
         begun, tests = time.monotonic(), chosen_tests(fault, reached, seconds)
         verdict = _plant(fault, tests) if tests else "unreached"
         line = {"name": fault.name, "verdict": verdict, "line": fault.line, "tests": len(tests)}
+        results.parent.mkdir(exist_ok=True)
         with results.open("a") as file:
             file.write(json.dumps(line | {"seconds": round(time.monotonic() - begun, 1)}) + "\n")
         print(f"{number}/{len(todo)} {verdict:<9} {fault.name}", flush=True)  # noqa: T201

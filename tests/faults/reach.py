@@ -1,4 +1,4 @@
-"""Which tests reach which functions: measured once by coverage, by test file, in mutants-sample/reach; `--pack` keeps it.
+"""Which tests reach which functions: measured by coverage, by test file, in mutants-sample/reach; `--pack` keeps it.
 
 Tests are run in a copy of the tree, each file in a process of its own. What a server does that a test file has started
 counts for all tests of that file. A test that fails or is left out here reaches nothing. This file is also the pytest

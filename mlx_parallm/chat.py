@@ -80,12 +80,14 @@ def _open_backend(args: argparse.Namespace) -> Backend:
     if args.url:
         server = RemoteServer(args.url, args.model, args.api_key, tls)
         if not server.answers():
+            server.close()
             raise UnavailableError(f"no server answers at {args.url}")
         return server
     if not args.model_path:
         server = RemoteServer(DEFAULT_URL, args.model, args.api_key, tls)
         if server.answers():
             return server
+        server.close()
         if args.model != "default":
             raise ConfigError(f"--model needs a server, and none answers at {DEFAULT_URL}: give --url or --model-path")
     return InProcess(args.model_path)

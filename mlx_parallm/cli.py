@@ -22,8 +22,8 @@ from mlx_parallm.terminal import completion, connect, models, pull, recommend, t
 Command = Callable[[argparse.Namespace], int]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`parallm`: returns the exit code."""
+def command_parser() -> "CommandParser":
+    """`parallm` with all of its commands."""
     parser = _parser("parallm", "LLM server for Apple Silicon with continuous batching.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, purpose, add_flags, run in (
@@ -46,11 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         add_flags(command)
         command.set_defaults(run=run, known_flags=list(command._option_string_actions))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`parallm`: returns the exit code."""
     given, passed_on = list(sys.argv[1:] if argv is None else argv), []
     if given[:1] == ["launch"] and "--" in given:
         place = given.index("--")
         given, passed_on = given[:place], given[place + 1 :]
-    args = parser.parse_args(given)
+    args = command_parser().parse_args(given)
     if passed_on:
         args.passed_on = passed_on
     return _run(args)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +65,8 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def _connection(args: argparse.Namespace) -> Connection:
-    remote = Remote.of(args)
-    models = remote.get("/v1/models")["data"]
+    with closing(Remote.of(args)) as remote:
+        models = remote.get("/v1/models")["data"]
     chats = [one["id"] for one in models if one["kind"] in ("chat", "vision")]
     if args.model is not None and args.model not in [one["id"] for one in models]:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import closing
 from typing import Any
 
 from mlx_parallm.terminal.remote import Remote, add_server_flags
@@ -28,21 +29,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    remote = Remote.of(args, LOAD_SECONDS)
-    match args.action:
-        case "load" | "pin" | "unpin":
-            body = {"model": args.model}
-            if args.action == "load" and args.path:
-                body["path"] = args.path
-            if args.action != "load":
-                body["pin"] = args.action == "pin"
-            found = remote.post("/v1/models/load", body)
-            _say(f"{found['model']} is {found['status']}{', pinned' if found['pinned'] else ''}")
-        case "unload":
-            found = remote.post("/v1/models/unload", {"model": args.model})
-            _say(f"{found['model']} is {found['status']}")
-        case _:
-            _list(remote.get("/v1/models")["data"])
+    with closing(Remote.of(args, LOAD_SECONDS)) as remote:
+        match args.action:
+            case "load" | "pin" | "unpin":
+                body = {"model": args.model}
+                if args.action == "load" and args.path:
+                    body["path"] = args.path
+                if args.action != "load":
+                    body["pin"] = args.action == "pin"
+                found = remote.post("/v1/models/load", body)
+                _say(f"{found['model']} is {found['status']}{', pinned' if found['pinned'] else ''}")
+            case "unload":
+                found = remote.post("/v1/models/unload", {"model": args.model})
+                _say(f"{found['model']} is {found['status']}")
+            case _:
+                _list(remote.get("/v1/models")["data"])
     return 0
 
 

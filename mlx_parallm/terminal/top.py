@@ -2,12 +2,14 @@
 
 import argparse
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.terminal.remote import Remote, add_server_flags
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 GIB = 1 << 30
@@ -21,11 +23,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.live import Live
 
     if not args.interval > 0:
         raise ConfigError("--interval must be a positive number of seconds")
-    remote, console = Remote.of(args), Console()
+    with closing(Remote.of(args)) as remote:
+        return _watch(remote, Console(), args)
+
+
+def _watch(remote: Remote, console: "Console", args: argparse.Namespace) -> int:
+    from rich.live import Live
+
     before, begun = remote.get("/debug/metrics"), time.monotonic()
     time.sleep(min(args.interval, 1.0) if args.once else args.interval)
     now = remote.get("/debug/metrics")

@@ -48,6 +48,7 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     kinds = [event["type"] for event in found]
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
     assert kinds.count("message_start") == kinds.count("message_delta") == kinds.count("message_stop") == 1
+    assert "service_tier" not in found[-2]["usage"]  # the beginning has told it
     if "content_block_start" in kinds:
         assert kinds[1:3] == ["content_block_start", "ping"]
     message, open_block = dict(found[0]["message"]), None

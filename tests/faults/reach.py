@@ -1,4 +1,4 @@
-"""Which tests reach which functions: measured once by coverage, and kept in mutants-sample/reach by test file.
+"""Which tests reach which functions: measured by coverage, by test file, in mutants-sample/reach; `--pack` keeps it.
 
 Tests are run in a copy of the tree, each file in a process of its own. What a server does that a test file has started
 counts for all tests of that file. A test that fails or is left out here reaches nothing. This file is also the pytest
@@ -7,15 +7,17 @@ plugin of those runs.
 
 import ast
 import json
+import lzma
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +30,7 @@ from tests.faults.places import PACKAGE, Functions
 
 WORK = Path("mutants-sample")
 REACH = WORK / "reach"
+PACKED = Path("tests/faults/reach.json.xz")  # the same of all files, in the repository
 TREE = WORK / os.environ.get("FAULTS_TREE", "tree")  # of this process
 FILE_SECONDS = 900  # for one test file with coverage
 SETTINGS = """[run]
@@ -39,7 +42,7 @@ sigterm = true
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reached:
     """By the tests of one file."""
 
@@ -53,6 +56,12 @@ class Reached:
         """Those that reach a function, with their seconds."""
         names = list(self.seconds)
         return {names[number]: self.seconds[names[number]] for number in self.by_function.get(function, ())}
+
+    @cached_property
+    def breadth(self) -> Counter[str]:
+        """How many functions each test reaches."""
+        names = list(self.seconds)
+        return Counter(names[number] for tests in self.by_function.values() for number in tests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +122,14 @@ def copy_tree() -> None:
     for name in filter(os.path.isfile, listed.stdout.splitlines()):
         (TREE / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(name, TREE / name)
+    _compile_tree()
+
+
+def _compile_tree() -> None:
+    """Once, the tests with pytest's assertions: processes that run a fault's tests write no bytecode."""
+    collect = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
+    for command in (["-m", "compileall", "-q", PACKAGE], collect):
+        subprocess.run([sys.executable, *command], cwd=TREE, env=environment_in_tree(), capture_output=True, check=True)
 
 
 def environment_in_tree() -> dict[str, str]:
@@ -188,9 +205,41 @@ def functions_by_line(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def load() -> dict[str, Reached]:
-    """What was measured so far, by test file."""
+    """What was measured so far, by test file: what is in the repository, and what was measured anew since."""
+    known = {path: Reached(**one) for path, one in _unpacked().items()}
     found = {path: _file_of(path) for path in test_files(())}
-    return {path: Reached(**json.loads(file.read_text())) for path, file in found.items() if file.exists()}
+    known |= {path: Reached(**json.loads(file.read_text())) for path, file in found.items() if file.exists()}
+    return {path: known[path] for path in found if path in known}
+
+
+def pack() -> None:
+    """Puts what is known into the repository: numbers of tests as ranges, compressed."""
+    known = {path: asdict(one) for path, one in load().items()}
+    for one in known.values():
+        one["by_function"] = {name: _ranges(numbers) for name, numbers in one["by_function"].items()}
+    PACKED.write_bytes(lzma.compress(json.dumps(known, sort_keys=True).encode()))
+
+
+def _unpacked() -> dict[str, Any]:
+    if not PACKED.exists():
+        return {}
+    known: dict[str, Any] = json.loads(lzma.decompress(PACKED.read_bytes()))
+    for one in known.values():
+        one["by_function"] = {
+            name: [number for first, last in ranges for number in range(first, last + 1)]
+            for name, ranges in one["by_function"].items()
+        }
+    return known
+
+
+def _ranges(numbers: Sequence[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
 
 
 def _file_of(path: str) -> Path:

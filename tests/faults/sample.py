@@ -6,7 +6,7 @@
 
 With --jobs N so many processes share the work, each in a copy of the tree of its own.
 
-Results stay in mutants-sample/seed-1.jsonl, a line for each fault; remove a line, and its fault is planted again.
+Results are in tests/faults/results/seed-1.jsonl, a line for each fault; remove a line, and its fault is planted again.
 """
 
 import argparse
@@ -27,7 +27,9 @@ from tests.faults.reach import TREE, WORK, Part, Reached
 MUTANT_SECONDS = 60.0  # after which a fault counts as noticed, if its tests take less without it
 TEST_SECONDS = 25.0  # of tests for one fault, as they were measured, with coverage
 FILE_SECONDS = 1.0  # to import a file of tests, beside what its setup takes
+SETUP_SHARE = 0.4  # of a setup as it was measured: with coverage servers are started, without it they are forked
 WANTED = 0.85
+RESULTS = Path("tests/faults/results")
 NOTES = Path("docs/MUTATION.md")
 MISSING = re.compile(r"^ERROR: not found: (.+)$", re.MULTILINE)
 EQUIVALENT = re.compile(r"^- `(?P<name>[^`]+)`: (?P<reason>.+)$", re.MULTILINE)
@@ -44,13 +46,16 @@ def main(arguments: Sequence[str]) -> int:
             reach.copy_tree()
             reach.measure_all(options.map, options.part)
         return 0
-    results = WORK / f"seed-{options.seed}.jsonl"
+    if options.pack:
+        reach.pack()
+        return 0
+    results = RESULTS / f"seed-{options.seed}.jsonl"
     chosen = sample(faults_of(Path()), options.sample, options.seed)
     if not options.report:
         reach.copy_tree()
         if not reach.load():
             reach.measure_all((), Part())
-        _run(options.part.of(chosen), results)
+        _run(options.part.of(chosen), results, options.seconds)
     return report(chosen, results)
 
 
@@ -60,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="which ones (default: 1)")
     parser.add_argument("--report", action="store_true", help="plant none: tell what is known so far")
     parser.add_argument("--map", nargs="*", metavar="TESTS", help="measure which of these tests reach what, and end")
+    text = f"of tests for one fault, as they were measured (default: {TEST_SECONDS:g})"
+    parser.add_argument("--seconds", type=float, default=TEST_SECONDS, help=text)
+    parser.add_argument("--pack", action="store_true", help="put the map into the repository, and end")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the work (default: 1)")
     parser.add_argument("--part", type=Part.parse, default=Part(), metavar="K/N", help="do one part of the work alone")
     return parser
@@ -76,44 +84,54 @@ def _share(arguments: Sequence[str], jobs: int) -> None:
         one.wait()
 
 
-def _run(chosen: Sequence[Fault], results: Path) -> None:
+def _run(chosen: Sequence[Fault], results: Path, seconds: float) -> None:
     warm.import_libraries()
     known, reached, equivalent = verdicts(results), reach.load(), equivalents(NOTES.read_text())
     print(f"{len(reached)} of {len(reach.test_files(()))} test files are in the map")  # noqa: T201
     todo = [fault for fault in chosen if fault.name not in known and fault.name not in equivalent]
     for number, fault in enumerate(todo, 1):
-        begun, tests = time.monotonic(), chosen_tests(fault, reached)
+        begun, tests = time.monotonic(), chosen_tests(fault, reached, seconds)
         verdict = _plant(fault, tests) if tests else "unreached"
         line = {"name": fault.name, "verdict": verdict, "line": fault.line, "tests": len(tests)}
+        results.parent.mkdir(exist_ok=True)
         with results.open("a") as file:
             file.write(json.dumps(line | {"seconds": round(time.monotonic() - begun, 1)}) + "\n")
         print(f"{number}/{len(todo)} {verdict:<9} {fault.name}", flush=True)  # noqa: T201
 
 
-def chosen_tests(fault: Fault, reached: Mapping[str, Reached]) -> list[str]:
-    """Tests that reach a fault's function, as many as there is time for: first those of a file of its name, then the
-    quickest. Of code that runs on import, all tests that import it."""
+def chosen_tests(fault: Fault, reached: Mapping[str, Reached], seconds: float = TEST_SECONDS) -> list[str]:
+    """Tests that reach a fault's function, as many as there is time for: first those of a file of its name, then those
+    that reach little else. Of code that runs on import, all tests that import it."""
     found: dict[str, float] = {}
+    breadth: Counter[str] = Counter()
     for one in reached.values():
-        found |= one.tests(fault.reached_as)
+        tests = one.tests(fault.reached_as)
+        found |= tests
+        breadth.update({test: one.breadth[test] for test in tests})
     for one in reached.values() if not found else ():
         found |= one.seconds if fault.path in one.modules else {}
-    words = set(fault.path.removesuffix(".py").replace("/", "_").split("_"))
+    path = Path(fault.path)
+    words = _words(path.parent if path.stem == "__init__" else path)
 
-    def rank(test: str) -> tuple[int, float]:
-        return -len(words & set(Path(test.partition("::")[0]).stem.split("_"))), found[test]
+    def rank(test: str) -> tuple[bool, int, float]:
+        return words.isdisjoint(_words(Path(test.partition("::")[0]))), breadth[test], found[test]
 
     chosen: list[str] = []
     files: set[str] = set()
-    left = TEST_SECONDS
+    left = seconds
     for test in sorted(found, key=rank):
         file = test.partition("::")[0]
-        cost = found[test] + (0.0 if file in files else FILE_SECONDS + reached[file].setup)
+        cost = found[test] + (0.0 if file in files else FILE_SECONDS + SETUP_SHARE * reached[file].setup)
         if cost <= left:
             left -= cost
             files.add(file)
             chosen.append(test)
     return chosen
+
+
+def _words(path: Path) -> set[str]:
+    """Those of a file's name, in the singular."""
+    return {word.removesuffix("s") for word in path.stem.split("_")} - {"test"}
 
 
 def _plant(fault: Fault, tests: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
 """Keys, roles and origins, without a server: requests go through ASGI straight to the two guards."""
 
+from dataclasses import replace
+
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
@@ -11,6 +13,7 @@ from mlx_parallm.server.access import (
     AccessControl,
     Authentication,
     OriginGuard,
+    answered_hosts,
     check_exposure,
     is_loopback,
     is_loopback_address,
@@ -477,6 +480,16 @@ async def test_the_refusal_says_what_to_send() -> None:
 )
 def test_loopback_addresses(name: str, loopback: bool) -> None:
     assert is_loopback_address(name) is loopback
+
+
+def test_the_names_that_a_server_answers_to() -> None:
+    def config(host: str, *allowed: str) -> ServeConfig:
+        return ServeConfig(http=replace(ServeConfig().http, host=host, allowed_host=allowed))
+
+    assert answered_hosts(config("127.0.0.1")) == ["127.0.0.1"]
+    assert answered_hosts(config("0.0.0.0")) is None
+    assert answered_hosts(config("0.0.0.0", "llm.example")) == ["0.0.0.0", "llm.example"]
+    assert answered_hosts(config("localhost", "a", "b")) == ["localhost", "a", "b"]
 
 
 def test_loopback_names() -> None:

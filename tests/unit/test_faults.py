@@ -68,8 +68,7 @@ def fault(path: str = "kv/pool.py", function: str = "Pool.take") -> Fault:
     return Fault(path, function, 1, 0, 1, "", "a -> b")
 
 
-def test_tests_of_its_name_come_first_then_the_quickest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TEST_SECONDS", 11.0)
+def test_tests_of_its_name_come_first_then_those_that_reach_little_else() -> None:
     reached = {
         "tests/unit/test_pool.py": Reached(
             "", {"tests/unit/test_pool.py::slow": 5.0}, {"kv/pool.py:Pool.take": [0]}, []
@@ -81,15 +80,18 @@ def test_tests_of_its_name_come_first_then_the_quickest(monkeypatch: pytest.Monk
             ["kv/pool.py"],
         ),
     }
-    assert chosen_tests(fault(), reached) == ["tests/unit/test_pool.py::slow", "tests/e2e/test_all.py::a"]
-    assert chosen_tests(fault(function="Pool.give"), reached) == ["tests/e2e/test_all.py::c"]
-    assert chosen_tests(fault(function=""), reached) == ["tests/e2e/test_all.py::c", "tests/e2e/test_all.py::a"]
-    assert chosen_tests(fault("kv/other.py"), reached) == []
-    monkeypatch.setattr(module, "TEST_SECONDS", 10.0)  # importing another file takes a second, too
-    assert chosen_tests(fault(), reached) == ["tests/unit/test_pool.py::slow"]
-    monkeypatch.setattr(module, "TEST_SECONDS", 11.0)
-    reached["tests/e2e/test_all.py"] = replace(reached["tests/e2e/test_all.py"], setup=1.0)  # a server's start
-    assert chosen_tests(fault(), reached) == ["tests/unit/test_pool.py::slow"]
+    assert chosen_tests(fault(), reached, 11.0) == ["tests/unit/test_pool.py::slow", "tests/e2e/test_all.py::a"]
+    assert chosen_tests(fault(function="Pool.give"), reached, 11.0) == ["tests/e2e/test_all.py::c"]
+    assert chosen_tests(fault(function=""), reached, 11.0) == ["tests/e2e/test_all.py::c", "tests/e2e/test_all.py::a"]
+    assert chosen_tests(fault("kv/other.py"), reached, 11.0) == []
+    # Importing another file takes a second, too.
+    assert chosen_tests(fault(), reached, 10.0) == ["tests/unit/test_pool.py::slow"]
+    reached["tests/e2e/test_all.py"] = replace(reached["tests/e2e/test_all.py"], setup=2.0)  # a server's start
+    assert chosen_tests(fault(), reached, 11.0) == ["tests/unit/test_pool.py::slow"]
+    broad = {"kv/pool.py:Pool.take": [0, 1], "kv/pool.py:Pool.give": [0], "kv/pool.py:Pool.size": [0]}
+    names = {"tests/e2e/test_all.py::quick": 0.1, "tests/e2e/test_all.py::narrow": 0.2}
+    reached = {"tests/e2e/test_all.py": Reached("", names, broad, [])}
+    assert chosen_tests(fault(), reached, 11.0) == ["tests/e2e/test_all.py::narrow", "tests/e2e/test_all.py::quick"]
 
 
 def test_the_report_counts_by_folder_without_equivalents(

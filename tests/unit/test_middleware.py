@@ -21,7 +21,9 @@ from mlx_parallm import heap
 from mlx_parallm.errors import PayloadTooLargeError
 from mlx_parallm.server import freed_memory
 from mlx_parallm.server.api import route_table
+from mlx_parallm.server.caller import Caller
 from mlx_parallm.server.errors import CLIENT_LEFT
+from mlx_parallm.server.keys import Key
 from mlx_parallm.server.logs import request_id
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
 
@@ -70,6 +72,24 @@ async def test_every_request_is_logged_once_it_has_ended(caplog: pytest.LogCaptu
     assert 0 <= record.seconds < 5
     assert record.getMessage().startswith("POST /v1/completions 418 0.0")
     assert record.getMessage().endswith("s from 10.1.2.3")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "level"), [("cut off: the engine died", logging.WARNING), ("the client left", logging.INFO)]
+)
+async def test_the_log_names_the_key_and_how_a_stream_ended(
+    caplog: pytest.LogCaptureFixture, outcome: str, level: int
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["caller"], scope["outcome"] = Caller(Key.of("bob", "user", "sk-bob")), outcome
+        await PlainTextResponse("yes")(scope, receive, send)
+
+    caplog.set_level(logging.INFO, "mlx_parallm.access")
+    async with client(RequestLog(app, ROUTES)) as calls:
+        await calls.post("/v1/completions")
+    (record,) = [one for one in caplog.records if one.name == "mlx_parallm.access"]
+    assert (record.key, record.outcome, record.levelno) == ("bob", outcome, level)
+    assert record.getMessage().endswith(f"from 10.1.2.3 as bob ({outcome})")
 
 
 async def test_probes_are_logged_for_those_who_look_closely(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,16 @@
+"""Commands and options are what they were; `tests/surface.py` says how to change them."""
+
+from mlx_parallm.cli import command_parser
+from mlx_parallm.config import ServeConfig, TrainConfig
+from tests import surface
+
+
+def test_options() -> None:
+    surface.check("serve", surface.options(ServeConfig))
+    surface.check("train", surface.options(TrainConfig))
+
+
+def test_commands() -> None:
+    lines = surface.commands(command_parser(), "parallm")
+    shown = [line for line in lines if not line.startswith(("parallm serve ", "parallm train "))]  # as `test_options`
+    surface.check("commands", shown)

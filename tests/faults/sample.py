@@ -55,7 +55,10 @@ def main(arguments: Sequence[str]) -> int:
         reach.copy_tree()
         if not reach.load():
             reach.measure_all((), Part())
-        _run(options.part.of(chosen), results, options.seconds)
+        if options.again:
+            _run_again(options.part.of(chosen), results, options.seconds, options.again)
+        else:
+            _run(options.part.of(chosen), results, options.seconds)
     return report(chosen, results)
 
 
@@ -67,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--map", nargs="*", metavar="TESTS", help="measure which of these tests reach what, and end")
     text = f"of tests for one fault, as they were measured (default: {TEST_SECONDS:g})"
     parser.add_argument("--seconds", type=float, default=TEST_SECONDS, help=text)
+    text = "those that were not caught once more, against the tests of so many seconds more"
+    parser.add_argument("--again", type=float, default=0.0, metavar="SECONDS", help=text)
     parser.add_argument("--pack", action="store_true", help="put the map into the repository, and end")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the work (default: 1)")
     parser.add_argument("--part", type=Part.parse, default=Part(), metavar="K/N", help="do one part of the work alone")
@@ -85,12 +90,31 @@ def _share(arguments: Sequence[str], jobs: int) -> None:
 
 
 def _run(chosen: Sequence[Fault], results: Path, seconds: float) -> None:
+    known, reached = verdicts(results), reach.load()
+    todo = [fault for fault in chosen if fault.name not in known]
+    _plant_all({fault: chosen_tests(fault, reached, seconds) for fault in _without_equivalents(todo)}, results)
+
+
+def _run_again(chosen: Sequence[Fault], results: Path, seconds: float, more: float) -> None:
+    """Those that were not caught by `seconds` of tests, against those of `more` seconds."""
+    known, reached = verdicts(results), reach.load()
+    todo = [fault for fault in chosen if known.get(fault.name) in ("survived", "unreached")]
+    again = {}
+    for fault in _without_equivalents(todo):
+        before = set(chosen_tests(fault, reached, seconds))
+        again[fault] = [test for test in chosen_tests(fault, reached, seconds + more) if test not in before]
+    _plant_all({fault: tests for fault, tests in again.items() if tests}, results)
+
+
+def _without_equivalents(faults: Sequence[Fault]) -> list[Fault]:
+    same = equivalents(NOTES.read_text())
+    return [fault for fault in faults if fault.name not in same]
+
+
+def _plant_all(todo: Mapping[Fault, Sequence[str]], results: Path) -> None:
     warm.import_libraries()
-    known, reached, equivalent = verdicts(results), reach.load(), equivalents(NOTES.read_text())
-    print(f"{len(reached)} of {len(reach.test_files(()))} test files are in the map")  # noqa: T201
-    todo = [fault for fault in chosen if fault.name not in known and fault.name not in equivalent]
-    for number, fault in enumerate(todo, 1):
-        begun, tests = time.monotonic(), chosen_tests(fault, reached, seconds)
+    for number, (fault, tests) in enumerate(todo.items(), 1):
+        begun = time.monotonic()
         verdict = _plant(fault, tests) if tests else "unreached"
         line = {"name": fault.name, "verdict": verdict, "line": fault.line, "tests": len(tests)}
         results.parent.mkdir(exist_ok=True)

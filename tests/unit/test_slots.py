@@ -1,6 +1,7 @@
 """Slots of running rows: their buffers grow ahead of need, and never past the bytes that they may hold."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -61,3 +62,19 @@ def test_slots_for_rows_to_come_are_made_where_they_fit(rows: int, slots: int) -
     assert cache.positions == slots
     assert cache.nbytes == slots * ROW_BYTES <= cache.max_bytes
     cache.check_integrity()
+
+
+def test_attention_reads_whole_steps_and_no_row_is_cut() -> None:
+    cache = cache_of(16)
+    join(cache, 5)
+    read: list[int] = []
+
+    def forward(tokens: mx.array, layers: list[Any], context: object = None) -> mx.array:
+        fresh = mx.zeros((len(tokens), HEADS, 1, WIDTH))
+        read.append(layers[0].update_and_fetch(fresh, fresh)[0].shape[2])
+        return mx.zeros((*tokens.shape, 3))
+
+    lengths = [31, 32, 255, 256, 383, 511, 512]
+    for length in lengths:
+        cache.decode(forward, mx.zeros((1,), mx.int32), [length])
+    assert read == [-(-(length + 1) // 32) * 32 for length in lengths]

@@ -88,3 +88,18 @@ def test_snapshots_that_are_forgotten_are_not_written(tmp_path: Path, forget: Ca
     assert prefix.waiting_to_write
     forget(prefix)
     assert not prefix.waiting_to_write
+
+
+def test_snapshots_stay_as_long_as_they_fit_to_the_byte() -> None:
+    prefix = SnapshotPrefix(lambda: [KVCache()], SIZE, "model", 1 << 24, 1)
+    texts = [[number, *TOKENS[1:]] for number in (1, 2)]
+    for text in texts:
+        cache = KVCache()
+        cache.update_and_fetch(mx.ones((1, 2, len(text), 8)), mx.ones((1, 2, len(text), 8)))
+        prefix.take(prefix.chain(text, ""), [cache], len(text) // SIZE * SIZE, len(text))
+    prefix.set_max_bytes(prefix.metrics.bytes)
+    assert (prefix.metrics.snapshots, prefix.metrics.evictions) == (2, 0)
+    prefix.set_max_bytes(prefix.metrics.bytes - 1)
+    assert (prefix.metrics.snapshots, prefix.metrics.evictions) == (1, 1)
+    found = [prefix.match(prefix.chain(text, ""), [*text, 7]).length for text in texts]
+    assert found == [0, len(TOKENS) // SIZE * SIZE], "the longest unused goes"

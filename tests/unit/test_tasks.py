@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 import threading
 import time
@@ -26,6 +27,22 @@ def test_problems_are_a_function_of_the_seed(name: str) -> None:
         first, again = ([task.problem(random.Random(seed), level) for seed in range(20)] for _ in range(2))
         assert first == again
         assert len({problem.messages[-1]["content"] for problem in first}) > 5
+
+
+def test_arithmetic_answers_are_those_of_its_questions() -> None:
+    task, forms = find_task("arithmetic"), set()
+    for level in range(1, 5):
+        for seed in range(40):
+            problem = task.problem(random.Random(seed), level)
+            numbers = re.fullmatch(r"(\d+) ([+-]) (\d+)(?: - (\d+))? =", problem.messages[-1]["content"])
+            assert numbers is not None
+            first, sign, second, third = numbers.groups()
+            answer = int(first) + (int(second) if sign == "+" else -int(second)) - int(third or 0)
+            assert problem.metadata["answer"] == answer
+            assert task.score(f"{answer}", problem.metadata) == 1.0
+            assert max(int(one) for one in (first, second, third or 0)) <= (9, 49, 99, 99)[level - 1]
+            forms.add((level, sign, third is not None))
+    assert forms == {(1, "+", False), (2, "+", False), (3, "+", False), (3, "-", False), (4, "+", True)}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from mlx_parallm.lora.files import from_peft, parse, parse_config, read_folder, 
 from mlx_parallm.lora.kernel_check import adds_right, checked_adder, checked_fused
 from mlx_parallm.lora.layers import AdapterKernels, FusedKernels, RopeParams
 from mlx_parallm.lora.layout import Layout
-from mlx_parallm.lora.rows import BASE, AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA
+from mlx_parallm.lora.rows import BASE, AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
 from mlx_parallm.lora.weights import Adapter, AdapterError, Part, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
@@ -658,3 +658,9 @@ def test_weights_are_rounded_to_the_models_precision_as_mlx_rounds(dtype: mx.Dty
     assert placed_a.dtype == dtype
     assert mx.array_equal(placed_a[0], mx.array(a).astype(dtype))
     assert mx.array_equal(placed_b[0], mx.array(b.T).astype(dtype))
+
+
+@pytest.mark.parametrize(("ranks", "least", "width"), [((8,), 0, 8), ((8, 8), 0, 16), ((8, 16), 0, 32), ((8,), 9, 16)])
+def test_stacks_are_a_power_of_two_wide(ranks: tuple[int, ...], least: int, width: int) -> None:
+    """So that few shapes are traced; with room for all that is in them."""
+    assert width_of([Resident(rank, {}) for rank in ranks], least) == width

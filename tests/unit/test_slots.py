@@ -5,7 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache
 
+from mlx_parallm.kv.merged import MergedCache, SerialCache
 from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache
 
 HEADS, WIDTH = 2, 8
@@ -78,3 +80,19 @@ def test_attention_reads_whole_steps_and_no_row_is_cut() -> None:
     for length in lengths:
         cache.decode(forward, mx.zeros((1,), mx.int32), [length])
     assert read == [-(-(length + 1) // 32) * 32 for length in lengths]
+
+
+@pytest.mark.parametrize("kind", [MergedCache, SerialCache])
+def test_rows_of_mlx_lms_caches_fit_to_the_byte(kind: type[MergedCache] | type[SerialCache]) -> None:
+    cache = kind(lambda: [KVCache()], 16, 1 << 30)
+    [staged] = cache.stage(1, 256)
+    staged.update_and_fetch(mx.ones((1, HEADS, 256, WIDTH)), mx.ones((1, HEADS, 256, WIDTH)))
+    cache.join([staged], [(0, 256)])
+    assert (cache.smallest_bytes, cache.nbytes) == (ROW_BYTES, ROW_BYTES)
+    cache.max_bytes = 4 * ROW_BYTES
+    assert cache.fits(4, 256)
+    assert cache.fits(2, 512)
+    assert not cache.fits(2, 513)
+    assert not cache.fits(5, 10), "no row is smaller than the smallest"
+    assert [cache.max_length(rows) for rows in (1, 2, 4, 5)] == [1024, 512, 256, 0]
+    assert cache.free == 15

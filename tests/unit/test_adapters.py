@@ -431,7 +431,9 @@ def test_weights_without_a_config_get_one_of_their_rank_and_a_scale_of_one() -> 
     with pytest.raises(AdapterError, match="several ranks"):
         usual_config(save(mixed), LIMIT)
     plain = {f"{PATHS[0]}.lora_a": a.T.copy(), f"{PATHS[0]}.lora_b": b.T.copy()}
-    part = parse(usual_config(save(plain), LIMIT), save(plain), LIMIT).parts[PATHS[0]]
+    config = usual_config(save(plain), LIMIT)
+    assert config == {"fine_tune_type": "lora", "lora_parameters": {"scale": 1.0}}, "as mlx-lm writes it"
+    part = parse(config, save(plain), LIMIT).parts[PATHS[0]]
     assert np.allclose(part.b @ part.a, b @ a, atol=1e-4)
 
 

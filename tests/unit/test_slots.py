@@ -96,3 +96,19 @@ def test_rows_of_mlx_lms_caches_fit_to_the_byte(kind: type[MergedCache] | type[S
     assert not cache.fits(5, 10), "no row is smaller than the smallest"
     assert [cache.max_length(rows) for rows in (1, 2, 4, 5)] == [1024, 512, 256, 0]
     assert cache.free == 15
+
+
+def test_layers_with_a_window_see_each_rows_last_tokens() -> None:
+    cache = cache_of(16)
+    join(cache, 9, 5)
+    seen: list[Any] = []
+
+    def forward(tokens: mx.array, layers: list[Any], context: object = None) -> mx.array:
+        seen.extend(layers[0].make_mask(1, window_size=size)[:, 0, 0].tolist() for size in (None, 3, 100))
+        return mx.zeros((*tokens.shape, 3))
+
+    lengths = [9, 5]
+    cache.decode(forward, mx.zeros((2,), mx.int32), lengths)
+    for mask, size in zip(seen, (100, 3, 100), strict=True):
+        places = [[place for place, visible in enumerate(row) if visible] for row in mask]
+        assert places == [list(range(max(0, length + 1 - size), length + 1)) for length in lengths]

@@ -523,7 +523,7 @@ def bad_files() -> list[tuple[str, dict[str, Any], bytes, str]]:
         ("pickle", config, pickled, "not a sound safetensors"),
         ("10 GB header", config, len(huge).to_bytes(8, "little") + huge, "not a sound safetensors"),
         ("long header", config, (1 << 40).to_bytes(8, "little") + huge, "not a sound safetensors"),
-        ("zip", config, b"PK\x03\x04" + bytes(100), "not a sound npz"),
+        ("zip", config, b"PK\x03\x04" + bytes(100), "not a sound npz file: File is not a zip file"),
         ("integers", config, save({first: np.ones((4, 64), np.int32)}), "must be floating point"),
         ("too large", config, bytes(LIMIT + 1), "at most"),
         ("half a pair", config, save({first: weights[first]}), "not both lora_A and lora_B"),

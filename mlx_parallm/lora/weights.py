@@ -46,10 +46,6 @@ class Part:
     def rank(self) -> int:
         return int(self.a.shape[0])
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes + (0 if self.m is None else self.m.nbytes)
-
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
@@ -60,10 +56,6 @@ class Adapter:
     @property
     def rank(self) -> int:
         return max(part.rank for part in self.parts.values())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
 
     @property
     def dora(self) -> bool:

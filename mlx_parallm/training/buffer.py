@@ -44,6 +44,7 @@ class Buffer:
         self._groups: OrderedDict[str, list[Trajectory]] = OrderedDict()
         self._changed = threading.Condition()
         self._size = 0
+        self._woken = 0
         self.counts = BufferCounts()
         self.recent = RecentGroups()
         self.on_add: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None  # may raise: none is taken then
@@ -141,11 +142,11 @@ class Buffer:
             return sum(len(group) for group in self._groups.values() if _comparable(group))
 
     def wait(self, count: int, timeout: float) -> bool:
-        """Whether so many are ready, within that time."""
+        """Whether so many are ready, within that time, or once somebody calls `wake`."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: sum(len(group) for group in self._groups.values() if _comparable(group)) >= count, timeout
-            )
+            woken = self._woken
+            self._changed.wait_for(lambda: self.ready() >= count or self._woken != woken, timeout)
+            return self.ready() >= count
 
     def take(self, at_most: int, version: int, abandoned: Collection[int] = ()) -> list[Trajectory]:
         """Whole groups, about so many trajectories; those too old for this version, and those of versions that were
@@ -186,7 +187,9 @@ class Buffer:
                 del self._groups[name]
 
     def wake(self) -> None:
+        """Ends the waiting of all who wait now."""
         with self._changed:
+            self._woken += 1
             self._changed.notify_all()
 
 

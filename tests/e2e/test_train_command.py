@@ -194,13 +194,13 @@ def test_sft_then_dpo_then_rl_each_go_on_from_the_last(tiny_folder: Path, tmp_pa
     assert {path.rsplit(".", 1)[-1] for path in own.parts} == {"q_proj", "v_proj"}
     assert read_folder(tmp_path / "peft", 1 << 20)[0].parts.keys() == own.parts.keys()
 
-    pairs = rows(
-        tmp_path / "dpo.jsonl",
-        40,
-        lambda some: {"prompt": some(4), "chosen": f"{some(2)} a", "rejected": f"{some(2)} q"},
-    )
+    def pair(some: Callable[[int], str]) -> dict[str, object]:
+        return {"prompt": some(4), "chosen": f"{some(2)} a", "rejected": f"{some(2)} q"}
+
+    pairs, others = rows(tmp_path / "dpo.jsonl", 40, pair), rows(tmp_path / "others.jsonl", 6, pair)
     flags = ("--mode", "dpo", "--dataset", pairs, "--learning-rate", "5e-3", "--init-adapter", str(tmp_path / "sft"))
-    finish(offline(tiny_folder, tmp_path, *flags))
+    shown = finish(offline(tiny_folder, tmp_path, *flags, "--eval-dataset", others))
+    assert "40 examples to learn from, 6 held out" in shown
     first, *_, after = [line for line in lines(tmp_path / "dpo-log") if "held_out_loss" in line]
     assert first["held_out_margin"] == pytest.approx(0, abs=1e-3)  # by the adapter that it began with
     assert after["held_out_accuracy"] > 0.5

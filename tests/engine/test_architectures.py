@@ -4,14 +4,16 @@ import importlib
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.engine.batching import batch_cache
 from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny, tiny_tokenizer
 
 # Spellings of one small model: each architecture picks out what it knows.
 CONFIG: dict[str, Any] = {
@@ -42,11 +44,11 @@ IN_SLOTS = (
 TUNING = DeviceProfile(steps_in_flight=0, compiled=False, view_step=32, max_padding=0.0, round_prompts=False)
 
 
-def build(name: str) -> LanguageModel | None:
+def build(name: str, **changes: Any) -> LanguageModel | None:
     """The architecture with random weights, or None where the generic configuration does not suit it."""
     try:
         module = importlib.import_module(f"mlx_lm.models.{name}")
-        model = module.Model(module.ModelArgs.from_dict({**CONFIG, "model_type": name}))
+        model = module.Model(module.ModelArgs.from_dict({**CONFIG, **changes, "model_type": name}))
         mx.random.seed(0)
         model.update(tree_map(lambda a: a + 0.02 * mx.random.normal(a.shape).astype(a.dtype), model.parameters()))
         width = model(mx.array([[1, 2, 3]])).shape[-1]
@@ -84,3 +86,35 @@ def test_what_takes_no_offsets_per_row_runs_one_by_one() -> None:
     model = build("gpt_bigcode")
     assert model is not None
     assert chosen(model) == "SerialCache"
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [("llama", "SlotCache"), ("hybrid", "MergedCache"), ("gemma3", "MergedCache")]
+)
+def test_layers_of_several_kinds_run_in_mlx_lms_batches(kind: str, way: str) -> None:
+    assert chosen(tiny(kind)) == way
+
+
+class Watched(nn.Embedding):
+    """An output head that is the embedding too, and writes down how many positions it is asked for."""
+
+    def as_linear(self, hidden: mx.array) -> mx.array:
+        self.__dict__.setdefault("widths", []).append(hidden.shape[1])
+        return super().as_linear(hidden)
+
+
+@pytest.mark.parametrize(
+    ("name", "backbone", "embedding"), [("llama", "model", "embed_tokens"), ("exaone", "transformer", "wte")]
+)
+def test_the_output_head_runs_only_where_a_token_is_sampled(name: str, backbone: str, embedding: str) -> None:
+    """By whatever name the architecture calls its backbone: over all of a long prompt the logits take gigabytes."""
+    model = build(name, tie_word_embeddings=True)
+    assert model is not None
+    module = model.module
+    watched = Watched(300, 64)
+    watched.weight = module[backbone][embedding].weight
+    module[backbone][embedding] = watched
+    tokens, index = mx.array([[5, 9, 7, 3], [8, 2, 6, 0]]), mx.array([3, 2])
+    found = Forward(module).at(tokens, make_prompt_cache(module), index)
+    assert watched.widths == [1]
+    assert mx.allclose(found, module(tokens)[mx.arange(2), index], atol=1e-5)

@@ -22,6 +22,7 @@ from mlx_parallm.errors import (
     UnavailableError,
 )
 from mlx_parallm.models.device import AllocatorCache
+from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.text.grammar import json_grammar
 from tests.engine.harness import Bare, driver, no_engine_runs
 from tests.tiny import tiny
@@ -231,6 +232,24 @@ def test_a_model_that_fails_to_load_is_an_error_of_start() -> None:
 
     with pytest.raises(ModelLoadError, match="no such file"):
         start_engine(load, ServeConfig.of(), lambda events: None)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_failed_has_put_everything_in_order_before_its_error_is_told() -> None:
+    released = []
+
+    class Slow(AllocatorCache):
+        def release(self, owner: object) -> None:
+            time.sleep(0.2)
+            super().release(owner)
+            released.append(owner)
+
+    def load() -> LanguageModel:
+        raise ModelLoadError("no such file")
+
+    starting = StartingEngine(load, ServeConfig.of(ssd=False), deliver, allocator_cache=Slow())
+    with pytest.raises(ModelLoadError, match="no such file"):
+        starting.load()
+    assert len(released) == 1
 
 
 def test_an_engine_can_be_stopped_before_it_starts() -> None:

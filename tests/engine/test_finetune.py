@@ -1,5 +1,6 @@
 """A run of SFT on a real engine: its order, its looks, its early end, and the folder it leaves."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ def test_patience_ends_a_run_with_its_best_parameters(tmp_path: Path) -> None:
         for name, part in read_folder(path, 1 << 20)[0].parts.items():
             np.testing.assert_allclose(part.b, own.parts[name].b, rtol=1e-6)
         save_adapter(tmp_path / "one", drive.engine, made, "sft", {})  # in the place of an earlier result
+
+
+def test_without_patience_a_run_goes_to_its_end() -> None:
+    with driver("llama") as drive:
+        _, _, told = tuned(drive, 3e-2, examples(6, seed=1), epochs=8)
+        losses = [news.held_out["loss"] for news in told if news.held_out]
+        assert any(after > before for before, after in pairwise(losses))
+        assert told[-1].step == 24
+        assert tuned(drive, 1e-3, [])[2][-1].step == 3
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Parameters and their optimiser: steps are torch's, a step can be undone, and what was kept is read again."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import pytest
 
 from mlx_parallm.config.training import OptimizerConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.host import to_numpy
 from mlx_parallm.training.learner import Learner, Parameters, Refused
 
 TORCH = json.loads((Path(__file__).parents[1] / "golden" / "adamw.json").read_text())
@@ -83,3 +85,20 @@ def test_a_gradient_that_is_no_number_changes_nothing() -> None:
 def test_wrong_settings(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         made(**wrong)
+
+
+def test_parameters_can_be_read_on_every_thread() -> None:
+    """What MLX has not computed yet, another thread than that which asked for it can't compute."""
+    learner = made()
+    before = learner.snapshot()
+    step(learner, 0)
+    expected = [np.array(array) for array in learner.parameters.values()]
+    for change in (
+        lambda: learner.halve_step(before),
+        lambda: learner.set_parameters({name: 2 * array for name, array in learner.parameters.items()}),
+    ):
+        change()
+        with ThreadPoolExecutor(1) as other:
+            found = other.submit(lambda: [to_numpy(array) for array in learner.parameters.values()]).result()
+        assert not all(np.array_equal(one, array) for one, array in zip(found, expected, strict=True))
+        expected = found

@@ -331,6 +331,20 @@ def test_a_version_that_was_replaced_leaves_the_device(profile: DeviceProfile | 
         assert registry.resident_bytes == 0
 
 
+def test_rewards_are_counted_for_the_version_that_answered(running: Driver, adapters: dict[str, Adapter]) -> None:
+    registry = running.engine.adapters
+    for name in ("few", "all"):
+        registry.publish("p", adapters[name], "")
+    for name, number, reward in (("p", 1, 1.0), ("p", 2, 0.25), (None, 0, 3.0), ("p", 2, 0.75), ("p", 9, 5.0)):
+        registry.note_reward(name, number, reward)
+    found = [*registry.versions("p"), registry.base]
+    assert {one.number: (one.stats.rewards, one.stats.reward_mean) for one in found} == {
+        1: (1, 1.0),
+        2: (2, 0.5),
+        0: (1, 3.0),
+    }
+
+
 @pytest.mark.long
 def test_a_hundred_adapters_on_eight_places() -> None:
     layout = Layout(tiny().module)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from mlx_parallm.errors import QueueFullError, RequestTimeoutError, UnavailableError
+from mlx_parallm.errors import ContextLengthError, QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.records import Record
 from mlx_parallm.training.rollouts import RolloutClient, Rollouts
@@ -151,3 +151,14 @@ def test_a_key_that_fills_the_queue_leaves_others_their_part() -> None:
         for pending in (*greedy, *others):
             pending.wait()
         running.settle()
+
+
+def test_a_prompt_that_is_too_long_is_known_before_it_is_drawn_from() -> None:
+    with driver("llama", max_batch_size=4, block_size=8) as running:
+        rollouts = rollouts_of(running, 4)
+        longest = running.engine.model.context_length
+        rollouts.check_prompt([5] * (longest - 1), 2)
+        with pytest.raises(ContextLengthError):
+            rollouts.check_prompt([5] * longest, 2)
+        with pytest.raises(ContextLengthError):
+            rollouts.draw([[5] * longest], LONG, adapter=None)

@@ -279,6 +279,29 @@ def test_groups_are_put_back_after_an_update_that_failed() -> None:
         assert len(session.buffer) == 8
 
 
+class Elsewhere(Unreachable):
+    """Where versions are served too; it writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def roll_back(self, name: str, number: int) -> None:
+        self.told.append((name, number))
+
+
+def test_a_rollback_is_one_wherever_versions_are_served() -> None:
+    with school() as one:
+        session = one.session()
+        assert session.update(random_trajectories(1)).published
+        session.versions.publisher = Unreachable()
+        with pytest.raises(UnavailableError, match="nobody answers"):
+            session.rollback(1)
+        assert session.version == 2, "nowhere, or everywhere"
+        session.versions.publisher = elsewhere = Elsewhere()
+        assert session.rollback(None).version == session.version == 1
+        assert elsewhere.told == [("policy", 1)]
+
+
 def test_after_a_rollback_training_goes_on() -> None:
     """Rewards of another scale give one alarm, not one in every five updates."""
     with school() as one:
@@ -651,8 +674,8 @@ def test_an_alarm_at_once_leaves_what_is_served() -> None:
         assert all(np.array_equal(array, session.trainer.state()[name]) for name, array in before.items())
 
 
-@pytest.mark.parametrize("redraw", [True, False])
-def test_a_rollout_that_a_pause_aborts_is_drawn_again_or_an_error(redraw: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"redraw": False}])
+def test_a_rollout_that_a_pause_aborts_is_drawn_again_or_an_error(options: dict[str, bool]) -> None:
     """What was aborted is no answer: nothing of it is kept, and nobody learns from it."""
     sampling = SamplingParams(temperature=0.9, max_tokens=60, n=3, ignore_eos=True)
     with school() as one:
@@ -664,7 +687,7 @@ def test_a_rollout_that_a_pause_aborts_is_drawn_again_or_an_error(redraw: bool) 
 
         def draw() -> None:
             try:
-                found.append(one.rollouts.draw(PROMPTS, sampling, adapter="policy", seed=3, redraw=redraw))
+                found.append(one.rollouts.draw(PROMPTS, sampling, adapter="policy", seed=3, **options))
             except UnavailableError as error:
                 errors.append(error)
 
@@ -675,10 +698,10 @@ def test_a_rollout_that_a_pause_aborts_is_drawn_again_or_an_error(redraw: bool) 
         assert one.engine.pause("abort", 10)
         assert len(one.ledger) == kept
         time.sleep(0.1)
-        assert bool(errors) == (not redraw)
+        assert bool(errors) == bool(options)
         one.engine.resume()
         thread.join(30)
-        if redraw:
+        if not options:
             answers = [[record.completion_ids for record in group] for group in found[0]]
             assert answers == [[record.completion_ids for record in group] for group in whole]
         else:

@@ -16,6 +16,8 @@ from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.lora.weights import Adapter, Part
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.steps import run_through
+from mlx_parallm.training import supervised
+from mlx_parallm.training.budget import MemoryUse
 from mlx_parallm.training.datasets import Example, Preference
 from mlx_parallm.training.model import can_pack
 from mlx_parallm.training.supervised import DPO, SFT, Supervised, SupervisedConfig
@@ -196,3 +198,12 @@ def test_an_adapter_of_another_shape_is_refused() -> None:
         SFT(tiny(), LoRAConfig(4, 8, ("q_proj", "v_proj", "o_proj")), config()).start_from(
             SFT(tiny(), LORA, config()).adapter()
         )
+
+
+def test_a_micro_batch_may_take_half_of_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised, "available_memory", lambda: 1 << 20)
+    free, limited = SFT(tiny(), LORA, config()), SFT(tiny(), LORA, config(), memory=1 << 30)
+    for trainer in (free, limited):
+        trainer.budget.largest = MemoryUse(1 << 20, 100)  # as if one of a hundred tokens had taken so much
+    assert free.budget.tokens(busy=True) == 50
+    assert limited.budget.tokens(busy=True) > 50, "a limit that is given counts, not what is free"

@@ -12,7 +12,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.training.environments import EpisodeSampler
 from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.tasks import Task
-from mlx_parallm.training.verifiers_env import VerifiersEpisode, VerifiersTask
+from mlx_parallm.training.verifiers_env import MANY_TURNS, VerifiersEpisode, VerifiersTask
 from mlx_parallm.types import SamplingParams
 from tests.engine.test_session import school
 
@@ -174,6 +174,15 @@ def test_environments_that_can_not_be_learnt_from_are_named(named: None) -> None
         find_task("verifiers:nothing-here")
     with pytest.raises(ConfigError, match="can be loaded"):
         find_task("verifiers:parallm-example {bad json")
+
+
+@pytest.mark.parametrize(
+    ("stated", "turns"), [({"max_turns": 7}, 7), ({"max_turns": -1}, MANY_TURNS), ({}, MANY_TURNS)]
+)
+def test_an_episode_has_as_many_turns_as_its_environment_allows(stated: dict[str, int], turns: int) -> None:
+    task: Any = types.SimpleNamespace(environment=types.SimpleNamespace(**stated), answer_tokens=5)
+    episode = VerifiersEpisode(task)
+    assert (episode.max_turns, episode.max_tokens) == (turns, 5)
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,11 @@ from mlx_parallm.engine.batching import slot_cache
 from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.patch import add_hooks, fuse_blocks
 from mlx_parallm.lora import kernel
-from mlx_parallm.lora.files import from_peft, parse, parse_config, read_folder
+from mlx_parallm.lora.files import from_peft, parse, parse_config, read_folder, usual_config
 from mlx_parallm.lora.kernel_check import adds_right, checked_adder, checked_fused
 from mlx_parallm.lora.layers import AdapterKernels, FusedKernels, RopeParams
 from mlx_parallm.lora.layout import Layout
-from mlx_parallm.lora.rows import BASE, AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA
+from mlx_parallm.lora.rows import BASE, AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
 from mlx_parallm.lora.weights import Adapter, AdapterError, Part, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
@@ -417,6 +417,26 @@ def test_peft_and_mlx_lm_say_the_same(changes: dict[str, Any], scale: float) -> 
     assert np.allclose(part.b, other.b, atol=1e-5)
 
 
+def test_weights_without_a_config_get_one_of_their_rank_and_a_scale_of_one() -> None:
+    _, weights = peft_files()
+    config = usual_config(save(weights), LIMIT)
+    a, b = (weights[f"base_model.model.{PATHS[0]}.lora_{side}.weight"] for side in "AB")
+    part = parse(config, save(weights), LIMIT).parts[PATHS[0]]
+    assert np.allclose(part.b @ part.a, b @ a, atol=1e-4)
+    fewer = {name: (array[:3] if "lora_A" in name else array[:, :3].copy()) for name, array in weights.items()}
+    with pytest.raises(AdapterError, match=r"says r = 4, and .* has rank 3"):  # the next version, under the same config
+        parse(config, save(fewer), LIMIT)
+    first = f"base_model.model.{PATHS[0]}"
+    mixed = weights | {name: array for name, array in fewer.items() if name.startswith(first)}
+    with pytest.raises(AdapterError, match="several ranks"):
+        usual_config(save(mixed), LIMIT)
+    plain = {f"{PATHS[0]}.lora_a": a.T.copy(), f"{PATHS[0]}.lora_b": b.T.copy()}
+    config = usual_config(save(plain), LIMIT)
+    assert config == {"fine_tune_type": "lora", "lora_parameters": {"scale": 1.0}}, "as mlx-lm writes it"
+    part = parse(config, save(plain), LIMIT).parts[PATHS[0]]
+    assert np.allclose(part.b @ part.a, b @ a, atol=1e-4)
+
+
 GOLDEN = Path(__file__).parent.parent / "golden"
 GOLD = json.loads((GOLDEN / "peft.json").read_text())
 
@@ -503,7 +523,7 @@ def bad_files() -> list[tuple[str, dict[str, Any], bytes, str]]:
         ("pickle", config, pickled, "not a sound safetensors"),
         ("10 GB header", config, len(huge).to_bytes(8, "little") + huge, "not a sound safetensors"),
         ("long header", config, (1 << 40).to_bytes(8, "little") + huge, "not a sound safetensors"),
-        ("zip", config, b"PK\x03\x04" + bytes(100), "not a sound npz"),
+        ("zip", config, b"PK\x03\x04" + bytes(100), "not a sound npz file: File is not a zip file"),
         ("integers", config, save({first: np.ones((4, 64), np.int32)}), "must be floating point"),
         ("too large", config, bytes(LIMIT + 1), "at most"),
         ("half a pair", config, save({first: weights[first]}), "not both lora_A and lora_B"),
@@ -625,3 +645,24 @@ def test_paths_of_transformers_for_a_language_model_within_another() -> None:
                 check_fit(renamed, targets, 8)
     plain = Adapter({"model.layers.0.q_proj": part})
     assert with_paths_of(plain, {"model.layers.0.q_proj": target}) is plain
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_weights_are_rounded_to_the_models_precision_as_mlx_rounds(dtype: mx.Dtype) -> None:
+    layout = Layout(tiny(dtype=dtype).module)
+    path, target = next((path, one) for path, one in layout.targets.items() if one.kind == "linear")
+    random = np.random.default_rng(1)
+    a = random.standard_normal((8, target.size)).astype(np.float32)
+    a.view(np.uint32)[0] = (a.view(np.uint32)[0] & 0xFFFF0000) | 0x8000  # halfway between two of bfloat16
+    b = random.standard_normal((target.out_features, 8)).astype(np.float32)
+    resident = layout.place(layout.pack(Adapter({path: Part(a, b)})))
+    [(placed_a, placed_b, _)] = resident.groups.values()
+    assert placed_a.dtype == dtype
+    assert mx.array_equal(placed_a[0], mx.array(a).astype(dtype))
+    assert mx.array_equal(placed_b[0], mx.array(b.T).astype(dtype))
+
+
+@pytest.mark.parametrize(("ranks", "least", "width"), [((8,), 0, 8), ((8, 8), 0, 16), ((8, 16), 0, 32), ((8,), 9, 16)])
+def test_stacks_are_a_power_of_two_wide(ranks: tuple[int, ...], least: int, width: int) -> None:
+    """So that few shapes are traced; with room for all that is in them."""
+    assert width_of([Resident(rank, {}) for rank in ranks], least) == width

@@ -89,3 +89,24 @@ def test_openblas_is_renamed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert copy.parent == tmp_path / "mlx-parallm" / "blas"
     assert blas._plain_openblas(library, "1").stat().st_mtime_ns == made
     assert list(copy.parent.iterdir()) == [copy]
+
+
+@pytest.mark.parametrize("broken", ["--rename-dynamic-symbols", "--set-soname", None])
+def test_a_copy_of_openblas_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str | None
+) -> None:
+    """With a tool in the place of patchelf that copies, or fails at one of its two steps."""
+    tool = tmp_path / "patchelf"
+    tool.write_text(f'#!/bin/sh\n[ "$1" = "{broken}" ] && exit 1\n[ "$1" = --set-soname ] || cp "$5" "$4"\n')
+    tool.chmod(0o755)
+    library = tmp_path / "library.so"
+    library.write_bytes(b"content")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(blas.sysconfig, "get_path", lambda name: str(tmp_path))
+    folder = tmp_path / "mlx-parallm" / "blas"
+    if broken is None:
+        assert blas._plain_openblas(library, "1").read_bytes() == b"content"
+    else:
+        with pytest.raises(subprocess.CalledProcessError):
+            blas._plain_openblas(library, "1")
+        assert list(folder.iterdir()) == []

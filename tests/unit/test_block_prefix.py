@@ -88,3 +88,52 @@ def test_snapshots_that_are_forgotten_are_not_written(tmp_path: Path, forget: Ca
     assert prefix.waiting_to_write
     forget(prefix)
     assert not prefix.waiting_to_write
+
+
+def test_snapshots_stay_as_long_as_they_fit_to_the_byte() -> None:
+    prefix = SnapshotPrefix(lambda: [KVCache()], SIZE, "model", 1 << 24, 1)
+    texts = [[number, *TOKENS[1:]] for number in (1, 2)]
+    for text in texts:
+        cache = KVCache()
+        cache.update_and_fetch(mx.ones((1, 2, len(text), 8)), mx.ones((1, 2, len(text), 8)))
+        prefix.take(prefix.chain(text, ""), [cache], len(text) // SIZE * SIZE, len(text))
+    prefix.set_max_bytes(prefix.metrics.bytes)
+    assert (prefix.metrics.snapshots, prefix.metrics.evictions) == (2, 0)
+    prefix.set_max_bytes(prefix.metrics.bytes - 1)
+    assert (prefix.metrics.snapshots, prefix.metrics.evictions) == (1, 1)
+    found = [prefix.match(prefix.chain(text, ""), [*text, 7]).length for text in texts]
+    assert found == [0, len(TOKENS) // SIZE * SIZE], "the longest unused goes"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "kept"),
+    [
+        (KEEP_TOKENS, KEEP_TOKENS, True),
+        (KEEP_TOKENS + 5, KEEP_TOKENS, True),
+        (KEEP_TOKENS, KEEP_TOKENS - SIZE, True),
+        (KEEP_TOKENS, KEEP_TOKENS - 2 * SIZE, False),  # on its way: nobody may ever come back to it
+        (KEEP_TOKENS - SIZE, KEEP_TOKENS - SIZE, False),  # computed again as quickly as read
+    ],
+)
+def test_snapshots_of_the_ends_of_long_texts_get_to_the_ssd(
+    tmp_path: Path, tokens: int, length: int, kept: bool
+) -> None:
+    prefix = SnapshotPrefix(
+        lambda: [KVCache()], SIZE, "model", 1 << 24, 1, DiskTier(tmp_path, "model", 1 << 30, 86400.0)
+    )
+    text, cache = list(range(tokens)), KVCache()
+    cache.update_and_fetch(mx.ones((1, 2, length, 8)), mx.ones((1, 2, length, 8)))
+    prefix.take(prefix.chain(text, ""), [cache], length, tokens)
+    assert prefix.waiting_to_write == kept
+
+
+def test_what_waits_for_the_ssd_takes_a_quarter_of_the_memory(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, "model", 1 << 30, 86400.0)
+    for spare, kept in ((0, True), (-4, False)):
+        prefix = SnapshotPrefix(lambda: [KVCache()], SIZE, "model", 1 << 24, 1, disk)
+        cache = KVCache()
+        cache.update_and_fetch(mx.ones((1, 2, len(TOKENS), 8)), mx.ones((1, 2, len(TOKENS), 8)))
+        prefix.set_max_bytes(4 * cache.nbytes + spare)
+        dropped = disk.metrics.dropped
+        prefix.take(prefix.chain(TOKENS, ""), [cache], len(TOKENS), len(TOKENS))
+        assert (prefix.waiting_to_write, disk.metrics.dropped - dropped) == (kept, not kept)

@@ -1,6 +1,7 @@
 """Embedding models beside sentence-transformers (tests/golden/make_embeddings.py), and folders that are wrong."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,31 @@ def test_rows_that_only_pad_a_batch_change_nothing(name: str, tmp_path: Path, mo
     for count in (1, 3, len(TEXTS)):
         found = vectors_of(model, TEXTS[:count])
         np.testing.assert_allclose(found, VECTORS[name][:count], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_how_earlier_versions_said_what_is_pooled(name: str, tmp_path: Path) -> None:
+    """A flag for each mode, as nearly all folders on the hub have them."""
+    folder = write_model(tmp_path, name)
+    file = folder / "1_Pooling" / "config.json"
+    stated = json.loads(file.read_text())["pooling_mode"]
+    flags = {
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_max_tokens": "max",
+        "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+        "pooling_mode_weightedmean_tokens": "weightedmean",
+        "pooling_mode_lasttoken": "lasttoken",
+    }
+    modes = [stated] if isinstance(stated, str) else stated
+    edit_json(file, pooling_mode=None, **{flag: mode in modes for flag, mode in flags.items()})
+    found = vectors_of(embedding.load(folder), TEXTS)
+    if len(modes) > 1:  # one beside the other, in the order of the flags
+        parts = dict(zip(modes, np.split(VECTORS[name], len(modes), axis=1), strict=True))
+        expected = np.concatenate([parts[mode] for mode in flags.values() if mode in parts], axis=1)
+    else:
+        expected = VECTORS[name]
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_prompts_stand_before_a_text(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ def test_a_file_of_torch_is_served_as_torch_computes_it(tmp_path: Path, capsys: 
     assert run(GOLDEN / "state_dict.pt", CNN, tmp_path, "--prefix", "module.") == 2
     assert "--force overwrites it" in capsys.readouterr().err
     assert run(GOLDEN / "state_dict.pt", CNN, tmp_path, "--prefix", "module.", "--force", "--key", "state_dict") == 0
+    deeper = ("--prefix", "module.", "--output", str(tmp_path / "not" / "there" / "yet"))
+    assert run(GOLDEN / "state_dict.pt", CNN, tmp_path, *deeper) == 0
+    assert network.load(tmp_path / "not/there/yet").info.weight_bytes == 4 * 724
 
 
 def test_names_are_mapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

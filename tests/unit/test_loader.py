@@ -55,6 +55,9 @@ def test_context_length_where_the_config_is_unusual(tmp_path: Path) -> None:
     del config["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load(str(tmp_path), name="m").context_length == loader.FALLBACK_CONTEXT
+    tokenizer = tmp_path / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"model_max_length": 99}))
+    assert load(str(tmp_path), name="m").context_length == 99
     change_config(tmp_path, text_config={"max_position_embeddings": 77})
     assert load(str(tmp_path), name="m").context_length == 77
 
@@ -111,7 +114,7 @@ def test_unknown_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it would ask again and again
     with pytest.raises(ModelLoadError, match="no local folder"):
         load("nobody/nothing", name="m")
-    with pytest.raises(ModelLoadError, match="there is no folder"):
+    with pytest.raises(ModelLoadError, match=r"there is no folder nowhere/at/all$"):
         load("./nowhere/at/all", name="m")
 
 

@@ -42,7 +42,7 @@ def test_cgroup_v2_inside_its_own_namespace(tmp_path: Path) -> None:
 
 def test_cgroup_v1(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
-    own.write_text("4:memory:/box/inner\n2:cpu,cpuacct:/box\n0::/\n")
+    own.write_text("5:cpu,cpuacct:/box\n4:memory:/box/inner\n2:pids:/box\n0::/\n")
     root = tmp_path / "fs"
     group(root / "memory", memory_limit_in_bytes=9223372036854771712, memory_usage_in_bytes=GIB)
     assert cgroup_room(root, own) is None
@@ -53,6 +53,8 @@ def test_cgroup_v1(tmp_path: Path) -> None:
         memory_stat=f"inactive_file 1\ntotal_inactive_file {GIB // 2}",
     )
     assert cgroup_room(root, own) == GIB + GIB // 2
+    (root / "memory" / "box" / "memory.stat").write_text(f"inactive_file {GIB}\n")
+    assert cgroup_room(root, own) == GIB, "what the kernel says of its cache is not the box's"
     group(root / "memory" / "box", memory_limit_in_bytes=GIB, memory_usage_in_bytes=3 * GIB)
     assert cgroup_room(root, own) == 0
 

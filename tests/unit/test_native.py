@@ -87,6 +87,18 @@ def test_attention_with_every_mask(queries: int, heads: int, groups: int, dims: 
         assert close(attention(q, k, v, cache=None, scale=0.2, mask=mask), expected)
 
 
+def test_one_query_sees_the_same_to_the_bit_with_a_mask_and_without() -> None:
+    """A row that runs alone has no mask, and beside others it has one."""
+    _, fast = fast_llama()
+    q = mx.random.normal((2, 9, 1, 64))
+    k, v = mx.random.normal((2, 3, 300, 64)), mx.random.normal((2, 3, 300, 64))
+    alone, *others = (
+        attention_of(fast)(q, k, v, cache=None, scale=0.2, mask=mask)
+        for mask in (None, "causal", mx.ones((2, 1, 1, 300), mx.bool_))
+    )
+    assert all(mx.array_equal(alone, other) for other in others)
+
+
 def test_attention_leaves_other_arguments_to_mlx() -> None:
     _, fast = fast_llama()
     attention = attention_of(fast)

@@ -214,3 +214,54 @@ def test_concat_joins_along_its_axis(axis: int, shapes: list[tuple[int, ...]], j
     assert layer.run({}, *map(mx.zeros, shapes)).shape == joined
     with pytest.raises(ShapeError, match="the other axes must agree"):
         layer.shape(shapes[0], (*shapes[0][:-2], shapes[0][-2] + 1, shapes[0][-1] + 1))
+
+
+X = np.random.default_rng(4).standard_normal((3, 2, 4)).astype(np.float32)
+E = np.exp(X.astype(np.float64))
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        ({"type": "identity"}, X),
+        ({"type": "clip", "min": -0.5, "max": 0.25}, np.clip(X, -0.5, 0.25)),
+        ({"type": "clip", "min": 0.1}, np.maximum(X, 0.1)),
+        ({"type": "scale", "factor": 3, "offset": -1}, 3 * X - 1),
+        ({"type": "elu", "alpha": 0.5}, np.where(X > 0, X, 0.5 * (E - 1))),
+        ({"type": "leaky_relu", "negative_slope": 0.2}, np.where(X > 0, X, 0.2 * X)),
+        ({"type": "gelu", "approximate": "tanh"}, X / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (X + 0.044715 * X**3)))),
+        ({"type": "softplus"}, np.log1p(E)),
+        ({"type": "softmax", "axis": 1}, E / E.sum(axis=1, keepdims=True)),
+        ({"type": "log_softmax", "axis": 1}, X - np.log(E.sum(axis=1, keepdims=True))),
+        (
+            {"type": "layer_norm", "affine": False, "epsilon": 0.5},
+            (X - X.mean(-1, keepdims=True)) / (X.var(-1, keepdims=True) + 0.5) ** 0.5,
+        ),
+        ({"type": "flatten"}, X.reshape(3, 8)),
+        ({"type": "reshape", "sizes": [4, -1]}, X.reshape(3, 4, 2)),
+        ({"type": "transpose", "axes": [0, 2, 1]}, X.transpose(0, 2, 1)),
+        ({"type": "select"}, X[:, -1]),
+        ({"type": "select", "index": 1, "axis": -1}, X[:, :, 1]),
+        ({"type": "mean", "axes": [1, 2]}, X.mean(axis=(1, 2))),
+        ({"type": "mean", "axes": [-1]}, X.mean(axis=-1)),
+    ],
+    ids=lambda value: value["type"] if isinstance(value, dict) else "",
+)
+def test_layers_without_weights_are_what_their_names_say(
+    layer: dict[str, Any], expected: Array, tmp_path: Path
+) -> None:
+    definition = {"inputs": {"x": {"shape": ["batch", 2, 4]}}, "layers": [layer | {"name": "y"}], "outputs": {"y": {}}}
+    [found] = network.load(write(tmp_path, definition, {})).predict([{"x": X}])
+    np.testing.assert_allclose(found["y"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_of_classes_become_rows_of_ones_and_zeros(tmp_path: Path) -> None:
+    definition = {
+        "inputs": {"x": {"shape": ["batch", 2], "dtype": "int32"}},
+        "layers": [{"type": "one_hot", "name": "y", "num_classes": 3}],
+        "outputs": {"y": {}},
+    }
+    model = network.load(write(tmp_path, definition, {}))
+    [found] = model.predict([{"x": np.array([[0, 2], [1, 1]], np.int32)}])
+    assert found["y"].tolist() == [[[1, 0, 0], [0, 0, 1]], [[0, 1, 0], [0, 1, 0]]]
+    assert model.info.tensors.inputs[0].bounds == (0, 2), "others are refused before they get here"

@@ -1,6 +1,7 @@
 """Reports: the log and the plot of both kinds of run, and what each board is told."""
 
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -12,7 +13,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.training import report
 from mlx_parallm.training.finetune import RunReport
 from mlx_parallm.training.loop import StepReport
-from mlx_parallm.training.report import LOG, PLOT, Progress, chosen_boards, read_log
+from mlx_parallm.training.report import LOG, PLOT, Progress, chosen_boards, plot, read_log
 
 NEWS = [
     RunReport(0, 0.0, held_out={"loss": 2.0}),
@@ -105,3 +106,23 @@ def test_the_lines_are_json(tmp_path: Path) -> None:
     with Progress(tmp_path, 2, "sft", report_to=["none"]) as progress:
         progress.on_step(NEWS[1])
     assert json.loads((tmp_path / LOG).read_text()) == NEWS[1].flat()
+
+
+@pytest.mark.long
+def test_a_plot_says_what_it_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with Progress(tmp_path, 2, "sft", report_to=["none"]) as progress:
+        for news in NEWS:
+            progress.on_step(news)
+    words = texts(tmp_path / LOG)
+    assert {"loss", "held-out loss", "step", "mine"} <= words
+    rewards = tmp_path / "rewards.jsonl"
+    rewards.write_text('{"step": 0, "held_out": 0.25}\n{"step": 1, "reward": 0.5, "held_out": 0.5}\n')
+    words = texts(rewards)
+    assert {"mean reward of drawn answers", "held-out score, greedy", "1.0"} <= words
+
+
+def texts(log: Path) -> set[str]:
+    drawn = plot([log], log.with_suffix(".svg"), ["mine"])
+    assert drawn is not None
+    return set(re.findall(r"<!-- (.*?) -->", drawn.read_text()))

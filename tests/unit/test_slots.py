@@ -1,10 +1,13 @@
 """Slots of running rows: their buffers grow ahead of need, and never past the bytes that they may hold."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache
 
+from mlx_parallm.kv.merged import MergedCache, SerialCache
 from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache
 
 HEADS, WIDTH = 2, 8
@@ -61,3 +64,51 @@ def test_slots_for_rows_to_come_are_made_where_they_fit(rows: int, slots: int) -
     assert cache.positions == slots
     assert cache.nbytes == slots * ROW_BYTES <= cache.max_bytes
     cache.check_integrity()
+
+
+def test_attention_reads_whole_steps_and_no_row_is_cut() -> None:
+    cache = cache_of(16)
+    join(cache, 5)
+    read: list[int] = []
+
+    def forward(tokens: mx.array, layers: list[Any], context: object = None) -> mx.array:
+        fresh = mx.zeros((len(tokens), HEADS, 1, WIDTH))
+        read.append(layers[0].update_and_fetch(fresh, fresh)[0].shape[2])
+        return mx.zeros((*tokens.shape, 3))
+
+    lengths = [31, 32, 255, 256, 383, 511, 512]
+    for length in lengths:
+        cache.decode(forward, mx.zeros((1,), mx.int32), [length])
+    assert read == [-(-(length + 1) // 32) * 32 for length in lengths]
+
+
+@pytest.mark.parametrize("kind", [MergedCache, SerialCache])
+def test_rows_of_mlx_lms_caches_fit_to_the_byte(kind: type[MergedCache] | type[SerialCache]) -> None:
+    cache = kind(lambda: [KVCache()], 16, 1 << 30)
+    [staged] = cache.stage(1, 256)
+    staged.update_and_fetch(mx.ones((1, HEADS, 256, WIDTH)), mx.ones((1, HEADS, 256, WIDTH)))
+    cache.join([staged], [(0, 256)])
+    assert (cache.smallest_bytes, cache.nbytes) == (ROW_BYTES, ROW_BYTES)
+    cache.max_bytes = 4 * ROW_BYTES
+    assert cache.fits(4, 256)
+    assert cache.fits(2, 512)
+    assert not cache.fits(2, 513)
+    assert not cache.fits(5, 10), "no row is smaller than the smallest"
+    assert [cache.max_length(rows) for rows in (1, 2, 4, 5)] == [1024, 512, 256, 0]
+    assert cache.free == 15
+
+
+def test_layers_with_a_window_see_each_rows_last_tokens() -> None:
+    cache = cache_of(16)
+    join(cache, 9, 5)
+    seen: list[Any] = []
+
+    def forward(tokens: mx.array, layers: list[Any], context: object = None) -> mx.array:
+        seen.extend(layers[0].make_mask(1, window_size=size)[:, 0, 0].tolist() for size in (None, 3, 100))
+        return mx.zeros((*tokens.shape, 3))
+
+    lengths = [9, 5]
+    cache.decode(forward, mx.zeros((2,), mx.int32), lengths)
+    for mask, size in zip(seen, (100, 3, 100), strict=True):
+        places = [[place for place, visible in enumerate(row) if visible] for row in mask]
+        assert places == [list(range(max(0, length + 1 - size), length + 1)) for length in lengths]

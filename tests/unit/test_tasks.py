@@ -2,8 +2,11 @@
 
 import json
 import random
+import re
+import sys
 import threading
 import time
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,22 @@ def test_problems_are_a_function_of_the_seed(name: str) -> None:
         first, again = ([task.problem(random.Random(seed), level) for seed in range(20)] for _ in range(2))
         assert first == again
         assert len({problem.messages[-1]["content"] for problem in first}) > 5
+
+
+def test_arithmetic_answers_are_those_of_its_questions() -> None:
+    task, forms = find_task("arithmetic"), set()
+    for level in range(1, 5):
+        for seed in range(40):
+            problem = task.problem(random.Random(seed), level)
+            numbers = re.fullmatch(r"(\d+) ([+-]) (\d+)(?: - (\d+))? =", problem.messages[-1]["content"])
+            assert numbers is not None
+            first, sign, second, third = numbers.groups()
+            answer = int(first) + (int(second) if sign == "+" else -int(second)) - int(third or 0)
+            assert problem.metadata["answer"] == answer
+            assert task.score(f"{answer}", problem.metadata) == 1.0
+            assert max(int(one) for one in (first, second, third or 0)) <= (9, 49, 99, 99)[level - 1]
+            forms.add((level, sign, third is not None))
+    assert forms == {(1, "+", False), (2, "+", False), (3, "+", False), (3, "-", False), (4, "+", True)}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +113,37 @@ def test_gsm8k_from_its_file(tmp_path: Path) -> None:
     assert task.score("#### 12", problem.metadata) == 0.0
     with pytest.raises(ConfigError, match="no file of GSM8K"):
         find_task(f"gsm8k:{tmp_path / 'none'}")
+
+
+def test_problems_of_reasoning_gym_are_those_of_a_seed_and_have_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a module that answers as the package does: what the package makes of it, this can't say."""
+
+    class Dataset(list[dict[str, Any]]):
+        def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+            return 1.0 if answer == entry["answer"] else 0.01
+
+    def create_dataset(name: str, size: int, seed: int) -> Dataset:
+        if name != "sums":
+            raise ValueError(f"Dataset '{name}' not registered")
+        return Dataset({"question": f"What is {seed} + {place}?", "answer": str(seed + place)} for place in range(size))
+
+    module = types.ModuleType("reasoning_gym")
+    module.__dict__["create_dataset"] = create_dataset
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+    task = find_task("reasoning_gym:sums")
+    problems = [task.problem(random.Random(seed), 1) for seed in range(3)]
+    asked = [problem.messages[-1]["content"].splitlines()[0] for problem in problems]
+    assert asked == [f"What is {seed} + 0?" for seed in (827307999, 288545018, 121443151)], (
+        "a later version of ours goes on with them"
+    )
+    facts = problems[0].metadata
+    answer = facts["entry"]["answer"]
+    assert "<answer></answer>" in problems[0].messages[-1]["content"]
+    assert task.score(f"<answer>1</answer>, no: <answer>\n{answer} </answer>", facts) == 1.0
+    assert task.score(f"<answer>{answer}</answer>, no: <answer>1</answer>", facts) == 0.01
+    assert task.score(answer, facts) == 0.01
+    with pytest.raises(ConfigError, match="no task 'products'"):
+        find_task("reasoning_gym:products")
 
 
 def test_tasks_of_ones_own(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The ledger of what was drawn, and the buffer of groups."""
 
 import threading
+import time
 import tracemalloc
 from dataclasses import replace
 
@@ -236,6 +237,11 @@ def test_waiting_for_enough() -> None:
     assert not buffer.wait(2, 0.01)
     threading.Timer(0.05, lambda: buffer.add([one("a"), one("a")])).start()
     assert buffer.wait(2, 5)
+    assert buffer.wait(1, 0)
+    begun = time.monotonic()
+    threading.Timer(0.05, buffer.wake).start()
+    assert not buffer.wait(3, 30)
+    assert time.monotonic() - begun < 20, "who wakes it does not want to wait for it"
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,24 @@ def test_what_counts_in_the_limits_of_a_key() -> None:
         assert not counts(method, path), path
 
 
+async def test_who_calls_is_noted_for_logs_and_for_what_is_stored() -> None:
+    noted: list[Scope] = []
+
+    async def note(scope: Scope, receive: Receive, send: Send) -> None:
+        noted.append(scope)
+        await BEHIND(scope, receive, send)
+
+    guard = guarded(note, "user", "admin")
+    await ask(guard, "/v1/models", **bearer("open"))
+    await ask(guard, "/v1/models", **bearer("sesame"))
+    await ask(guard, "/health")
+    assert [scope.get("key_name") for scope in noted] == ["user", "admin", None]
+    assert [scope["is_admin"] for scope in noted] == [False, True, False]
+    assert noted[0]["key_id"] and noted[0]["key_id"] != noted[1]["key_id"]  # noqa: PT018
+    assert "key_id" not in noted[2]
+    assert noted[1]["caller"].key.name == "admin"
+
+
 async def test_the_files_of_the_dashboard_need_no_key_and_its_data_an_admin_s() -> None:
     guard = guarded(BEHIND, "admin")
     assert (await ask(guard, "/dashboard/static/views/live.js"))[0] == 200

@@ -120,11 +120,24 @@ def test_bodies() -> None:
         {"prompt_words": (5, 4)},
         {"output_tokens": (0, 4)},
         {"stream_share": 1.5},
+        {"stream_share": -0.5},
+        {"duration": 0.0, "requests": None},
         {"rate": 0.0},
     ],
 )
 def test_a_bad_spec_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
+        replace(SPEC, **changes)  # type: ignore[arg-type]
+
+
+def test_a_spec_at_its_bounds_is_taken() -> None:
+    for changes in (
+        {"concurrency": 1},
+        {"requests": 1},
+        {"requests": None, "duration": 0.1},
+        {"stream_share": 1.0, "prompt_words": (1, 1), "output_tokens": (1, 1)},
+        {"stream_share": 0.0, "rate": 0.01},
+    ):
         replace(SPEC, **changes)  # type: ignore[arg-type]
 
 

@@ -95,14 +95,15 @@ def _run(chosen: Sequence[Fault], results: Path, seconds: float) -> None:
     _plant_all({fault: chosen_tests(fault, reached, seconds) for fault in _without_equivalents(todo)}, results)
 
 
-def _run_again(chosen: Sequence[Fault], results: Path, seconds: float, more: float) -> None:
+def _run_again(faults: Sequence[Fault], results: Path, seconds: float, more: float) -> None:
     """Those that were not caught by `seconds` of tests, against those of `more` seconds."""
     known, reached = verdicts(results), reach.load()
-    todo = [fault for fault in chosen if known.get(fault.name) in ("survived", "unreached")]
+    todo = [fault for fault in faults if known.get(fault.name) in ("survived", "unreached")]
     again = {}
     for fault in _without_equivalents(todo):
         before = set(chosen_tests(fault, reached, seconds))
-        again[fault] = [test for test in chosen_tests(fault, reached, seconds + more) if test not in before]
+        chosen = chosen_tests(fault, reached, seconds + more, broadest=True)
+        again[fault] = [test for test in chosen if test not in before]
     _plant_all({fault: tests for fault, tests in again.items() if tests}, results)
 
 
@@ -123,9 +124,12 @@ def _plant_all(todo: Mapping[Fault, Sequence[str]], results: Path) -> None:
         print(f"{number}/{len(todo)} {verdict:<9} {fault.name}", flush=True)  # noqa: T201
 
 
-def chosen_tests(fault: Fault, reached: Mapping[str, Reached], seconds: float = TEST_SECONDS) -> list[str]:
+def chosen_tests(
+    fault: Fault, reached: Mapping[str, Reached], seconds: float = TEST_SECONDS, broadest: bool = False
+) -> list[str]:
     """Tests that reach a fault's function, as many as there is time for: first those of a file of its name, then those
-    that reach little else. Of code that runs on import, all tests that import it."""
+    that reach little else. Of code that runs on import, all tests that import it. `broadest`: before all others the
+    one that reaches most, which looks at much of what users see."""
     found: dict[str, float] = {}
     breadth: Counter[str] = Counter()
     for one in reached.values():
@@ -143,7 +147,10 @@ def chosen_tests(fault: Fault, reached: Mapping[str, Reached], seconds: float = 
     chosen: list[str] = []
     files: set[str] = set()
     left = seconds
-    for test in sorted(found, key=rank):
+    ordered = sorted(found, key=rank)
+    if broadest and breadth:
+        ordered.sort(key=breadth.most_common(1)[0][0].__ne__)
+    for test in ordered:
         file = test.partition("::")[0]
         cost = found[test] + (0.0 if file in files else FILE_SECONDS + SETUP_SHARE * reached[file].setup)
         if cost <= left:

@@ -92,6 +92,7 @@ def test_tests_of_its_name_come_first_then_those_that_reach_little_else() -> Non
     names = {"tests/e2e/test_all.py::quick": 0.1, "tests/e2e/test_all.py::narrow": 0.2}
     reached = {"tests/e2e/test_all.py": Reached("", names, broad, [])}
     assert chosen_tests(fault(), reached, 11.0) == ["tests/e2e/test_all.py::narrow", "tests/e2e/test_all.py::quick"]
+    assert chosen_tests(fault(), reached, 11.0, broadest=True)[0] == "tests/e2e/test_all.py::quick"
 
 
 def test_the_report_counts_by_folder_without_equivalents(

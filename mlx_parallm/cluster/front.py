@@ -37,6 +37,7 @@ from mlx_parallm.server.errors import JSONResponse, error_response
 from mlx_parallm.server.keys import KeyRing
 from mlx_parallm.server.middleware import usable_request_id
 from mlx_parallm.server.models import BASE, DEFAULT
+from mlx_parallm.server.request_state import enter, state_of
 from mlx_parallm.server.route_table import Route
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Exchange:
 
     @property
     def route(self) -> Route:
-        return route_table().of(self.scope)
+        return state_of(self.scope).route
 
     @property
     def can_repeat(self) -> bool:
@@ -109,15 +110,15 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        route = self._routes.of(scope)
-        scope["request_id"] = identity = usable_request_id(Headers(scope=scope).get("x-request-id"))
+        state = enter(scope, self._routes)
+        state.id = identity = usable_request_id(Headers(scope=scope).get("x-request-id"))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = identity
-                if route.error_shape.id_header is not None:
-                    headers[route.error_shape.id_header] = identity
+                if state.route.error_shape.id_header is not None:
+                    headers[state.route.error_shape.id_header] = identity
             await send(message)
 
         self.in_flight += 1
@@ -132,7 +133,7 @@ class Front:
                 self.idle.set()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.of(scope)
+        route = state_of(scope).route
         if route.replicas == "health":
             await self._health()(scope, receive, send)
             return
@@ -250,7 +251,7 @@ class Front:
     def _headers(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
         left_out = HOP_HEADERS | {SECRET_HEADER, PREFIX_HEADER, b"x-request-id"}
         headers = [(name, value) for name, value in exchange.scope["headers"] if name not in left_out]
-        headers += [(SECRET_HEADER, self._secret.encode()), (b"x-request-id", exchange.scope["request_id"].encode())]
+        headers += [(SECRET_HEADER, self._secret.encode()), (b"x-request-id", state_of(exchange.scope).id.encode())]
         if hashes := exchange.digest.prefix.hashes:
             headers.append((PREFIX_HEADER, pack_hashes(hashes).encode()))
         return headers
@@ -388,8 +389,9 @@ def _ending(content_type: str) -> bytes | None:
 def _cut_off(scope: Scope, ending: bytes) -> bytes:
     """The end of a stream whose replica has died."""
     error = UnavailableError("the replica that wrote this ended; send the request again", code="replica_lost")
-    shape = route_table().of(scope).error_shape
-    body = orjson.dumps(shape.body(Failure.of(error), scope["request_id"]))
+    state = state_of(scope)
+    shape = state.route.error_shape
+    body = orjson.dumps(shape.body(Failure.of(error), state.id))
     if ending == b"\n":
         return body + b"\n"
     if shape.named_events:

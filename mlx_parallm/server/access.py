@@ -34,6 +34,7 @@ from mlx_parallm.server.errors import error_response
 from mlx_parallm.server.keys import Key, KeyRing, Role
 from mlx_parallm.server.logins import COOKIE, Logins
 from mlx_parallm.server.rates import RateLimits
+from mlx_parallm.server.request_state import enter
 from mlx_parallm.server.route_table import CHANGING_METHODS, JSON_WANTED, RouteTable, Uploads
 from mlx_parallm.server.sockets import check_certificate
 
@@ -107,9 +108,7 @@ class Authentication:
             return
         self._access.ring.refresh()
         caller, error = self._identify(scope)
-        scope["caller"] = caller
-        if caller.key is not None:
-            scope["key_id"], scope["key_name"] = caller.key.identity, caller.key.name
+        enter(scope, self._routes).caller = caller
         token = current_caller.set(caller)
         try:
             await self._serve(caller, error, scope, receive, send if caller.usage is None else _telling(caller, send))
@@ -121,7 +120,8 @@ class Authentication:
     ) -> None:
         """What asks a model for work counts; reading, probes, and cancelling stored responses do not. What runs on in
         the background leaves when it has ended."""
-        counts = self._routes.of(scope).is_counted
+        state = enter(scope, self._routes)
+        counts = state.route.is_counted
         if counts:
             try:
                 caller.admit()
@@ -131,14 +131,15 @@ class Authentication:
         try:
             await (self.app if error is None else error_response(error))(scope, receive, send)
         finally:
-            if counts and not scope.get("runs_on"):
+            if counts and not state.runs_on:
                 caller.leave()
 
     def _identify(self, scope: Scope) -> tuple[Caller, ParallmError | None]:
         """Who calls, and why not."""
-        needed, headers = self._routes.of(scope).role, Headers(scope=scope)
+        state, headers = enter(scope, self._routes), Headers(scope=scope)
+        needed = state.route.role
         key = self._access.find(scope["method"], headers)
-        scope["is_admin"] = not self._access.ring.guards("admin") or (key is not None and key.may("admin"))
+        state.is_admin = not self._access.ring.guards("admin") or (key is not None and key.may("admin"))
         caller = ANYBODY if key is None else self._access.caller(key)
         if needed is None or not self._access.ring.guards(needed):
             return caller, None
@@ -213,9 +214,10 @@ class OriginGuard:
             )
         if scope["method"] not in CHANGING_METHODS:
             return None
-        uploads = self._routes.of(scope).uploads
+        state = enter(scope, self._routes)
+        uploads = state.route.uploads
         if _reads_as_json(uploads, headers):
-            scope["media_type_error"] = _media_type_error(uploads, headers)  # to be said if it is no JSON
+            state.media_type_error = _media_type_error(uploads, headers)  # to be said if it is no JSON
             MutableHeaders(scope=scope)["content-type"] = "application/json"
             return None
         return _media_type_error(uploads, headers)

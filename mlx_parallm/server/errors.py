@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.errors import InvalidRequestError, ParallmError, QueueFullError
 from mlx_parallm.server.error_shapes import OPENAI, Failure, openai_error
-from mlx_parallm.server.route_table import declared, route_name
+from mlx_parallm.server.request_state import known_state, route_name
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class ErrorResponse(JSONResponse):
         self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = declared(scope)
-        shape = OPENAI if route is None else route.error_shape
-        self.body = self.render(shape.body(self._failure, scope.get("request_id", "")))
+        state = known_state(scope)
+        shape, identity = (OPENAI, "") if state is None else (state.route.error_shape, state.id)
+        self.body = self.render(shape.body(self._failure, identity))
         self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 

@@ -16,7 +16,7 @@ from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.caller import ANYBODY, Caller
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate
 from mlx_parallm.server.models import ServedModel
-from mlx_parallm.server.recent_requests import AnswerSummary
+from mlx_parallm.server.request_state import AnswerSummary
 from mlx_parallm.server.tokenizers import TokenizedPrompts
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.types import AdapterVersion, Delta, Request, SamplingParams

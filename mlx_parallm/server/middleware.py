@@ -17,12 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_parallm.errors import ParallmError, PayloadTooLargeError
 from mlx_parallm.server import unknown_fields
 from mlx_parallm.server.audit import AuditLog
-from mlx_parallm.server.caller import ANYBODY
 from mlx_parallm.server.errors import CLIENT_LEFT, error_response
 from mlx_parallm.server.freed_memory import FreedMemory
 from mlx_parallm.server.logs import request_id
 from mlx_parallm.server.recent_requests import RecentRequests
-from mlx_parallm.server.route_table import RouteTable, route_name
+from mlx_parallm.server.request_state import RequestState, enter, route_name
+from mlx_parallm.server.route_table import RouteTable
 
 log = logging.getLogger("mlx_parallm.access")
 
@@ -48,9 +48,9 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, route = time.perf_counter(), self._routes.of(scope)
+        started, state = time.perf_counter(), enter(scope, self._routes)
         identity = usable_request_id(Headers(scope=scope).get("x-request-id"))
-        scope["request_id"] = identity
+        state.id = identity
         token = request_id.set(identity)
         status = 0
 
@@ -60,12 +60,12 @@ class RequestLog:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = identity
-                if "adapter" in scope:
-                    headers["X-Parallm-Adapter"] = scope["adapter"]
-                if "warning" in scope:
-                    headers[unknown_fields.HEADER] = scope["warning"]
-                if route.error_shape.id_header is not None:
-                    headers[route.error_shape.id_header] = identity
+                if state.adapter is not None:
+                    headers["X-Parallm-Adapter"] = state.adapter
+                if state.warning is not None:
+                    headers[unknown_fields.HEADER] = state.warning
+                if state.route.error_shape.id_header is not None:
+                    headers[state.route.error_shape.id_header] = identity
             await send(message)
 
         try:
@@ -76,15 +76,15 @@ class RequestLog:
                 error = ParallmError("the server has failed at this request; its log says why")
                 await error_response(error)(scope, receive, send_with_id)
         finally:
-            for release in scope.get("held_models", ()):
+            for release in state.held_models:
                 release()
-            self._log(scope, status or CLIENT_LEFT, time.perf_counter() - started)
+            self._log(scope, state, status or CLIENT_LEFT, time.perf_counter() - started)
             if self._recent is not None:
                 self._recent.note(scope, status or CLIENT_LEFT, started)
             request_id.reset(token)
 
-    def _log(self, scope: Scope, status: int, seconds: float) -> None:
-        key, route = scope.get("caller", ANYBODY).key, self._routes.of(scope)
+    def _log(self, scope: Scope, state: RequestState, status: int, seconds: float) -> None:
+        key, route = state.caller.key, state.route
         if self._audit is not None and route.is_audited:
             self._audit.write(
                 key=None if key is None else key.name,
@@ -92,7 +92,7 @@ class RequestLog:
                 method=scope["method"],
                 path=route_name(scope),
                 status=status,
-                request_id=scope["request_id"],
+                request_id=state.id,
             )
         level = logging.DEBUG if route.probe else logging.INFO
         if not log.isEnabledFor(level):
@@ -105,7 +105,7 @@ class RequestLog:
         if key is not None:
             fields["key"] = key.name
             line += " as %(key)s"
-        if outcome := scope.get("outcome"):  # of a stream whose status was sent long before its end
+        if outcome := state.outcome:  # of a stream whose status was sent long before its end
             fields["outcome"] = outcome
             line += " (%(outcome)s)"
             level = max(level, logging.WARNING if outcome.startswith("cut off") else level)
@@ -130,7 +130,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        uploads = self._routes.of(scope).uploads
+        uploads = enter(scope, self._routes).route.uploads
         is_large = uploads is not None and uploads.large
         limit = max(self._limit, self._upload_limit) if is_large else self._limit
         length = Headers(scope=scope).get("content-length", "0")

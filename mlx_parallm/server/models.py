@@ -15,6 +15,7 @@ from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.runtime.client import AdapterTable, ModelClient, RuntimeClient
 from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.loading import acquire
+from mlx_parallm.server.request_state import state_of
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.chat import Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat
@@ -132,7 +133,7 @@ class ModelTable:
         """
         own = self._name_of(name)
         hold = await acquire(self._runtime.pool, own, request, self._timeout)
-        request.scope.setdefault("held_models", []).append(partial(self._runtime.pool.release, hold))
+        state_of(request.scope).held_models.append(partial(self._runtime.pool.release, hold))
         if own not in self.visible():  # its kind is certain now
             self._check_generates(own, self.visible_statuses())
 

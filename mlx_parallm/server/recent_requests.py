@@ -1,29 +1,19 @@
 """The requests that ended last, for the dashboard: when, where, which model, how many tokens, how long. Never a text.
 
-`middleware.RequestLog` notes each at its end; the service leaves a way to its summary in the scope.
+`middleware.RequestLog` notes each at its end; the service leaves a way to its summary in its state.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.types import Scope
 
+from mlx_parallm.server.request_state import state_of
+
 MAX_REQUESTS = 500
 READING = frozenset({"GET", "HEAD", "OPTIONS"})  # what open dashboards and probes ask for would push all else out
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerSummary:
-    """What is known of a request that was handed to a model."""
-
-    model: str
-    adapter: str | None  # name@version
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    first_token_at: float | None  # by time.perf_counter; None: nobody has looked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +46,20 @@ class RecentRequests:
         """One that began at `started`, by time.perf_counter, and has ended now."""
         if scope["method"] in READING:
             return
+        state = state_of(scope)
         self._last = max(self._last + 1, time.time_ns() // 1000)
-        summarise: Callable[[], AnswerSummary] | None = scope.get("summary")
-        answer = None if summarise is None else summarise()
+        answer = None if state.summary is None else state.summary()
         first = None if answer is None else answer.first_token_at
         self._requests.append(
             RecentRequest(
                 number=self._last,
                 time=time.time(),
-                request_id=scope["request_id"],
+                request_id=state.id,
                 method=scope["method"],
                 path=scope["path"][:200],
                 status=status,
-                outcome=scope.get("outcome"),
-                key=scope.get("key_name"),
+                outcome=state.outcome,
+                key=state.key_name,
                 seconds=time.perf_counter() - started,
                 first_token_seconds=None if first is None else first - started,
                 model=None if answer is None else answer.model,

@@ -19,6 +19,7 @@ from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.disconnect import client_left
 from mlx_parallm.server.errors import ClientLeft, JSONResponse
 from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.request_state import state_of
 
 HEADERS = [
     (b"cache-control", b"no-cache"),
@@ -118,9 +119,9 @@ class EventStream(Response):
             watcher.cancel()
             self._generation.cancel()
             if self._error is not None:
-                scope["outcome"] = f"cut off: {self._error.code or self._error.message}"
+                state_of(scope).outcome = f"cut off: {self._error.code or self._error.message}"
             elif self._left and not self._ended:
-                scope["outcome"] = "the client left"
+                state_of(scope).outcome = "the client left"
 
     async def _write(self, send: Send) -> None:
         while not self._left:

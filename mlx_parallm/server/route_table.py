@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.routing import compile_path
-from starlette.types import Scope
 
 from mlx_parallm.server.error_shapes import OPENAI, ErrorShape
 from mlx_parallm.server.keys import Role
@@ -103,13 +102,6 @@ class RouteTable:
                 shapes.setdefault(beginning, set()).add(route.error_shape)
         self._shapes = {beginning: next(iter(found)) for beginning, found in shapes.items() if len(found) == 1}
 
-    def of(self, scope: Scope) -> Route:
-        """A request's."""
-        found: Route | None = scope.get("declared")
-        if found is None:
-            found = scope["declared"] = self.find(scope["method"], scope["path"])
-        return found
-
     def find(self, method: str, path: str) -> Route:
         """Of a method that a path does not have, the path's first; of a path that is not there, what is true of it."""
         methods = self._exact.get(path) or next(
@@ -124,18 +116,6 @@ class RouteTable:
     def _shape(self, path: str) -> ErrorShape:
         """An unknown path has its neighbours' shape, where all of them have one."""
         return next((self._shapes[one] for one in _beginnings(path) if one in self._shapes), OPENAI)
-
-
-def declared(scope: Scope) -> Route | None:
-    """What a guard has found for this request."""
-    found: Route | None = scope.get("declared")
-    return found
-
-
-def route_name(scope: Scope) -> str:
-    """What logs call a request's path."""
-    found = declared(scope)
-    return str(scope["path"]) if found is None else found.name or UNKNOWN
 
 
 def _beginnings(path: str) -> Iterable[str]:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server import unknown_fields
+from mlx_parallm.server.request_state import state_of
 from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.schema import responses
 from mlx_parallm.server.unknown_fields import known_fields
@@ -64,9 +65,9 @@ class StrictRequest(Request):
             try:
                 self._read = _parsed(await self.body())
             except json.JSONDecodeError as error:
-                raise self.scope.get("media_type_error") or error from None
+                raise state_of(self.scope).media_type_error or error from None
             self.names = _field_names(self._read)
-            self.scope["sent_fields"] = _sent(self._read)
+            state_of(self.scope).sent_fields = _sent(self._read)
         return self._read
 
     async def validate(self, field: ModelField) -> None:
@@ -74,13 +75,13 @@ class StrictRequest(Request):
         body = await self.body()
         loop = asyncio.get_running_loop()
         try:
-            self._read, self.names, self.scope["sent_fields"] = await loop.run_in_executor(
+            self._read, self.names, state_of(self.scope).sent_fields = await loop.run_in_executor(
                 _readers, _validated, body, field
             )
         except json.JSONDecodeError as error:
             place = {"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg, "input": {}}
             invalid = RequestValidationError([place | {"ctx": {"error": error.msg}}], body=body)
-            raise self.scope.get("media_type_error") or invalid from None
+            raise state_of(self.scope).media_type_error or invalid from None
 
     def check_encoding(self) -> None:
         encoding = self.headers.get("content-encoding", "identity")
@@ -183,7 +184,7 @@ async def _look_for_unknown(request: StrictRequest, known: frozenset[str]) -> No
         if mode == "refuse":
             unknown_fields.refuse(request.names, known)
         elif (told := unknown_fields.warning(request.names, known)) is not None:
-            request.scope["warning"] = told
+            state_of(request.scope).warning = told
 
 
 def _is_json(request: Request) -> bool:

@@ -22,6 +22,7 @@ from mlx_parallm.server.constraints import compiled_grammar
 from mlx_parallm.server.generation import AnswerNames, Generation
 from mlx_parallm.server.limits import sampling_for
 from mlx_parallm.server.models import DEFAULT, ModelTable
+from mlx_parallm.server.request_state import state_of
 from mlx_parallm.server.tokenizers import TokenizerPool, own_images
 from mlx_parallm.types import Collection
 from mlx_parallm.validation import check_choices
@@ -31,7 +32,7 @@ MAX_ANSWERS = 8192  # of one request
 
 def answer_name(prefix: str, request: Request) -> str:
     """An answer's id in dialects that make it from the request's."""
-    return f"{prefix}{request.scope['request_id']}"
+    return f"{prefix}{state_of(request.scope).id}"
 
 
 class GenerationService:
@@ -52,7 +53,7 @@ class GenerationService:
         caller = current_caller.get()
         prompts = own_images(await self._tokenizers.prompts(call, served), caller.tenant)
         grammar = await compiled_grammar(call, served, prompts.inside_thinking, self._tokenizers)
-        call = self._with_defaults(call, request.scope.get("sent_fields", ()))
+        call = self._with_defaults(call, state_of(request.scope).sent_fields)
         default = self._config.max_tokens
         text = None if grammar is None else grammar[0]
         sampling = [sampling_for(call, served, len(prompt), text, default) for prompt in prompts.tokens]
@@ -69,7 +70,8 @@ class GenerationService:
                 raise ModelNotFoundError(f"there is no adapter {adapter!r} here", param="collect_trajectory")
             scorer = call.scoring_function or self._training.scorer_for(call.metadata)
             self._training.check_collects(served.name, adapter, scorer, call.metadata)
-        request_id: str = request.scope["request_id"]
+        state = state_of(request.scope)
+        request_id = state.id
         generation = Generation(
             served,
             replace(call, cache_salt=caller.cache_salt(call.cache_salt)),
@@ -81,9 +83,9 @@ class GenerationService:
             caller=caller,
             grammar=None if grammar is None else grammar[1],
         )
-        request.scope["summary"] = generation.summary
+        state.summary = generation.summary
         if version is not None or generation.is_arm:
-            request.scope["adapter"] = "base" if version is None else version.label
+            state.adapter = "base" if version is None else version.label
         if scorer is not None:  # else its reward comes later, as feedback
             generation.score = partial(self._score, generation, scorer)
         return generation

@@ -21,6 +21,7 @@ from mlx_parallm.server.access import (
 from mlx_parallm.server.api import route_table
 from mlx_parallm.server.keys import Key, KeyLimits, KeyRing, Role
 from mlx_parallm.server.logins import COOKIE, Logins
+from mlx_parallm.server.request_state import state_of
 from tests.rights import ADMIN, ALL, OPEN, TRAINER, USER, rights_of
 
 ROUTES = route_table()
@@ -137,11 +138,11 @@ async def test_who_calls_is_noted_for_logs_and_for_what_is_stored() -> None:
     await ask(guard, "/v1/models", **bearer("open"))
     await ask(guard, "/v1/models", **bearer("sesame"))
     await ask(guard, "/health")
-    assert [scope.get("key_name") for scope in noted] == ["user", "admin", None]
-    assert [scope["is_admin"] for scope in noted] == [False, True, False]
-    assert noted[0]["key_id"] and noted[0]["key_id"] != noted[1]["key_id"]  # noqa: PT018
-    assert "key_id" not in noted[2]
-    assert noted[1]["caller"].key.name == "admin"
+    states = [state_of(scope) for scope in noted]
+    assert [state.key_name for state in states] == ["user", "admin", None]
+    assert [state.is_admin for state in states] == [False, True, False]
+    assert states[1].caller.key is not None
+    assert states[1].caller.key.role == "admin"
 
 
 async def test_the_files_of_the_dashboard_need_no_key_and_its_data_an_admin_s() -> None:
@@ -242,7 +243,7 @@ async def test_the_route_knows_whether_an_admin_asks(
     roles: tuple[Role, ...], secret: str | None, is_admin: bool
 ) -> None:
     async def tell(scope: Scope, receive: Receive, send: Send) -> None:
-        await PlainTextResponse(str(scope["is_admin"]))(scope, receive, send)
+        await PlainTextResponse(str(state_of(scope).is_admin))(scope, receive, send)
 
     headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded(tell, *roles)), base_url="http://x") as calls:

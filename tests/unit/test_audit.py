@@ -8,7 +8,8 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.audit import AuditLog
-from mlx_parallm.server.route_table import UNKNOWN, Route, RouteTable, not_ours, route_name
+from mlx_parallm.server.request_state import enter, route_name
+from mlx_parallm.server.route_table import UNKNOWN, Route, RouteTable, not_ours
 from mlx_parallm.server.tokenizers import TokenizedPrompts, own_images
 from mlx_parallm.types import ImageInput, PromptImages
 
@@ -63,7 +64,7 @@ def test_a_path_is_called_by_its_route() -> None:
     ):
         for method in ("POST", "GET"):
             scope = {"method": method, "path": path}
-            routes.of(scope)
+            enter(scope, routes)
             assert route_name(scope) == found
 
 

@@ -6,10 +6,14 @@ from typing import Any
 import pytest
 
 from mlx_parallm.metrics import EngineMetrics, Histogram
+from mlx_parallm.server.api import route_table
+from mlx_parallm.server.caller import Caller
 from mlx_parallm.server.dashboard.files import PageFiles
 from mlx_parallm.server.dashboard.rollouts import token_texts
 from mlx_parallm.server.dashboard.snapshot import RecentPercentiles, cache, memory, rates, read
-from mlx_parallm.server.recent_requests import AnswerSummary, RecentRequests
+from mlx_parallm.server.keys import Key
+from mlx_parallm.server.recent_requests import RecentRequests
+from mlx_parallm.server.request_state import AnswerSummary, enter
 from mlx_parallm.training.recent import MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS, RecentGroups
 from mlx_parallm.training.records import PolicySpan
 from mlx_parallm.training.trajectories import Trajectory
@@ -80,8 +84,13 @@ def test_parts_of_the_memory_add_up_over_models() -> None:
     assert memory([])["limit"] == 0
 
 
-def scope(**fields: Any) -> dict[str, Any]:
-    return {"method": "POST", "path": "/v1/completions", "request_id": "r", **fields}
+def scope(method: str = "POST", **facts: Any) -> dict[str, Any]:
+    """Of a request of which these are known."""
+    found = {"method": method, "path": "/v1/completions"}
+    state = enter(found, route_table())
+    for name, fact in {"id": "r", **facts}.items():
+        setattr(state, name, fact)
+    return found
 
 
 def test_recent_requests_are_bounded_and_have_numbers() -> None:
@@ -100,8 +109,10 @@ def test_a_recent_request_has_its_summary() -> None:
     answer = AnswerSummary(
         model="m", adapter="a@3", prompt_tokens=7, cached_tokens=4, completion_tokens=5, first_token_at=started + 0.5
     )
-    recent.note(scope(summary=lambda: answer, key_name="alice", outcome="the client left"), 200, started)
+    alice = Caller(Key.of("alice", "user", "sk-alice"))
+    recent.note(scope(summary=lambda: answer, caller=alice, outcome="the client left"), 200, started)
     (one,) = recent.latest(1)
+    assert (one.request_id, one.path) == ("r", "/v1/completions")
     assert (one.model, one.adapter, one.key, one.outcome) == ("m", "a@3", "alice", "the client left")
     assert (one.prompt_tokens, one.cached_tokens, one.completion_tokens) == (7, 4, 5)
     assert one.first_token_seconds == pytest.approx(0.5)

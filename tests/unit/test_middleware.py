@@ -26,6 +26,7 @@ from mlx_parallm.server.errors import CLIENT_LEFT
 from mlx_parallm.server.keys import Key
 from mlx_parallm.server.logs import request_id
 from mlx_parallm.server.middleware import BodyLimit, RequestLog
+from mlx_parallm.server.request_state import state_of
 
 ROUTES = route_table()
 
@@ -36,7 +37,7 @@ def client(app: ASGIApp) -> httpx.AsyncClient:
 
 async def echo_id(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with the id that the route sees and the one that log lines get."""
-    await PlainTextResponse(f"{scope['request_id']} {request_id.get()}")(scope, receive, send)
+    await PlainTextResponse(f"{state_of(scope).id} {request_id.get()}")(scope, receive, send)
 
 
 async def test_a_request_keeps_its_own_id() -> None:
@@ -81,7 +82,8 @@ async def test_the_log_names_the_key_and_how_a_stream_ended(
     caplog: pytest.LogCaptureFixture, outcome: str, level: int
 ) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["caller"], scope["outcome"] = Caller(Key.of("bob", "user", "sk-bob")), outcome
+        state = state_of(scope)
+        state.caller, state.outcome = Caller(Key.of("bob", "user", "sk-bob")), outcome
         await PlainTextResponse("yes")(scope, receive, send)
 
     caplog.set_level(logging.INFO, "mlx_parallm.access")

@@ -18,6 +18,7 @@ from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.keys import Role
 from mlx_parallm.server.logins import COOKIE
+from mlx_parallm.server.request_state import state_of
 from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.schema import AnswerBody, Body, Status
@@ -47,7 +48,7 @@ class LoginRoutes:
         if key is None:
             raise AuthenticationError("the key is wrong", param="key")
         caller = self._access.caller(key)
-        request.scope["caller"] = caller  # for the logs
+        state_of(request.scope).caller = caller  # for the logs
         response = JSONResponse(self._told(caller))
         response.set_cookie(
             COOKIE, self._access.logins.begin(key), max_age=int(self._access.logins.seconds), **_kind(request)

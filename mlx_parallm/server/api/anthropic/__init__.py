@@ -11,6 +11,7 @@ from mlx_parallm.server.api.anthropic.writer import MessageOptions, MessageWrite
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.request_state import state_of
 from mlx_parallm.server.responses import respond
 from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
@@ -31,7 +32,7 @@ class MessageRoutes:
         """Answers the conversation. With `stream`, events arrive from `message_start` to `message_stop`."""
         generation = await self._service.prepare(body.call(), request, answer_name("msg_", request))
         options = MessageOptions(
-            request_id=request.scope["request_id"],
+            request_id=state_of(request.scope).id,
             max_tokens=body.max_tokens,
             block_size=self._block_size,
             hide_thinking=body.thinking is not None and body.thinking.display == "omitted",

@@ -17,6 +17,7 @@ from mlx_parallm.server.api.generate.vllm import VllmBody, VllmWriter
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import completion_call
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.request_state import state_of
 from mlx_parallm.server.responses import respond
 from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
@@ -56,7 +57,7 @@ class Generate:
         SGLang's `/generate` are answered in their own shapes."""
         call = sglang_call(body) if isinstance(body, SglangBody) else completion_call(body, GENERATE_TOKENS)
         generation = await self._service.prepare(call, request, answer_name("gen-", request))
-        request_id: str = request.scope["request_id"]
+        request_id = state_of(request.scope).id
         writer: GenerateWriter
         if isinstance(body, SglangBody):
             writer = SglangWriter(body, generation, request_id)

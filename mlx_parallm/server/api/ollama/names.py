@@ -7,6 +7,7 @@ from starlette.requests import Request
 from mlx_parallm.errors import PermissionDeniedError
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.models import DEFAULT, GENERATING, adapter_names
+from mlx_parallm.server.request_state import state_of
 from mlx_parallm.types import ModelStatus
 
 LATEST = ":latest"
@@ -35,12 +36,12 @@ class ModelNames:
 
     def keep_alive(self, model: str, seconds: float | None, request: Request) -> None:
         """How long the model stays after this request. It is others' model too: where there are keys, an admin says."""
-        if seconds is not None and request.scope.get("is_admin", False):
+        if seconds is not None and state_of(request.scope).is_admin:
             self._pool.keep_alive(model, seconds)
 
     async def unload(self, model: str, request: Request) -> None:
         """Has the model leave memory once nobody uses it."""
-        if not request.scope.get("is_admin", False):
+        if not state_of(request.scope).is_admin:
             raise PermissionDeniedError("unloading a model needs an admin key: --admin-key sets one")
         await asyncio.to_thread(self._pool.keep_alive, model, 0.0)
 

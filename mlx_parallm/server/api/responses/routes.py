@@ -22,6 +22,7 @@ from mlx_parallm.server.call import ChatTurn, GenerationCall, Structure
 from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.request_state import state_of
 from mlx_parallm.server.responses import respond
 from mlx_parallm.server.service import GenerationService
 from mlx_parallm.text.grammar import json_grammar
@@ -73,7 +74,8 @@ class ResponseRoutes:
             return await respond(generation, writer, request, written)
         if not stores:
             raise InvalidRequestError("background: this server keeps no responses", param="background")
-        release = [*request.scope.get("held_models", ()), current_caller.get().leave]
+        state = state_of(request.scope)
+        release = [*state.held_models, current_caller.get().leave]
         running = BackgroundResponse(owner, generation, writer, release)
         started = writer.in_progress()
         if not await asyncio.wrap_future(self._store.put(owner, StoredResponse(started, kept))):
@@ -83,8 +85,8 @@ class ResponseRoutes:
         except ParallmError:
             await self._store.delete(owner, writer.id)
             raise
-        request.scope["held_models"] = []  # held until the response has ended
-        request.scope["runs_on"] = True  # and counted as a request of its key
+        state.held_models = []  # held until the response has ended
+        state.runs_on = True  # and counted as a request of its key
         self._running[writer.id] = running
         return JSONResponse(started)
 
@@ -246,7 +248,8 @@ def _referred(reference: ItemReference, stored: Mapping[str, Item], param: str) 
 
 def owner_of(request: Request) -> str:
     """Whose stored responses a request may see: those of its key."""
-    return str(request.scope.get("key_id", ""))
+    key = state_of(request.scope).caller.key
+    return "" if key is None else key.identity
 
 
 def response_call(body: ResponseBody, messages: Sequence[PromptMessage]) -> GenerationCall:

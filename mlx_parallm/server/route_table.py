@@ -1,10 +1,10 @@
 """What a route is, as data: who may call it, what it reads, how its errors look, what replicas do with it.
 
 Each dialect of `server.api` declares its routes once; guards, logs, the router, the front of replicas and the tests
-read them here. A path that no route has is treated as a user's.
+read them here. A path that no route has is treated as those beside it.
 """
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from re import Pattern
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 
 from mlx_parallm.server.error_shapes import OPENAI, ErrorShape
-from mlx_parallm.server.keys import Role
+from mlx_parallm.server.keys import ROLES, Role
 from mlx_parallm.server.schema import Status
 
 Endpoint = Callable[..., Coroutine[Any, Any, Response]]
@@ -94,16 +94,16 @@ class RouteTable:
         self.routes = tuple(routes)
         self._exact: dict[str, dict[str, Route]] = {}
         self._patterns: dict[str, dict[str, Route]] = {}
-        shapes: dict[str, set[ErrorShape]] = {}  # by each beginning of a path, up to a slash
+        below: dict[str, list[Route]] = {}  # by each beginning of a path, up to a slash
         for route in self.routes:
             table = self._patterns if route.has_parameters else self._exact
             table.setdefault(route.path, {}).setdefault(route.method, route)
             for beginning in _beginnings(route.path):
-                shapes.setdefault(beginning, set()).add(route.error_shape)
-        self._shapes = {beginning: next(iter(found)) for beginning, found in shapes.items() if len(found) == 1}
+                below.setdefault(beginning, []).append(route)
+        self._unknown = {beginning: _unknown(found) for beginning, found in below.items()}
 
     def find(self, method: str, path: str) -> Route:
-        """Of a method that a path does not have, the path's first; of a path that is not there, what is true of it."""
+        """Of a method that a path does not have, the path's first; of a path that is not there, by its neighbours."""
         methods = self._exact.get(path) or next(
             (found for found in self._patterns.values() if next(iter(found.values())).parameters(path) is not None), {}
         )
@@ -111,11 +111,19 @@ class RouteTable:
             return route
         if methods:
             return replace(next(iter(methods.values())), method=method)
-        return Route("", method, not_ours, error_shape=self._shape(path))
+        found = next((self._unknown[one] for one in _beginnings(path) if one in self._unknown), Route("", "", not_ours))
+        return replace(found, method=method)
 
-    def _shape(self, path: str) -> ErrorShape:
-        """An unknown path has its neighbours' shape, where all of them have one."""
-        return next((self._shapes[one] for one in _beginnings(path) if one in self._shapes), OPENAI)
+
+def _unknown(neighbours: Sequence[Route]) -> Route:
+    """What is true of a path that is not there, by those beside it: their shape of errors, where all have one, and a
+    role above a user's, where all that change something need one."""
+    shapes = {route.error_shape for route in neighbours}
+    roles = [route.role for route in neighbours if route.changes] or [route.role for route in neighbours]
+    least = min(ROLES.index(role or "user") for role in roles)
+    strictest = max(ROLES.index(role or "user") for role in roles)
+    shape = next(iter(shapes)) if len(shapes) == 1 else OPENAI
+    return Route("", "", not_ours, role=ROLES[strictest if least else 0], error_shape=shape)
 
 
 def _beginnings(path: str) -> Iterable[str]:

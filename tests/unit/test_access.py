@@ -85,12 +85,18 @@ def test_every_route_has_the_role_that_it_should_have() -> None:
     assert {path for path, role in declared.items() if role == "open"} == OPEN | {"/dashboard/static/{name}"}
 
 
-def test_a_path_has_one_role_and_what_is_not_there_is_a_users() -> None:
+def test_a_path_has_one_role_and_what_is_not_there_that_of_its_neighbours() -> None:
     roles: dict[str, set[str | None]] = {}
     for route in ROUTES.routes:
         roles.setdefault(route.path, set()).add(route.role)
     assert {path: found for path, found in roles.items() if len(found) > 1} == {}
-    assert ROUTES.find("GET", "/no/such/path").role == "user"
+    for path in ("/no/such/path", "/v1/nobody", "/api/nobody", "/v1/chat/completions/x", "/dashboard/nobody"):
+        assert ROUTES.find("POST", path).role == "user", path
+    for path in ("/pause/x/y", "/v1/adapters/nobody", "/training/nobody"):
+        assert ROUTES.find("POST", path).role == "trainer", path
+    for path in ("/debug/nobody", "/model/nobody"):
+        assert ROUTES.find("GET", path).role == "admin", path
+    assert ROUTES.find("POST", "/pause/x").is_audited
     assert ROUTES.find("GET", "/v1/models/load").role == "admin"  # a method that is not there
     assert ROUTES.find("GET", "/v1/models/home/model").role == "user"
 

@@ -198,17 +198,17 @@ def _likeliest(score: TokenLogprob, count: int) -> list[tuple[int, float]]:
     return top if any(token == score.token for token, _ in top) else [*top, (score.token, score.logprob)]
 
 
-NO_PUSH = "Not supported: weights over NCCL"
+UNSUPPORTED = "Not supported: weights over NCCL"
 ROUTES = (
     Route("/generate/", "POST", Trl.generate, TrlGenerated, "Complete prompts, as TRL's server"),
     Route("/chat/", "POST", Trl.chat, TrlGenerated, "Answer conversations, as TRL's server"),
     Route("/get_world_size/", "GET", Trl.world_size, WorldSize, "How many processes hold the model"),
     Route("/health/", "GET", Operations.health, Health, "Whether the engine is alive", role=None, probe=True),
     Route("/reset_prefix_cache/", "POST", Operations.flush_cache, Flushed, "Forget cached prompts", role="trainer"),
-    Route("/init_communicator/", "POST", Trl.no_push, Status, NO_PUSH, role="trainer"),
-    Route("/update_named_param/", "POST", Trl.no_push, Status, NO_PUSH, role="trainer"),
-    Route("/batch_update_named_params/", "POST", Trl.no_push, Status, NO_PUSH, role="trainer"),
-    Route("/close_communicator/", "POST", Trl.no_push, Status, NO_PUSH, role="trainer"),
+    Route("/init_communicator/", "POST", Trl.no_push, Status, UNSUPPORTED, role="trainer"),
+    Route("/update_named_param/", "POST", Trl.no_push, Status, UNSUPPORTED, role="trainer"),
+    Route("/batch_update_named_params/", "POST", Trl.no_push, Status, UNSUPPORTED, role="trainer"),
+    Route("/close_communicator/", "POST", Trl.no_push, Status, UNSUPPORTED, role="trainer"),
 )
 
 

@@ -55,10 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         reach.copy_tree()
         if not reach.load():
             reach.measure_all((), Part())
-        if options.again:
-            _run_again(options.part.of(chosen), results, options.seconds, options.again)
-        else:
-            _run(options.part.of(chosen), results, options.seconds)
+        run = _run_again if options.again else _run
+        run(options.part.of(chosen), results, options.seconds)
     return report(chosen, results)
 
 
@@ -70,8 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--map", nargs="*", metavar="TESTS", help="measure which of these tests reach what, and end")
     text = f"of tests for one fault, as they were measured (default: {TEST_SECONDS:g})"
     parser.add_argument("--seconds", type=float, default=TEST_SECONDS, help=text)
-    text = "those that were not caught once more, against the tests of so many seconds more"
-    parser.add_argument("--again", type=float, default=0.0, metavar="SECONDS", help=text)
+    parser.add_argument("--again", action="store_true", help="plant those that were not caught once more")
     parser.add_argument("--pack", action="store_true", help="put the map into the repository, and end")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the work (default: 1)")
     parser.add_argument("--part", type=Part.parse, default=Part(), metavar="K/N", help="do one part of the work alone")
@@ -95,16 +92,12 @@ def _run(chosen: Sequence[Fault], results: Path, seconds: float) -> None:
     _plant_all({fault: chosen_tests(fault, reached, seconds) for fault in _without_equivalents(todo)}, results)
 
 
-def _run_again(faults: Sequence[Fault], results: Path, seconds: float, more: float) -> None:
-    """Those that were not caught by `seconds` of tests, against those of `more` seconds."""
+def _run_again(faults: Sequence[Fault], results: Path, seconds: float) -> None:
+    """Those that were not caught, against more tests, or against those that are new."""
     known, reached = verdicts(results), reach.load()
     todo = [fault for fault in faults if known.get(fault.name) in ("survived", "unreached")]
-    again = {}
-    for fault in _without_equivalents(todo):
-        before = set(chosen_tests(fault, reached, seconds))
-        chosen = chosen_tests(fault, reached, seconds + more, broadest=True)
-        again[fault] = [test for test in chosen if test not in before]
-    _plant_all({fault: tests for fault, tests in again.items() if tests}, results)
+    tests = {fault: chosen_tests(fault, reached, seconds, broadest=True) for fault in _without_equivalents(todo)}
+    _plant_all(tests, results)
 
 
 def _without_equivalents(faults: Sequence[Fault]) -> list[Fault]:

@@ -561,6 +561,15 @@ def bad_files() -> list[tuple[str, dict[str, Any], bytes, str]]:
     ]
 
 
+@pytest.mark.parametrize(
+    "parameters", [None, [], {}, {"scale": None}, {"scale": "2"}, {"scale": [2]}, {"scale": float("nan")}]
+)
+def test_a_scale_that_is_no_number_is_named(parameters: Any) -> None:
+    weights = {f"{PATHS[0]}.lora_a": np.ones((64, 2), np.float32), f"{PATHS[0]}.lora_b": np.ones((2, 64), np.float32)}
+    with pytest.raises(AdapterError, match=r"no number lora_parameters\.scale"):
+        parse({"lora_parameters": parameters}, save(weights), LIMIT)
+
+
 def renamed(weights: dict[str, np.ndarray], old: str, new: str) -> dict[str, np.ndarray]:
     return {name.replace(old, new): array for name, array in weights.items()}
 

@@ -206,9 +206,16 @@ async def test_nobody_there_and_nobody_in_time() -> None:
     async with InferenceClient("http://127.0.0.1:9", timeout=2) as client:
         with pytest.raises(UnavailableError, match=r"http://127\.0\.0\.1:9/v1/adapters: "):
             await client.adapters()
-    silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(5), "127.0.0.1", 0)
-    port = silent.sockets[0].getsockname()[1]
-    async with InferenceClient(f"http://127.0.0.1:{port}", timeout=0.2) as client:
-        with pytest.raises(RequestTimeoutError, match=r"no answer within 0\.2 s"):
-            await client.adapters()
-    silent.close()
+    client_left = asyncio.Event()
+
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        client_left.set()
+
+    async with await asyncio.start_server(never_answer, "127.0.0.1", 0) as silent:
+        port = silent.sockets[0].getsockname()[1]
+        async with InferenceClient(f"http://127.0.0.1:{port}", timeout=0.2) as client:
+            with pytest.raises(RequestTimeoutError, match=r"no answer within 0\.2 s"):
+                await client.adapters()
+        await asyncio.wait_for(client_left.wait(), 5)

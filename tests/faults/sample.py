@@ -28,6 +28,7 @@ MUTANT_SECONDS = 60.0  # after which a fault counts as noticed, if its tests tak
 TEST_SECONDS = 25.0  # of tests for one fault, as they were measured, with coverage
 FILE_SECONDS = 1.0  # to import a file of tests, beside what its setup takes
 SETUP_SHARE = 0.4  # of a setup as it was measured: with coverage servers are started, without it they are forked
+GOLDEN = ("tests/e2e/test_golden_answers.py", "tests/unit/test_surface.py", "tests/e2e/test_surface.py")
 WANTED = 0.85
 RESULTS = Path("tests/faults/results")
 NOTES = Path("docs/MUTATION.md")
@@ -121,8 +122,8 @@ def chosen_tests(
     fault: Fault, reached: Mapping[str, Reached], seconds: float = TEST_SECONDS, broadest: bool = False
 ) -> list[str]:
     """Tests that reach a fault's function, as many as there is time for: first those of a file of its name, then those
-    that reach little else. Of code that runs on import, all tests that import it. `broadest`: before all others the
-    one that reaches most, which looks at much of what users see."""
+    that reach little else; at last those that compare what users see with golden files. Of code that runs on import,
+    all tests that import it. `broadest`: before all others the one that reaches most."""
     found: dict[str, float] = {}
     breadth: Counter[str] = Counter()
     for one in reached.values():
@@ -150,7 +151,7 @@ def chosen_tests(
             left -= cost
             files.add(file)
             chosen.append(test)
-    return chosen
+    return chosen + [test for test in ordered if test not in chosen and test.partition("::")[0] in GOLDEN]
 
 
 def _words(path: Path) -> set[str]:

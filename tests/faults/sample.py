@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mlx_parallm.paths import user_cache
 from tests.faults import reach, warm
 from tests.faults.places import PACKAGE, Fault, faults_of, sample
 from tests.faults.reach import TREE, WORK, Part, Reached
@@ -167,7 +168,7 @@ def _plant(fault: Fault, tests: Sequence[str]) -> str:
         compiled.unlink()  # one of the same size and second would be taken for it
     try:
         file.write_bytes(fault.planted(whole))
-        status, output = _pytest(tests)
+        status, output = _pytest(tests, builds="native/" in fault.path)
         if status == warm.OUT_OF_TIME:
             file.write_bytes(whole)
             return "error" if _pytest(tests)[0] == warm.OUT_OF_TIME else "caught"  # else the machine is busy
@@ -181,11 +182,15 @@ def _plant(fault: Fault, tests: Sequence[str]) -> str:
     return "survived" if status == 0 else "caught"
 
 
-def _pytest(tests: Sequence[str]) -> tuple[int, str]:
+def _pytest(tests: Sequence[str], builds: bool = False) -> tuple[int, str]:
+    """`builds`: the CPU's kernels are built anew, not taken from the user's cache."""
     names = WORK / f"{TREE.name}.txt"
     names.write_text("\n".join(tests))
     arguments = ["-q", "-x", "-p", "no:cacheprovider", f"@{names.resolve()}"]
     environment = reach.environment_in_tree() | {"PYTHONDONTWRITEBYTECODE": "1"}
+    built = user_cache() / "native"
+    if built.is_dir() and not builds:
+        environment["TEST_KERNELS"] = str(built)
     return warm.run_pytest(arguments, TREE.resolve(), environment, MUTANT_SECONDS)
 
 

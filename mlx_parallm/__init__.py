@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.blas import preload
 from mlx_parallm.platforms import keep_open_files_limit
-from mlx_parallm.types import SamplingParams
+from mlx_parallm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_parallm.client import InferenceClient

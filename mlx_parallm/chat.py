@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
 from mlx_parallm.http_client import add_tls_flags, tls_context
-from mlx_parallm.types import SamplingParams
+from mlx_parallm.sampling_params import ADJUSTABLE, PARAMETERS, SamplingParams
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+TEMPERATURE = 0.7  # of a conversation, unless --temperature says another
 HELP = """\
 /reset          forget the conversation
 /system [TEXT]  set the system prompt, or remove it
@@ -40,20 +41,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_tls_flags(parser)
     add("--system", help="system prompt")
     add("-p", "--prompt", help="ask this one thing and leave; - reads it from stdin")
-    add("--temperature", type=float, default=0.7, help="default: %(default)s")
-    add("--top-p", type=float, default=1.0)
-    add("--top-k", type=int, default=0, help="0: off")
-    add("--min-p", type=float, default=0.0)
-    add("--repetition-penalty", type=float, default=1.0, help="1: off")
-    add("--max-tokens", type=int, help="of an answer (default: what the context allows)")
-    add("--seed", type=int, help="makes answers repeatable")
-
-
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed")
+    for name in ADJUSTABLE:
+        parameter = PARAMETERS[name]
+        default = TEMPERATURE if name == "temperature" else parameter.default
+        shown = "none" if default is None else default
+        text = f"{parameter.meaning} (default: {shown})"
+        add(f"--{name.replace('_', '-')}", type=int if parameter.whole else float, default=default, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling = SamplingParams(**{name: getattr(args, name) for name in SAMPLING})
+    sampling = SamplingParams(**{name: getattr(args, name) for name in ADJUSTABLE})
     with contextlib.closing(_open_backend(args)) as backend:
         terminal = Terminal()
         chat = Chat(backend, sampling, terminal, args.system)
@@ -134,7 +131,7 @@ class RemoteServer:
         """Options left at their defaults are not sent, for servers that do not know them."""
         defaults = SamplingParams()
         options = {
-            name: getattr(sampling, name) for name in SAMPLING if getattr(sampling, name) != getattr(defaults, name)
+            name: getattr(sampling, name) for name in ADJUSTABLE if getattr(sampling, name) != getattr(defaults, name)
         }
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         return {"model": self.model, "messages": messages, **stream, **options}

@@ -21,9 +21,10 @@ from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.runtime.startup import start
+from mlx_parallm.sampling_params import SamplingParams, check_sampling
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
-from mlx_parallm.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from mlx_parallm.validation import check_choices, check_sampling
+from mlx_parallm.types import Delta, FinishReason, Request, TokenLogprob
+from mlx_parallm.validation import check_choices
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]

@@ -1,7 +1,6 @@
 """What crosses the border between the edges and the engine: plain dataclasses, no MLX.
 
-A caller builds a `Request`, submits it with a handler, and the handler receives `Delta`s. `SamplingParams` is
-public: users of `LLM` build it by hand, the server builds it from a validated body.
+A caller builds a `Request`, submits it with a handler, and the handler receives `Delta`s.
 """
 
 import time
@@ -10,57 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_parallm.arms import ArmStats
+from mlx_parallm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_parallm.errors import ParallmError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MAX_LOGPROBS = 20  # likeliest tokens beside each
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024  # of one stop string
-INT64 = 2**63 - 1
 UNNAMED_ADAPTER = "adapter"  # what an adapter is called that is loaded without a name
 MAX_VERSION = 10**15  # that a client may give to an adapter: there are always newer ones
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one request's tokens are chosen. `temperature=0` is greedy."""
-
-    max_tokens: int | None = None  # None: as many as the context allows
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    presence_penalty: float = 0.0  # on generated tokens
-    frequency_penalty: float = 0.0  # on generated tokens
-    repetition_penalty: float = 1.0  # on prompt and generated tokens; 1: off
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()  # matched on text, by text.detokenize, not on the engine thread
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; 0: the chosen token's; k: the k likeliest too
-    processed_logprobs: bool = False  # of generated tokens: as they were drawn, after temperature, penalties and cuts
-    prompt_logprobs: int | None = None  # the same, for every prompt token but the first
-    grammar: str | None = None  # an llguidance grammar that the output must follow
-
-    def __post_init__(self) -> None:
-        """A single stop string, and lists where tuples are kept, are what users write."""
-        for name, kind in (("stop", str), ("stop_token_ids", int)):
-            value = getattr(self, name)
-            if not isinstance(value, tuple):
-                object.__setattr__(self, name, (value,) if isinstance(value, kind) else tuple(value))
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
-
-    @property
-    def penalized(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config.options import options_of
+from mlx_parallm.sampling_params import INT64, PARAMETERS, Bounds
 
 FOLDER = Path(__file__).parent / "golden" / "surface"
+GUIDE = Path(__file__).parents[1] / "docs" / "GUIDE.md"
+OWN_FIELDS = ("grammar", "processed_logprobs")  # of SamplingParams: clients ask for these by fields of their own
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minLength", "maxLength")
 BOUNDS += ("minItems", "maxItems")
 
@@ -88,6 +91,34 @@ def _shape(schema: Mapping[str, Any]) -> str:
 
 def _default(schema: Mapping[str, Any]) -> str:
     return f" default={schema['default']!r}" if "default" in schema else ""
+
+
+def sampling_parameters() -> Iterator[str]:
+    """The lines of a table for docs/GUIDE.md."""
+    yield "| parameter | default | allowed | meaning |"
+    yield "|---|---|---|---|"
+    for name, one in PARAMETERS.items():
+        if name not in OWN_FIELDS:
+            default = "none" if one.default in (None, (), {}) else str(one.default).lower()
+            yield f"| `{name}` | {default} | {_allowed(one.bounds)} | {one.meaning} |"
+
+
+def _allowed(bounds: Bounds | None) -> str:
+    if bounds is None or abs(bounds.low) >= INT64:
+        return ""
+    return f"{bounds.low:g} or more" if bounds.high == INT64 else str(bounds)
+
+
+def check_table(file: Path, marker: str, lines: Iterable[str]) -> None:
+    """Compares a table with the one behind a marker in a file, or writes that."""
+    before, mark, rest = file.read_text().partition(f"<!-- {marker}")
+    comment, _, behind = rest.partition("\n")
+    known, found = behind.lstrip("\n").partition("\n\n")[0], "\n".join(lines)
+    if os.environ.get("WRITE_SURFACE"):
+        after = behind.lstrip("\n").removeprefix(known if known.startswith("|") else "")
+        file.write_text(f"{before}{mark}{comment}\n\n{found}\n\n{after.lstrip()}")
+        return
+    assert known == found, f"{file}: see tests/surface.py for how to write it anew"
 
 
 def metrics(exposed: str) -> Iterator[str]:

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm.config.options import check_at_least, check_finite, option, parse_bool, parse_bytes, parse_list
+from mlx_parallm.config.options import (
+    check_at_least,
+    check_finite,
+    check_sampling_option,
+    option,
+    parse_bool,
+    parse_bytes,
+    parse_list,
+)
 from mlx_parallm.errors import ConfigError
 
 
@@ -171,8 +179,6 @@ class BatchConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_batch_size", "prefill_step_size", "max_queue_size", "max_tokens")
         check_at_least(self, 1, "prefill_batch_size")
-        if self.default_temperature is not None and not 0 <= self.default_temperature <= 2:
-            raise ConfigError(f"default_temperature must be between 0 and 2, not {self.default_temperature}")
-        if self.default_top_p is not None and not 0 < self.default_top_p <= 1:
-            raise ConfigError(f"default_top_p must be above 0 and at most 1, not {self.default_top_p}")
+        check_sampling_option(self, "default_temperature", "temperature")
+        check_sampling_option(self, "default_top_p", "top_p")
         check_at_least(self, 0, "batch_timeout", "request_timeout_seconds", "max_concurrent_streams")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.sampling_params import PARAMETERS
 
 C = TypeVar("C")
 
@@ -126,6 +127,13 @@ def check_positive(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{_name_of(config, name)} must be above 0, and is {getattr(config, name)}")
+
+
+def check_sampling_option(config: Any, name: str, parameter: str) -> None:
+    """Of a field that may be absent and is the default of a sampling parameter."""
+    value, bounds = getattr(config, name), PARAMETERS[parameter].bounds
+    if value is not None and bounds is not None and not bounds.allow(value):
+        raise ConfigError(f"{_name_of(config, name)} must be {bounds}, not {value:g}")
 
 
 def check_finite(config: Any, *names: str) -> None:

@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.config.options import check_at_least, check_positive, group, option, parse_bool, parse_list
+from mlx_parallm.config.options import (
+    check_at_least,
+    check_positive,
+    check_sampling_option,
+    group,
+    option,
+    parse_bool,
+    parse_list,
+)
 from mlx_parallm.config.reading import add_flags
 from mlx_parallm.config.serve import ServeConfig, load_config
 from mlx_parallm.errors import ConfigError
@@ -72,8 +80,7 @@ class LoopConfig:
         check_at_least(self, 1, "steps", "prompts_per_step", "eval_problems", "level")
         check_at_least(self, 2, "group_size")
         check_at_least(self, 0, "eval_every", "top_k", "dynamic_sampling")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p:g}")
+        check_sampling_option(self, "top_p", "top_p")
         check_positive(self, "temperature")
 
 

@@ -6,14 +6,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mlx_parallm.config.algorithms import ALGORITHMS, CLIPPED, SCALINGS, RewardScaling
 from mlx_parallm.config.model import named_path
 from mlx_parallm.config.options import check_at_least, check_positive, group, option, parse_bool, parse_list
 from mlx_parallm.errors import ConfigError
 
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
-ALGORITHMS = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "rloo", "reinforce")
-RewardScaling = Literal["none", "group", "batch"]
-SCALINGS = ("none", "group", "batch")
 KLEstimator = Literal["k1", "k2", "k3"]
 ESTIMATORS = ("k1", "k2", "k3")
 Schedule = Literal["constant", "linear", "cosine"]
@@ -94,7 +91,7 @@ class OptimizerConfig:
 class Objective:
     """What a policy is trained to do."""
 
-    algorithm: Algorithm = option("grpo", "objective of a policy's updates", choices=ALGORITHMS)
+    algorithm: str = option("grpo", "objective of a policy's updates", choices=tuple(ALGORITHMS))
     clip_low: float = option(
         0.2, "share by which the probability of a token (rloo, gspo: of an answer) may fall in an update", parse=float
     )
@@ -162,8 +159,8 @@ class Objective:
             raise ConfigError(f"kl_estimator must be k1, k2 or k3, not {self.kl_estimator!r}")
         check_at_least(self, 0, "clip_low", "clip_high", "beta", "dual_clip", "entropy_bonus")
         check_positive(self, "importance_cap", "sapo_temperature_pos", "sapo_temperature_neg")
-        unclipped = self.algorithm in ("cispo", "sapo", "reinforce")
-        if self.dual_clip and not unclipped and self.dual_clip <= 1 + self.clip_high:
+        clips = ALGORITHMS[self.algorithm].surrogate == CLIPPED
+        if clips and self.dual_clip and self.dual_clip <= 1 + self.clip_high:
             raise ConfigError(
                 f"dual_clip must be above 1 + clip_high, {1 + self.clip_high:g}, and is {self.dual_clip:g}"
             )

@@ -17,7 +17,8 @@ from mlx_parallm.doctor.findings import Finding, look
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.lora.weights import Adapter, Part
-from mlx_parallm.types import Delta, Request, SamplingParams
+from mlx_parallm.sampling_params import SamplingParams
+from mlx_parallm.types import Delta, Request
 
 ROWS = (1, 4, 8, 16, 32)
 STEPS = 8  # tokens of a measured answer, the first not counted

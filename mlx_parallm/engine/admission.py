@@ -6,10 +6,11 @@ from collections.abc import Callable
 from mlx_parallm.engine.rows import Row, row_seed
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.sampling_params import check_sampling
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.text.grammar import GrammarCompiler
 from mlx_parallm.types import Request
-from mlx_parallm.validation import check_choices, check_ids, check_sampling
+from mlx_parallm.validation import check_choices, check_ids
 
 
 class Admission:

@@ -41,7 +41,8 @@ from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import size_flag, size_text
 from mlx_parallm.models.native.functions import slot_attention
 from mlx_parallm.paths import user_cache
-from mlx_parallm.types import MemoryPlan, SamplingParams
+from mlx_parallm.sampling_params import SamplingParams
+from mlx_parallm.types import MemoryPlan
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_parallm.kv.blocks import Chain, Match
-from mlx_parallm.types import Delta, FinishReason, OnDelta, PromptImages, Request, SamplingParams, TokenLogprob
+from mlx_parallm.sampling_params import SamplingParams
+from mlx_parallm.types import Delta, FinishReason, OnDelta, PromptImages, Request, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,8 @@ import numpy as np
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.native.draws import Drawer
-from mlx_parallm.types import SamplingParams, TokenLogprob
+from mlx_parallm.sampling_params import SamplingParams
+from mlx_parallm.types import TokenLogprob
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.text.prompts import Conversation
-from mlx_parallm.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

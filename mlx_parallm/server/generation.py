@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.errors import ParallmError, UnavailableError
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.caller import ANYBODY, Caller
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate
@@ -19,7 +20,7 @@ from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.request_state import AnswerSummary
 from mlx_parallm.server.tokenizers import TokenizedPrompts
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
-from mlx_parallm.types import AdapterVersion, Delta, Request, SamplingParams
+from mlx_parallm.types import AdapterVersion, Delta, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.sampling_params import SamplingParams, check_sampling
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.models import ServedModel
-from mlx_parallm.types import SamplingParams
-from mlx_parallm.validation import check_sampling
 
 
 def sampling_for(

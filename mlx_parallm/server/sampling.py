@@ -1,26 +1,68 @@
-"""How tokens are drawn, as OpenAI's bodies ask for it: the fields that chat, completions and responses share."""
+"""Sampling parameters in the bodies of all dialects: fields made of what `sampling_params` declares."""
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import Field
+from pydantic import Field, create_model
+from pydantic.fields import FieldInfo
 
-from mlx_parallm.server.schema import Body, LogitBias, Stop
-from mlx_parallm.types import INT64, SamplingParams
+from mlx_parallm.sampling_params import PARAMETERS, SHARED, Parameter, SamplingParams
+from mlx_parallm.server.schema import Body, LogitBias, Stop, TokenId
+
+TYPES: Mapping[str, Any] = {"logit_bias": LogitBias, "stop": Stop, "stop_token_ids": list[TokenId], "ignore_eos": bool}
 
 
-class SamplingBody(Body):
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=INT64, description="Sample from the k likeliest tokens; 0 or -1: off")
-    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens less likely than this share of the likeliest")
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10, description="On prompt and output tokens; 1: off")
-    logit_bias: LogitBias = Field(default_factory=dict, description="Token id to a number added to its logit")
-    seed: int | None = Field(None, ge=-INT64 - 1, le=INT64, description="Same seed and prompt: same tokens")
-    stop: Stop = Field((), description="Text that ends the output and is not part of it")
-    ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token")
+def sampling_field(name: str, **changed: Any) -> Any:
+    """The field of a body for a parameter, with its default, bounds and meaning where the dialect has no others."""
+    parameter = PARAMETERS[name]
+    default = {"default_factory": dict} if parameter.default == {} else {"default": parameter.default}
+    field: FieldInfo = Field(**(default | {"description": parameter.meaning} | _limits(parameter) | changed))
+    return field
+
+
+def _limits(parameter: Parameter) -> dict[str, float]:
+    bounds = parameter.bounds
+    if bounds is None:
+        return {}
+    return {"gt" if bounds.above else "ge": bounds.low, "le": bounds.high}
+
+
+def _type(name: str, field: FieldInfo) -> Any:
+    parameter = PARAMETERS[name]
+    if parameter.bounds is None:
+        return TYPES[name]
+    number = int if parameter.whole else float
+    return number | None if parameter.optional and field.default is None else number
+
+
+class SampledBody(Body):
+    """A body that says how tokens are sampled. `samples` gives it the fields."""
+
+    sampling_names: ClassVar[Mapping[str, str]] = {}  # what the body calls each parameter
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """With `more`: what a route has beside these fields, or calls otherwise."""
-        return SamplingParams(**{name: getattr(self, name) for name in SamplingBody.model_fields}, **more)
+        """With `more`: what a route has beside these fields, or means otherwise."""
+        return SamplingParams(**({name: getattr(self, own) for name, own in self.sampling_names.items()} | more))
+
+
+B = TypeVar("B", bound=type[SampledBody])
+
+
+def samples(*parameters: str, **fields: tuple[str, Any]) -> Callable[[B], B]:
+    """Gives a class of bodies fields for `parameters`, and others as {parameter: (field's name, the field)}."""
+    named = {name: (name, sampling_field(name)) for name in parameters} | fields
+    declared: dict[str, Any] = {own: (_type(name, field), field) for name, (own, field) in named.items()}
+
+    def add(body: B) -> B:
+        made: Any = create_model(
+            body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **declared
+        )
+        made.sampling_names = {**body.sampling_names, **{name: own for name, (own, _) in named.items()}}
+        return made  # type: ignore[no-any-return]
+
+    return add
+
+
+@samples(*SHARED)
+class SamplingBody(SampledBody):
+    """The fields that OpenAI's bodies share."""

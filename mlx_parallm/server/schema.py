@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainValidator, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from mlx_parallm.types import MAX_STOP_CHARS, MAX_STOPS
+from mlx_parallm.sampling_params import MAX_STOP_CHARS, MAX_STOPS
 
 MAX_TOOLS = 128
 MAX_MESSAGES = 8192  # of a conversation

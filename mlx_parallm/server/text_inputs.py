@@ -12,13 +12,14 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.chat_messages import ChatMessage, ChatMessages, conversation
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.server.schema import MAX_TOKENS, Body, few
 from mlx_parallm.server.tokenizers import LONG_TEXT, TokenizerPool
 from mlx_parallm.text.templates import render_chat
-from mlx_parallm.types import INT64, TextTokens
+from mlx_parallm.types import TextTokens
 from mlx_parallm.validation import check_ids
 
 MAX_INPUTS = 2048

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from mlx_parallm.config.training import Algorithm, RewardScaling
+from mlx_parallm.config.algorithms import RewardScaling
 from mlx_parallm.training.objectives import Floats, Integers, advantages, token_weights
 from mlx_parallm.training.trajectories import Trajectory
 
@@ -133,7 +133,7 @@ class Micro:
 class BatchRules:
     """How trajectories become advantages and weights."""
 
-    algorithm: Algorithm
+    algorithm: str
     scaling: RewardScaling | None = None  # None: the algorithm's own
     max_length: int | None = None  # for Dr. GRPO's weights; None: what the longest answer was allowed
     keep_flat: bool = False  # groups without a difference stay, with an advantage of 0: for a term that is not theirs
@@ -155,7 +155,7 @@ class Batch:
     def of(
         cls,
         trajectories: Sequence[Trajectory],
-        algorithm: Algorithm,
+        algorithm: str,
         max_length: int | None = None,
         keep_flat: bool = False,
     ) -> "Batch":

@@ -21,6 +21,7 @@ from typing import Any
 
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.calls import Piece
 from mlx_parallm.text.parsers.chat import Thinking, chat_parser
@@ -32,7 +33,6 @@ from mlx_parallm.training.records import PolicySpan, Record
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import RolloutSource
 from mlx_parallm.training.tasks import Problem, Task
-from mlx_parallm.types import SamplingParams
 
 log = logging.getLogger(__name__)
 

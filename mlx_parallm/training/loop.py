@@ -16,6 +16,7 @@ from typing import Any
 from mlx_parallm.config.train import LoopConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError, ContextLengthError
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.prompts import Conversation, Prompts
 from mlx_parallm.training.components import Component
@@ -27,7 +28,6 @@ from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import Problem, Task
 from mlx_parallm.training.totals import Report
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.types import SamplingParams
 
 log = logging.getLogger(__name__)
 

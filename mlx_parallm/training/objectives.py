@@ -2,8 +2,8 @@
 
 How they depart from the papers: the policy that sampled is the old policy, by the log-probabilities that its sampler
 wrote down, so nothing is computed twice; and a sum over an update's trajectories is a sum over micro-batches, so every
-token has its weight before the first of them is computed (`token_weights`). `RULES` says in a line what each algorithm
-is made of:
+token has its weight before the first of them is computed (`token_weights`). `config.algorithms` says in a line what
+each algorithm is made of:
 
 - GRPO: advantages by group, divided by their deviation; each answer's tokens averaged, then answers.
 - Dr. GRPO: neither division; tokens summed over a constant length, the longest that an answer was allowed.
@@ -21,14 +21,16 @@ The logarithm of a ratio, of a token's and of an answer's, is held within ±20, 
 what a bad answer's ratio counts is bounded (`dual_clip`): a huge one teaches little, and spoils no update.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_parallm.config.training import Algorithm, KLEstimator, Objective, RewardScaling
+from mlx_parallm.config.algorithms import ALGORITHMS, CLIPPED, RewardScaling
+from mlx_parallm.config.training import KLEstimator, Objective
 from mlx_parallm.engine.sampling import log_sum_exp
 
 Floats = npt.NDArray[np.float32]
@@ -38,37 +40,13 @@ MAX_LOG_RATIO = 20.0  # of a token, and of a whole answer
 EPSILON = 1e-4  # added to a deviation
 
 
-@dataclass(frozen=True, slots=True)
-class AlgorithmRule:
-    """What an algorithm is made of."""
-
-    baseline: Literal["group", "others"]  # the mean of a group, or of its other members
-    scaling: RewardScaling  # what advantages are divided by, unless the objective says otherwise
-    ratio: Literal["token", "mean", "product"]  # of each token; of an answer, the mean or the sum of the logarithms
-    aggregation: Literal["answers", "tokens", "constant"]  # what a sum over tokens is divided by
-    surrogate: Literal["clipped", "fixed", "soft", "plain"]
-
-
-RULES: dict[Algorithm, AlgorithmRule] = {
-    "grpo": AlgorithmRule("group", "group", "token", "answers", "clipped"),
-    "dr_grpo": AlgorithmRule("group", "none", "token", "constant", "clipped"),
-    "dapo": AlgorithmRule("group", "group", "token", "tokens", "clipped"),
-    "bnpo": AlgorithmRule("group", "group", "token", "tokens", "clipped"),
-    "gspo": AlgorithmRule("group", "group", "mean", "answers", "clipped"),
-    "cispo": AlgorithmRule("group", "group", "token", "tokens", "fixed"),
-    "sapo": AlgorithmRule("group", "group", "token", "answers", "soft"),
-    "rloo": AlgorithmRule("others", "none", "product", "answers", "clipped"),
-    "reinforce": AlgorithmRule("group", "none", "product", "answers", "plain"),
-}
-
-
-def advantages(rewards: Floats, groups: Integers, algorithm: Algorithm, scaling: RewardScaling | None = None) -> Floats:
+def advantages(rewards: Floats, groups: Integers, algorithm: str, scaling: RewardScaling | None = None) -> Floats:
     """(N,), (N,) -> (N,): how much better each answer did than the others of its group. Equal rewards give zeros.
 
     `scaling`: None: the algorithm's own.
     """
-    rule = RULES[algorithm]
-    scaling = scaling or rule.scaling
+    rule = ALGORITHMS[algorithm]
+    scaling = scaling or rule.normalise
     advantage = np.zeros(len(rewards), np.float32)
     of_batch = _deviation(rewards.astype(np.float64))
     for group in np.unique(groups):
@@ -87,10 +65,10 @@ def _deviation(rewards: npt.NDArray[np.float64]) -> float:
     return float(rewards.std(ddof=1)) + EPSILON if len(rewards) > 1 else 1.0
 
 
-def token_weights(lengths: Integers, algorithm: Algorithm, max_length: int) -> Floats:
+def token_weights(lengths: Integers, algorithm: str, max_length: int) -> Floats:
     """(N,): what one token of each answer counts in the update. All together count one, but for Dr. GRPO's: there that
     is so only where every answer has `max_length` tokens."""
-    match RULES[algorithm].aggregation:
+    match ALGORITHMS[algorithm].aggregation:
         case "answers":
             return (1.0 / (np.maximum(lengths, 1) * len(lengths))).astype(np.float32)
         case "tokens":
@@ -173,13 +151,14 @@ def losses(
         start = mx.stop_gradient(new) if proximal is None else proximal
         correction = mx.minimum(mx.exp(_held(start - old)), objective.importance_cap)
     gap = (new - start) * mask
-    rule = RULES[objective.algorithm]
+    rule = ALGORITHMS[objective.algorithm]
     if rule.ratio != "token":
         whole = mx.sum(gap, axis=1, keepdims=True)
         if rule.ratio == "mean":
             whole = whole / mx.maximum(mx.sum(mask, axis=1, keepdims=True), 1)
         gap = mx.broadcast_to(whole, gap.shape)
-    policy, clipped = _surrogate(objective, _held(gap), new, advantage[:, None])
+    surrogate = SURROGATES[rule.surrogate]
+    policy, clipped = surrogate(objective, mx.exp(_held(gap)), new, advantage[:, None])
     policy = policy * correction
     apart = mx.zeros_like(policy) if reference is None else divergence(new, reference, objective.kl_estimator)
     return Losses(policy * kept, apart * kept, kept, clipped * kept)
@@ -197,28 +176,29 @@ def near(objective: Objective, new: mx.array, old: mx.array, mask: mx.array) -> 
     return keep
 
 
-def _surrogate(objective: Objective, gap: mx.array, new: mx.array, advantage: mx.array) -> tuple[mx.array, mx.array]:
-    """Each token's loss, and whether the clip has taken its gradient."""
-    ratio = mx.exp(gap)
-    match RULES[objective.algorithm].surrogate:
-        case "plain":
-            return -ratio * advantage, mx.zeros_like(ratio)
-        case "soft":
-            temperature = mx.where(advantage > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg)
-            gate = mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature
-            return -gate * advantage, mx.zeros_like(ratio)
-        case "fixed":
-            bounded = _bounded(objective, ratio)
-            return -mx.stop_gradient(bounded) * advantage * new, (bounded != ratio).astype(mx.float32)
-        case "clipped":
-            return _clipped(objective, ratio, advantage)
+Surrogate = Callable[[Objective, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+
+
+def _plain(objective: Objective, ratio: mx.array, new: mx.array, advantage: mx.array) -> tuple[mx.array, mx.array]:
+    return -ratio * advantage, mx.zeros_like(ratio)
+
+
+def _soft(objective: Objective, ratio: mx.array, new: mx.array, advantage: mx.array) -> tuple[mx.array, mx.array]:
+    temperature = mx.where(advantage > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg)
+    gate = mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+    return -gate * advantage, mx.zeros_like(ratio)
+
+
+def _fixed(objective: Objective, ratio: mx.array, new: mx.array, advantage: mx.array) -> tuple[mx.array, mx.array]:
+    bounded = _bounded(objective, ratio)
+    return -mx.stop_gradient(bounded) * advantage * new, (bounded != ratio).astype(mx.float32)
 
 
 def _bounded(objective: Objective, ratio: mx.array) -> mx.array:
     return mx.clip(ratio, 1 - objective.clip_low, 1 + objective.clip_high)
 
 
-def _clipped(objective: Objective, ratio: mx.array, advantage: mx.array) -> tuple[mx.array, mx.array]:
+def _clipped(objective: Objective, ratio: mx.array, new: mx.array, advantage: mx.array) -> tuple[mx.array, mx.array]:
     """The worse of two: a token is held back only where it has gone too far the way that its advantage says, or, if
     that is down, where it has come to be far too likely (`dual_clip`)."""
     bounded = _bounded(objective, ratio)
@@ -226,6 +206,11 @@ def _clipped(objective: Objective, ratio: mx.array, advantage: mx.array) -> tupl
     plain, held = -most * advantage, -bounded * advantage
     gone = ((held > plain) & (bounded != ratio)) | ((advantage < 0) & (most != ratio))
     return mx.maximum(plain, held), gone.astype(mx.float32)
+
+
+# Each gives the tokens' losses (B, T), and where the clip has taken the gradient, of the ratio, the log-probabilities
+# that learn, and the advantages (B, 1).
+SURROGATES: Mapping[str, Surrogate] = {"plain": _plain, "soft": _soft, "fixed": _fixed, CLIPPED: _clipped}
 
 
 def group_has_signal(rewards: Floats) -> bool:

@@ -18,9 +18,9 @@ from mlx_parallm.client import InferenceClient, Sample
 from mlx_parallm.errors import ConfigError, ModelNotFoundError, UnavailableError
 from mlx_parallm.lora.files import CONFIG
 from mlx_parallm.lora.weights import Adapter
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.checkpoints import ADAPTER, adapter_files
 from mlx_parallm.training.records import PolicySpan, Record
-from mlx_parallm.types import SamplingParams
 
 log = logging.getLogger(__name__)
 

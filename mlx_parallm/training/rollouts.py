@@ -13,9 +13,10 @@ from typing import Protocol
 
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError, ParallmError, QueueFullError, RequestTimeoutError, UnavailableError
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.records import ChoiceKey, Record
-from mlx_parallm.types import Delta, Request, SamplingParams
+from mlx_parallm.types import Delta, Request
 
 CHECK_SECONDS = 1.0  # between looks at whether the engine still runs
 RETRY_SECONDS = 0.05

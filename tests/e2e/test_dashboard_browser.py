@@ -289,7 +289,7 @@ def test_the_playground_streams_and_compares(
         assert client.post("/v1/adapters/pin", json={"name": "policy", "version": one["version"]}).status_code == 200
         versions.append(f"policy@{one['version']}")
     with opened(browser, server.url, "playground") as page:
-        page.get_by_label("Most tokens").fill("16")
+        page.get_by_label("max_tokens").fill("16")
         page.locator("textarea[name=message]").fill("Hello there")
         page.keyboard.press("Enter")
         page.wait_for_selector(".message .note:has-text('tokens/s')")
@@ -311,7 +311,7 @@ def test_the_playground_streams_and_compares(
 
 def test_a_wrong_setting_is_told(browser: Any, server: ServerProcess, traffic: None) -> None:
     with opened(browser, server.url, "playground", refused="400") as page:
-        page.get_by_label("Most tokens").fill("99999")
+        page.get_by_label("max_tokens").fill("99999")
         page.locator("textarea[name=message]").fill("Hello")
         page.keyboard.press("Enter")
         page.wait_for_selector(".message .notice.bad:has-text('context')")

@@ -25,7 +25,8 @@ from mlx_parallm.engine.start import start_engine
 from mlx_parallm.engine.thread import engine_threads
 from mlx_parallm.models.device import AllocatorCache, process_allocator_cache
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.types import Delta, Request, SamplingParams, TokenLogprob
+from mlx_parallm.sampling_params import SamplingParams
+from mlx_parallm.types import Delta, Request, TokenLogprob
 from tests.tiny import tiny
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_parallm.config.train import LoopConfig
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.text.prompts import Message
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.environments import Calculator, Environment, EnvironmentTask, EpisodeSampler, evaluate
@@ -18,7 +19,6 @@ from mlx_parallm.training.model import answer_logits
 from mlx_parallm.training.objectives import chosen_logprobs
 from mlx_parallm.training.tasks import Problem
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.types import SamplingParams
 from tests.engine.test_session import School, school
 
 

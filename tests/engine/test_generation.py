@@ -11,6 +11,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.start import start_engine
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.server.api.anthropic.writer import MessageOptions, MessageWriter
 from mlx_parallm.server.call import ChatTurn, GenerationCall
 from mlx_parallm.server.caller import ANYBODY, Caller
@@ -22,7 +23,7 @@ from mlx_parallm.server.rates import KeyUsage
 from mlx_parallm.server.state import Dispatcher
 from mlx_parallm.server.tokenizers import TokenizedPrompts
 from mlx_parallm.text.prompts import Conversation
-from mlx_parallm.types import Delta, SamplingParams
+from mlx_parallm.types import Delta
 from tests.e2e.anthropic_events import joined, read
 from tests.engine.harness import as_served
 

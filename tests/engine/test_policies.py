@@ -16,7 +16,8 @@ from mlx_parallm.lora.files import read_folder
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED
 from mlx_parallm.lora.weights import Adapter, AdapterError
-from mlx_parallm.types import AdapterRoute, SamplingParams
+from mlx_parallm.sampling_params import SamplingParams
+from mlx_parallm.types import AdapterRoute
 from tests.engine.harness import Answer, Bare, Driver, bare_with, driver, logprob
 from tests.engine.test_parity import GPU
 from tests.tiny import tiny

@@ -23,7 +23,8 @@ from mlx_parallm.models import kinds
 from mlx_parallm.runtime.entries import PoolEntry
 from mlx_parallm.runtime.startup import Runtime, start
 from mlx_parallm.runtime.weights import weight_bytes
-from mlx_parallm.types import Delta, ModelStatus, Request, SamplingParams
+from mlx_parallm.sampling_params import SamplingParams
+from mlx_parallm.types import Delta, ModelStatus, Request
 from tests.tiny import save_tiny, tiny
 
 PROMPT = [5, 6, 7, 8, 9]

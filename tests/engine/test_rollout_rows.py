@@ -7,10 +7,11 @@ from concurrent.futures import Future
 import pytest
 
 from mlx_parallm.errors import ContextLengthError, QueueFullError, RequestTimeoutError, UnavailableError
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.records import Record
 from mlx_parallm.training.rollouts import RolloutClient, Rollouts
-from mlx_parallm.types import Request, SamplingParams
+from mlx_parallm.types import Request
 from tests.engine.harness import Driver, Pending, driver
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16], [17, 18]]

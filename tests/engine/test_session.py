@@ -17,6 +17,7 @@ from mlx_parallm.config.training import Alarms, LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.text.prompts import Conversation, Prompts
 from mlx_parallm.training.batches import PaddedPrompts
 from mlx_parallm.training.checkpoints import Checkpoints
@@ -31,7 +32,6 @@ from mlx_parallm.training.rollouts import Rollouts
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.tasks import Problem, Rows, Task
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.types import SamplingParams
 from tests.engine.harness import Answer, Driver, as_served, driver_of
 
 LORA = LoRAConfig(rank=4, alpha=8)

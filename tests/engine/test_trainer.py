@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_parallm.config.algorithms import ALGORITHMS
 from mlx_parallm.config.training import LoRAConfig, RLConfig, TrainingConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.steps import run_through
@@ -16,7 +17,7 @@ from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
 from mlx_parallm.training.budget import Pace
 from mlx_parallm.training.learner import Refused
 from mlx_parallm.training.model import PromptCache, TrainableModel, answer_logits, can_share_prompts
-from mlx_parallm.training.objectives import RULES, chosen_logprobs, entropy
+from mlx_parallm.training.objectives import chosen_logprobs, entropy
 from mlx_parallm.training.policy_loss import LossTotals
 from mlx_parallm.training.trainer import Outcome, Trainer
 from mlx_parallm.training.trajectories import Trajectory
@@ -110,7 +111,7 @@ def test_models_with_other_state_do_not_share_prompts() -> None:
     ).shares_prompts
 
 
-@pytest.mark.parametrize("algorithm", list(RULES))
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_update_is_the_same_however_it_is_cut(algorithm: str, checkpointing: bool) -> None:
     settings = {"algorithm": algorithm, "learning_rate": 1e-3, "beta": 0.1, "max_kl": 10.0}
@@ -230,7 +231,7 @@ def test_the_base_is_shared_and_stays_as_it_is() -> None:
     assert all(np.array_equal(before[name], np.array(array)) for name, array in served.items())
 
 
-@pytest.mark.parametrize("algorithm", list(RULES))
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_answers_that_did_better_become_likelier(algorithm: str) -> None:
     trainer = Trainer(tiny(), LORA, RLConfig(algorithm=algorithm, learning_rate=1e-3))  # type: ignore[arg-type]
     trajectories = made(seed=1)
@@ -380,7 +381,7 @@ def test_dropout_is_of_updates_alone_and_repeats_itself() -> None:
         LoRAConfig(dropout=1.0)
 
 
-@pytest.mark.parametrize("algorithm", list(RULES))
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_a_huge_ratio_does_not_cost_the_update(algorithm: str) -> None:
     trainer = Trainer(tiny(), LORA, RLConfig(algorithm=algorithm, learning_rate=1e-3, max_kl=100.0))  # type: ignore[arg-type]
     trajectories = made()

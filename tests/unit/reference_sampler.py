@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mlx_parallm.types import SamplingParams
+from mlx_parallm.sampling_params import SamplingParams
 
 Doubles = npt.NDArray[np.float64]
 

@@ -22,7 +22,7 @@ from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native import kernels
 from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.models.native.layers import Embedding, Linear
-from mlx_parallm.types import SamplingParams
+from mlx_parallm.sampling_params import SamplingParams
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.engine.rows import Job, Plan, Prefill, Reader, Row, row_seed
-from mlx_parallm.types import Request, SamplingParams, TokenLogprob
+from mlx_parallm.sampling_params import SamplingParams
+from mlx_parallm.types import Request, TokenLogprob
 
 STOP = 9
 

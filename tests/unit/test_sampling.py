@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, log_sum_exp, scores_of
-from mlx_parallm.types import SamplingParams, TokenLogprob
+from mlx_parallm.sampling_params import SamplingParams
+from mlx_parallm.types import TokenLogprob
 from tests.unit.reference_sampler import Context, Reference, reference
 
 Array = npt.NDArray[Any]

@@ -14,3 +14,7 @@ def test_commands() -> None:
     lines = surface.commands(command_parser(), "parallm")
     shown = [line for line in lines if not line.startswith(("parallm serve ", "parallm train "))]  # as `test_options`
     surface.check("commands", shown)
+
+
+def test_sampling_parameters_in_the_guide() -> None:
+    surface.check_table(surface.GUIDE, "sampling parameters", surface.sampling_parameters())

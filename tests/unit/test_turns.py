@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mlx_parallm.engine.rows import Job, Row
 from mlx_parallm.engine.scheduler import Limits, Scheduler
 from mlx_parallm.engine.turns import displaced, next_job
-from mlx_parallm.types import SamplingParams
+from mlx_parallm.sampling_params import SamplingParams
 
 
 def rows(count: int, *, owner: str = "", rollout: bool = False) -> list[Row]:

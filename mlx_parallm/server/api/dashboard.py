@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.dashboard.feed import LiveFeed
 from mlx_parallm.server.dashboard.files import PAGE, PageFiles
@@ -19,7 +20,6 @@ from mlx_parallm.server.recent_requests import MAX_REQUESTS
 from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import add_routes
 from mlx_parallm.server.schema import AnswerBody
-from mlx_parallm.types import INT64
 
 EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 COUNT = "At most so many, the newest first"

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
 from mlx_parallm.server.api.openai.completions import CompletionBody, completion_call
 from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.api.ops import Flushed, Health, Operations
@@ -24,9 +25,10 @@ from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.responses import Collector
 from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schema import MAX_PROMPTS, MAX_TOOLS, AnswerBody, Body, Status, read_prompt
+from mlx_parallm.server.sampling import SampledBody, samples, sampling_field
+from mlx_parallm.server.schema import MAX_PROMPTS, MAX_TOOLS, AnswerBody, Status, read_prompt
 from mlx_parallm.server.service import answer_name
-from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
+from mlx_parallm.types import TokenLogprob
 
 TRL_TOKENS = 16  # unless a body says how many
 NO_PUSH = (
@@ -35,17 +37,19 @@ NO_PUSH = (
 )
 
 
-class TrlBody(Body):
+SENT = ("repetition_penalty", "temperature", "top_p", "min_p")  # the others come as generation_kwargs
+
+
+@samples(
+    *SENT,
+    n=("n", sampling_field("n")),
+    top_k=("top_k", sampling_field("top_k", default=-1)),
+    max_tokens=("max_tokens", sampling_field("max_tokens", default=TRL_TOKENS, ge=1)),
+)
+class TrlBody(SampledBody):
     """What TRL's two routes have in common."""
 
     api_fields: ClassVar = frozenset("chat_template guided_decoding_regex images structured_outputs_regex".split())
-    n: int = Field(1, ge=1, description="Completions of each prompt")
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1, le=INT64)
-    min_p: float = Field(0.0, ge=0, le=1)
-    max_tokens: int = Field(TRL_TOKENS, ge=1, le=INT64)
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="So many of the likeliest tokens at each place"
     )
@@ -63,11 +67,10 @@ class TrlBody(Body):
                 message = f"generation_kwargs: {name!r} is no sampling parameter here"
                 raise InvalidRequestError(message, param="generation_kwargs")
         keep = context - 1 if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
-        same = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
         try:
             return CompletionBody.model_validate(
                 {
-                    **{name: getattr(self, name) for name in same},
+                    **{name: getattr(self, own) for name, own in self.sampling_names.items()},
                     "prompt": prompts,
                     "truncate_prompt_tokens": keep,
                     "guided_regex": self.structured_outputs_regex or self.guided_decoding_regex,

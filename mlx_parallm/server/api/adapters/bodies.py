@@ -6,8 +6,9 @@ from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_val
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.arms import CONFIDENCE, MIN_REWARDS
+from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.schema import AnswerBody, Body
-from mlx_parallm.types import INT64, MAX_VERSION
+from mlx_parallm.types import MAX_VERSION
 
 
 class LoadAdapterBody(Body):

@@ -4,6 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.server.api.anthropic.answers import MessageAnswer, TokenCount
 from mlx_parallm.server.api.anthropic.body import CountTokensBody, MessagesBody
 from mlx_parallm.server.api.anthropic.errors import ANTHROPIC
@@ -16,7 +17,6 @@ from mlx_parallm.server.responses import respond
 from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
 from mlx_parallm.server.service import answer_name
-from mlx_parallm.types import SamplingParams
 
 EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 

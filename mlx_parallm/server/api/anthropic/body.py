@@ -5,14 +5,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.api.anthropic.blocks import AnyMessage, MessageText
 from mlx_parallm.server.api.anthropic.conversation import Transcript
 from mlx_parallm.server.call import ChatTurn, GenerationCall, Structure
-from mlx_parallm.server.schema import MAX_MESSAGES, Body, Stop, few
+from mlx_parallm.server.sampling import SampledBody, samples, sampling_field
+from mlx_parallm.server.schema import MAX_MESSAGES, Body, few
 from mlx_parallm.text.grammar import json_grammar
 from mlx_parallm.text.parsers.calls import Tool
 from mlx_parallm.text.prompts import Conversation
-from mlx_parallm.types import INT64, SamplingParams
 
 MAX_AGENT_TOOLS = 1024  # agents with many MCP servers bring hundreds
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
@@ -161,14 +162,19 @@ class CountTokensBody(PromptBody):
     """A prompt whose tokens are counted."""
 
 
-class MessagesBody(PromptBody):
+@samples(
+    "top_p",
+    temperature=(
+        "temperature",
+        sampling_field("temperature", description="0 is greedy; up to 2, where Anthropic's ends at 1"),
+    ),
+    top_k=("top_k", sampling_field("top_k", ge=0)),
+    stop=("stop_sequences", sampling_field("stop")),
+)
+class MessagesBody(PromptBody, SampledBody):
     """A conversation to continue."""
 
     max_tokens: int = Field(ge=1, le=INT64, description="Where the context has less room, the answer ends there")
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy; up to 2, where Anthropic's ends at 1")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, le=INT64, description="Sample from the k likeliest tokens; 0: off")
-    stop_sequences: Stop = Field((), description="Text that ends the answer and is not part of it")
     stream: bool = False
     metadata: dict[str, Any] | None = Field(None, description="Accepted, as `user_id`; it changes nothing")
     service_tier: str | None = Field(None, description="Accepted: there is one")
@@ -187,13 +193,7 @@ class MessagesBody(PromptBody):
         return GenerationCall(
             chat=self.turn(),
             model=self.model,
-            sampling=SamplingParams(
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                stop=self.stop_sequences,
-            ),
+            sampling=self.sampling_params(max_tokens=self.max_tokens),
             structure=structure,
             stream=self.stream,
             fit_max_tokens=True,

@@ -14,13 +14,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from mlx_parallm.sampling_params import MAX_LOGPROBS
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import CompletionBody
 from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.schema import AnswerBody
-from mlx_parallm.types import MAX_LOGPROBS, TokenLogprob
+from mlx_parallm.types import TokenLogprob
 
 
 def _read_yes_or_no(value: Any) -> int | None:

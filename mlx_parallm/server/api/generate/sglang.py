@@ -1,40 +1,34 @@
 """SGLang's own shape of `/generate`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS, SHARED
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.structure import StructureBody, structure_of
 from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.schema import Body, LogitBias, Stop, TokenId, read_prompt
-from mlx_parallm.types import INT64, MAX_LOGPROBS, SamplingParams
+from mlx_parallm.server.sampling import SampledBody, samples, sampling_field
+from mlx_parallm.server.schema import Body, TokenId, read_prompt
 
 
-class SglangSampling(Body):
-    max_new_tokens: int = Field(128, ge=0, le=INT64)
-    min_new_tokens: int = Field(0, ge=0, le=INT64)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1, le=INT64)
-    min_p: float = Field(0.0, ge=0, le=1)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: LogitBias = Field(default_factory=dict)
-    sampling_seed: int | None = Field(
-        None, ge=-INT64 - 1, le=INT64, validation_alias=AliasChoices("sampling_seed", "seed")
-    )
-    n: int = Field(1, ge=1)
-    stop: Stop = ()
+@samples(
+    *SHARED,
+    max_tokens=("max_new_tokens", sampling_field("max_tokens", default=128)),
+    min_tokens=("min_new_tokens", sampling_field("min_tokens")),
+    top_k=("top_k", sampling_field("top_k", default=-1)),
+    seed=("sampling_seed", sampling_field("seed", validation_alias=AliasChoices("sampling_seed", "seed"))),
+    n=("n", sampling_field("n")),
+)
+class SglangSampling(SampledBody):
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     no_stop_trim: bool = False
-    ignore_eos: bool = False
     skip_special_tokens: bool = True
     json_schema: str | None = None
     regex: str | None = Field(None, min_length=1, max_length=10_000)
@@ -106,10 +100,10 @@ class SglangBody(Body):
         return self.rid
 
 
-def _prompt_logprobs(body: SglangBody) -> int | None:
+def _prompt_logprobs(body: SglangBody, max_tokens: int | None) -> int | None:
     if not body.return_logprob:
         return None
-    if body.sampling_params.max_new_tokens == 0:
+    if max_tokens == 0:  # only the prompt is to be scored
         return body.top_logprobs_num
     return 0 if body.logprob_start_len >= 0 else None
 
@@ -117,31 +111,17 @@ def _prompt_logprobs(body: SglangBody) -> int | None:
 def sglang_call(body: SglangBody) -> GenerationCall:
     """Log-probabilities are as tokens were drawn."""
     params = body.sampling_params
+    sampling = params.sampling_params(
+        stop_token_ids=tuple(params.stop_token_ids),
+        logprobs=body.top_logprobs_num if body.return_logprob else None,
+        processed_logprobs=True,
+    )
     structure = StructureBody.model_validate(
         {"guided_json": params.json_schema, "guided_regex": params.regex, "guided_grammar": params.ebnf}
     )
     return GenerationCall(
         prompts=read_prompt(body.text if body.text is not None else body.input_ids),
-        sampling=SamplingParams(
-            max_tokens=params.max_new_tokens,  # 0: only the prompt is to be scored
-            min_tokens=params.min_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=params.logit_bias,
-            seed=params.sampling_seed,
-            n=params.n,
-            stop=params.stop,
-            stop_token_ids=tuple(params.stop_token_ids),
-            ignore_eos=params.ignore_eos,
-            logprobs=body.top_logprobs_num if body.return_logprob else None,
-            processed_logprobs=True,
-            prompt_logprobs=_prompt_logprobs(body),
-        ),
+        sampling=replace(sampling, prompt_logprobs=_prompt_logprobs(body, sampling.max_tokens)),
         structure=structure_of(structure),
         lora_adapter=body.lora_path,
         follow_policy=bool(body.follow_policy),

@@ -5,41 +5,33 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS, SamplingParams
 from mlx_parallm.server.api.ollama.durations import KeepAlive
-from mlx_parallm.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, Stop, few
-from mlx_parallm.types import INT64, MAX_LOGPROBS, SamplingParams
+from mlx_parallm.server.sampling import SampledBody, samples, sampling_field
+from mlx_parallm.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, few
 
 
-class OllamaOptions(Body):
+@samples(
+    *("min_p", "presence_penalty", "frequency_penalty", "stop"),
+    temperature=("temperature", sampling_field("temperature", default=0.8)),
+    top_k=("top_k", sampling_field("top_k", default=40)),
+    top_p=("top_p", sampling_field("top_p", default=0.9)),
+    repetition_penalty=("repeat_penalty", sampling_field("repetition_penalty")),
+)
+class OllamaOptions(SampledBody):
     """How tokens are chosen, with Ollama's defaults. Those that say how a model is loaded are accepted and unused."""
 
     num_predict: int = Field(-1, ge=-INT64, le=INT64, description="Most tokens; 0 or less: what the context allows")
-    temperature: float = Field(0.8, ge=0, le=2)
-    top_k: int = Field(40, ge=-1, le=INT64, description="0 or -1: off")
-    top_p: float = Field(0.9, gt=0, le=1)
-    min_p: float = Field(0.0, ge=0, le=1)
     seed: int = Field(-1, ge=-INT64, le=INT64, description="Negative: another one each time")
-    stop: Stop = ()
-    repeat_penalty: float = Field(1.0, gt=0, le=10, description="On prompt and output tokens; 1: off, the default here")
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
     num_ctx: int | None = Field(None, description="Accepted: a model has its whole context, or `--max-model-len`")
     typical_p: float = Field(1.0, ge=1, le=1, description="Only 1, which is off, is supported")
     tfs_z: float = Field(1.0, ge=1, le=1, description="Only 1, which is off, is supported")
     mirostat: int = Field(0, ge=0, le=0, description="Only 0, which is off, is supported")
 
     def sampling(self, logprobs: int | None) -> SamplingParams:
-        return SamplingParams(
+        return self.sampling_params(
             max_tokens=self.num_predict if self.num_predict > 0 else None,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
             seed=self.seed if self.seed >= 0 else None,
-            stop=self.stop,
-            repetition_penalty=self.repeat_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             logprobs=logprobs,
         )
 

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.api.ollama.bodies import NamedModelBody
 from mlx_parallm.server.api.ollama.durations import KeepAlive
 from mlx_parallm.server.api.ollama.names import ModelNames
@@ -18,7 +19,7 @@ from mlx_parallm.server.embedding_vectors import Vector, check_dimensions, cut, 
 from mlx_parallm.server.errors import TensorJSONResponse
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.server.text_inputs import MAX_INPUTS, WHOLE_CONTEXT, Truncation, encode_texts, numbered
-from mlx_parallm.types import INT64, EmbeddingInfo
+from mlx_parallm.types import EmbeddingInfo
 
 
 def _read_texts(value: Any) -> list[str]:

@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
 from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
 from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, finite, prompt_logprobs
 from mlx_parallm.server.call import ChatTurn, GenerationCall
@@ -18,7 +19,7 @@ from mlx_parallm.server.responses import event, respond
 from mlx_parallm.server.schema import Body
 from mlx_parallm.server.service import GenerationService, answer_name
 from mlx_parallm.text.parsers.calls import CallDelta
-from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
+from mlx_parallm.types import TokenLogprob
 
 CHAT_EXAMPLE: dict[str, Any] = {
     "messages": [{"role": "user", "content": "What is the capital of France?"}],

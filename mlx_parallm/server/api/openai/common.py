@@ -6,12 +6,12 @@ import orjson
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.api.openai.structure import StructureBody, structure_of
 from mlx_parallm.server.api.openai.writer import ResponseOptions
 from mlx_parallm.server.call import GenerationCall
-from mlx_parallm.server.sampling import SamplingBody
+from mlx_parallm.server.sampling import SamplingBody, sampling_field
 from mlx_parallm.server.schema import Body, TokenId
-from mlx_parallm.types import INT64, MAX_LOGPROBS
 
 MAX_METADATA = 65_536  # bytes
 
@@ -65,10 +65,10 @@ class GenerationBody(PolicyBody, StructureBody, SamplingBody):
 
     model: str = Field("default", description="A served model or adapter; `default` always names the first model")
     lora_adapter: str | None = Field(None, min_length=1, description="An adapter of the model, as name or name@version")
-    n: int = Field(1, ge=1, description="How many choices per prompt")
+    n: int = sampling_field("n")
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     include_stop_str_in_output: bool = False
-    min_tokens: int = Field(0, ge=0, le=INT64)
+    min_tokens: int = sampling_field("min_tokens")
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -79,7 +79,7 @@ class GenerationBody(PolicyBody, StructureBody, SamplingBody):
     use_beam_search: bool = Field(False, description="Not supported")
     allowed_token_ids: list[Any] | None = Field(None, description="Not supported: use structured_outputs")
     bad_words: list[Any] | None = Field(None, description="Not supported: use logit_bias, by tokens")
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = sampling_field("prompt_logprobs")
     return_token_ids: bool = Field(
         False, description="The ids of prompt and output, the token that ended it included, as are then its logprobs"
     )

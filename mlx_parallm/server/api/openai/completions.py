@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
 from mlx_parallm.server.api.openai.answers import REWARDS, PolicyAnswer, PolicyChoice, PromptLogprobs, Usage
 from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
 from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, finite, prompt_logprobs
@@ -17,7 +18,7 @@ from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.responses import event, respond
 from mlx_parallm.server.schema import AnswerBody, PromptInput
 from mlx_parallm.server.service import GenerationService, answer_name
-from mlx_parallm.types import INT64, MAX_LOGPROBS, TokenLogprob
+from mlx_parallm.types import TokenLogprob
 
 
 class CompletionBody(GenerationBody):

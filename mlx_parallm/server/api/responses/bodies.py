@@ -4,11 +4,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
 from mlx_parallm.server.api.responses.items import Identity, InputItem, problem
 from mlx_parallm.server.api.responses.tools import ToolBody, ToolChoiceBody, ToolUse, offered_tools
 from mlx_parallm.server.sampling import SamplingBody
 from mlx_parallm.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, few
-from mlx_parallm.types import INT64, MAX_LOGPROBS
 
 MAX_ITEMS = MAX_MESSAGES  # of a conversation
 LOGPROBS = "message.output_text.logprobs"

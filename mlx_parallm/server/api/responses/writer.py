@@ -153,7 +153,7 @@ def _envelope(body: ResponseBody, generation: Generation, stores: bool) -> Respo
     """The response before anything has been generated: mostly what was asked for."""
     text, reasoning = body.text, body.reasoning
     shape = _plain(text.format) if text and text.format else {"type": "text"}
-    chosen = body.tool_choice
+    chosen, sampling = body.tool_choice, generation.call.sampling
     return {
         "id": generation.answer_id,
         "object": "response",
@@ -176,12 +176,12 @@ def _envelope(body: ResponseBody, generation: Generation, stores: bool) -> Respo
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": stores,
-        "temperature": body.temperature,
+        "temperature": sampling.temperature,
         "text": {"format": shape, "verbosity": (text and text.verbosity) or "medium"},
         "tool_choice": _plain(chosen) if isinstance(chosen, ToolChoiceBody) else chosen or "auto",
         "tools": [_plain(tool) for tool in body.tools],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
+        "top_p": sampling.top_p,
         "truncation": body.truncation,
         "usage": None,
         "user": body.user,

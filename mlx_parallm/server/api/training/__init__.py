@@ -24,6 +24,7 @@ from mlx_parallm.errors import (
     QueueFullError,
     UnavailableError,
 )
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.server.api.training.answers import (
     CheckpointWritten,
     FeedbackTaken,
@@ -48,7 +49,7 @@ from mlx_parallm.server.limits import completion_length
 from mlx_parallm.server.models import ServedModel, adapter_names
 from mlx_parallm.server.route_table import Route
 from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.types import RolloutCall, RolloutSample, SamplingParams
+from mlx_parallm.types import RolloutCall, RolloutSample
 from mlx_parallm.validation import check_ids
 
 UPDATES, ROLLOUTS, FEEDBACK, CHECKPOINTS = 4, 16, 8, 2  # threads; updates of one adapter come one after another anyway

@@ -3,16 +3,11 @@ import { chat, get } from "../api.js";
 import { number, rate, seconds } from "../format.js";
 import { html, useEffect, useRef, useState } from "../lib.js";
 import { Field, likelihoodClass, Tokens, usePolling, visible } from "../parts.js";
+import { PARAMETERS } from "../sampling.js";
 
 const ALTERNATIVES = 5;
-const NUMBERS = [
-  ["temperature", "Temperature", { min: 0, max: 2, step: 0.05 }, 0.7],
-  ["top_p", "Top p", { min: 0.01, max: 1, step: 0.01 }, 1],
-  ["top_k", "Top k (0: off)", { min: 0, max: 1000, step: 1 }, 0],
-  ["min_p", "Min p", { min: 0, max: 1, step: 0.01 }, 0],
-  ["max_tokens", "Most tokens", { min: 1, max: 100000, step: 1 }, 256],
-  ["seed", "Seed (empty: any)", { min: 0, step: 1 }, ""],
-];
+const OWN_INITIAL = { temperature: 0.7, max_tokens: 256 };
+const INITIAL = Object.fromEntries(PARAMETERS.map(({ name, initial }) => [name, OWN_INITIAL[name] ?? initial ?? ""]));
 
 /** All that can be talked to: [what the choice is called, fields of the request]. */
 async function targets() {
@@ -95,9 +90,9 @@ function Settings({ settings, setSettings, system, setSystem }) {
   return html`<details class="settings" open=${innerWidth > 900}>
     <summary>Sampling and instructions</summary>
     <div class="row">
-      ${NUMBERS.map(
-        ([name, label, limits]) => html`<${Field} key=${name} label=${label}>
-          <input type="number" name=${name} ...${limits} value=${settings[name]} onInput=${set(name)} />
+      ${PARAMETERS.map(
+        ({ name, meaning, limits }) => html`<${Field} key=${name} label=${name}>
+          <input type="number" name=${name} title=${meaning} ...${limits} value=${settings[name]} onInput=${set(name)} />
         <//>`,
       )}
     </div>
@@ -123,7 +118,7 @@ export function Playground() {
   const { data: choices, error } = usePolling(targets, 10000);
   const [names, setNames] = useState(["default", ""]);
   const [columns, setColumns] = useState([[], []]);
-  const [settings, setSettings] = useState(Object.fromEntries(NUMBERS.map(([name, , , value]) => [name, value])));
+  const [settings, setSettings] = useState(INITIAL);
   const [system, setSystem] = useState("");
   const [text, setText] = useState("");
   const [busy, setBusy] = useState(null);

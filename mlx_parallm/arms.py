@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
 from typing import Any
 
+from mlx_parallm.metrics import counter, gauge
+
 MIN_REWARDS = 30
 CONFIDENCE = 0.95
 
@@ -18,10 +20,12 @@ CONFIDENCE = 0.95
 class ArmStats:
     """Of answers that have ended, and of the rewards that they got."""
 
-    ended: int = 0
-    seconds: float = 0.0  # from their submission to their end, all together
-    rewards: int = 0
-    reward_mean: float = 0.0
+    ended: int = counter("Answers that have ended, by adapter version", name="adapter_answers")
+    seconds: float = counter(
+        "Seconds from the submission of those to their end", name="adapter_answer_seconds", seconds=True
+    )
+    rewards: int = counter("Rewards of answers, by adapter version")
+    reward_mean: float = gauge("Mean reward, by adapter version", join="mean", whole=False)
     squares: float = 0.0  # sum of squared differences from the mean
 
     def add_reward(self, reward: float) -> None:

@@ -29,19 +29,6 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token, logprob), likeliest first
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """What a model's part of the process may hold, in bytes; `limit` and `kept` are the whole process's."""
-
-    limit: int = 0  # all together
-    weights: int = 0
-    rows: int = 0  # keys and values of running rows
-    blocks: int = 0  # cached blocks
-    adapters: int = 0  # on the device
-    training: int = 0  # parameters, optimiser and the activations of a piece of an update
-    kept: int = 0  # freed memory that MLX keeps for what comes next
-
-
 @dataclass(slots=True)
 class Delta:
     """A change of one choice of one request: tokens since the last delta, or its end, or both.
@@ -332,23 +319,3 @@ class RecentGroup:
     samples: list[RecentSample]
     state: Literal["waiting", "learnt", "refused"] = "waiting"
     updates: int | None = None  # that stood after the one which took it
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingMetrics:
-    """How the training of one adapter goes: of the last update, and counted since the start."""
-
-    loss: float = 0.0
-    reward_mean: float = 0.0
-    kl: float = 0.0
-    updates_per_second: float = 0.0
-    buffered: int = 0
-    collected: int = 0
-    used: int = 0
-    flat: int = 0
-    stale: int = 0
-    dropped: int = 0
-    updates: int = 0
-    refused: int = 0
-    rollbacks: int = 0
-    checkpoint_saves: int = 0

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import orjson
 from starlette.types import Send
 
+from mlx_parallm.server.dashboard.snapshot import RATES
+
 SECONDS = 1.0
 SUMS = ("queue", "running", "slots", "rejected")
-SUMMED_RATES = ("generated", "prompt", "cached", "requests")
 WORST = ("first_token", "step")  # percentiles
 
 
@@ -69,7 +70,7 @@ def _rates(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float | Non
     rates: dict[str, float | None] = {}
     for name in parts[0]:
         known = [value for part in parts if (value := part.get(name)) is not None]
-        count = 1 if name in SUMMED_RATES else len(known)
+        count = 1 if RATES.get(name) == "sum" else len(known)
         rates[name] = sum(known) / count if known else None
     return rates
 

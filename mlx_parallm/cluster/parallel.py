@@ -43,8 +43,8 @@ from mlx_parallm.errors import ConfigError, ModelLoadError, RankLostError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.split import Split
+from mlx_parallm.metrics import MemoryPlan
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.types import MemoryPlan
 
 log = logging.getLogger(__name__)
 

@@ -11,22 +11,21 @@ from typing import Any
 import orjson
 
 from mlx_parallm.cluster.dashboard import whole_snapshot
+from mlx_parallm.metrics import PREFIX
+from mlx_parallm.server.api.ops.metrics import JOINS, joined
 
 Answers = Mapping[str, bytes]  # by replica
 View = Callable[[Answers, Sequence[tuple[bytes, bytes]]], bytes]
 
 _SAMPLE = re.compile(rb"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
-# What is the same everywhere, or is no amount.
-_NOT_SUMMED = re.compile(r"version|_rate$|_per_second$|_loss$|_mean$|_kl$|longest|_info$|max_batch_size|interval")
-_AVERAGED = re.compile(r"^avg_|_avg$|_pct$")
-_PREFIX = b"mlx_parallm_"
+_SUFFIXES = ("_total", "_bucket", "_sum", "_count", "_info", "_created")  # of the samples of one family
 
 
 def metrics(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     kind = next((value for name, value in headers if name == b"content-type"), b"")
     if b"json" in kind:
         return whole_and_parts(answers, headers)
-    totals: dict[bytes, float] = {}
+    found_values: dict[bytes, list[float]] = {}
     order: list[tuple[bytes, bytes]] = []  # (HELP and TYPE lines, or a sample's name and labels)
     parts: list[bytes] = []
     for number, (replica, text) in enumerate(answers.items()):
@@ -37,25 +36,27 @@ def metrics(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
                     order.append((b"text", line))
                 continue
             key = found["name"] + (b"{" + found["labels"] + b"}" if found["labels"] else b"")
-            value = float(found["value"])
-            if key not in totals:
+            if key not in found_values:
                 order.append((b"sample", key))
-            known = totals.get(key)
-            total = value if known is None else max(known, value) if _is_same(found["name"]) else known + value
-            totals[key] = total
+                found_values[key] = []
+            found_values[key].append(float(found["value"]))
             parts.append(_part(found, replica))
-    lines = [line if kind == b"text" else line + b" " + repr(totals[line]).encode() for kind, line in order]
+    lines = [line if kind == b"text" else _sample(line, found_values[line]) for kind, line in order]
     return b"\n".join([*lines, *sorted(parts)]) + b"\n"
 
 
-def _is_same(name: bytes) -> bool:
-    return bool(_NOT_SUMMED.search(name.decode()))
+def _sample(key: bytes, values: Sequence[float]) -> bytes:
+    name = key.partition(b"{")[0].decode().removeprefix(PREFIX)
+    for suffix in _SUFFIXES:
+        if name not in JOINS:
+            name = name.removesuffix(suffix)
+    return key + b" " + repr(joined(name, values)).encode()
 
 
 def _part(found: "re.Match[bytes]", replica: str) -> bytes:
     labels = b'replica="' + replica.encode() + b'"' + (b"," + found["labels"] if found["labels"] else b"")
-    name = found["name"].removeprefix(_PREFIX)
-    return _PREFIX + b"replica_" + name + b"{" + labels + b"} " + found["value"]
+    name = found["name"].removeprefix(PREFIX.encode())
+    return PREFIX.encode() + b"replica_" + name + b"{" + labels + b"} " + found["value"]
 
 
 def whole_and_parts(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
@@ -74,9 +75,7 @@ def _total(name: str, values: Sequence[Any]) -> Any:
         return [sum(column) for column in zip(*values, strict=False)]
     if isinstance(first, bool) or not isinstance(first, int | float):
         return first
-    if _AVERAGED.search(name):
-        return sum(values) / len(values)
-    return max(values) if _NOT_SUMMED.search(name) else sum(values)
+    return joined(name, values)
 
 
 def models(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:

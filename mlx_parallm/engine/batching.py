@@ -34,6 +34,7 @@ from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.lora.kernel import MOST_READ
 from mlx_parallm.lora.layout import RANK_STEP, Layout
 from mlx_parallm.lora.rows import AdapterStack, StackedLoRA
+from mlx_parallm.metrics import MemoryPlan
 from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.fingerprint import fingerprint
 from mlx_parallm.models.forward import Forward
@@ -42,7 +43,6 @@ from mlx_parallm.models.memory import size_flag, size_text
 from mlx_parallm.models.native.functions import slot_attention
 from mlx_parallm.paths import user_cache
 from mlx_parallm.sampling_params import SamplingParams
-from mlx_parallm.types import MemoryPlan
 
 log = logging.getLogger(__name__)
 

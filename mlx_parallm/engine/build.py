@@ -32,14 +32,13 @@ from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
-from mlx_parallm.metrics import EngineMetrics
+from mlx_parallm.metrics import EngineMetrics, MemoryPlan
 from mlx_parallm.models.device import AllocatorCache, device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.text.grammar import GrammarCompiler
 from mlx_parallm.text.prompts import Prompts
-from mlx_parallm.types import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)

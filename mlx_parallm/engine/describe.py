@@ -4,10 +4,10 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.merged import MergedCache, SerialCache
 from mlx_parallm.kv.prefix import Prefix
+from mlx_parallm.metrics import MemoryPlan
 from mlx_parallm.models.device import device_name
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import size_text
-from mlx_parallm.types import MemoryPlan
 
 
 def describe(

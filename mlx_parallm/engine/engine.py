@@ -21,13 +21,13 @@ from mlx_parallm.engine.describe import describe
 from mlx_parallm.engine.thread import SHUTTING_DOWN
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
-from mlx_parallm.metrics import EngineMetrics
+from mlx_parallm.metrics import EngineMetrics, MemoryPlan
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.vision.processor import ImageProcessor
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.steps import Steps
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
-from mlx_parallm.types import MemoryPlan, OnDelta, PauseMode, Request
+from mlx_parallm.types import OnDelta, PauseMode, Request
 
 T = TypeVar("T")
 FLUSH_SECONDS = 30.0

@@ -15,9 +15,9 @@ from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.split import Split
+from mlx_parallm.metrics import MemoryPlan
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.types import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,10 @@ from mlx_parallm.engine.patch import patch_layers
 from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ModelLoadError, ParallmError
-from mlx_parallm.metrics import EngineMetrics
+from mlx_parallm.metrics import EngineMetrics, MemoryPlan
 from mlx_parallm.models.device import AllocatorCache, device_kind, process_allocator_cache
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import LORA_RANK, plan_memory, wire_memory
-from mlx_parallm.types import MemoryPlan
 
 log = logging.getLogger(__name__)
 

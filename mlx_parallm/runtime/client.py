@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from mlx_parallm.arms import AutoSplit, Decision
-from mlx_parallm.metrics import EngineMetrics, PredictorMetrics
+from mlx_parallm.metrics import EngineMetrics, PredictorMetrics, TrainingMetrics
 from mlx_parallm.signature import WeightsVersion
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.types import (
@@ -30,7 +30,6 @@ from mlx_parallm.types import (
     Request,
     RolloutCall,
     RolloutSample,
-    TrainingMetrics,
     TrajectoryInput,
     UpdateReport,
 )

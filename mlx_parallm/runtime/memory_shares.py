@@ -7,10 +7,10 @@ from mlx_parallm.engine.build import LoadedModel
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.start import plan_engines
 from mlx_parallm.errors import MemoryLimitError
+from mlx_parallm.metrics import MemoryPlan
 from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.models.memory import memory_limit, size_flag, size_text
 from mlx_parallm.runtime.predicting import LocalPredictor
-from mlx_parallm.types import MemoryPlan
 
 PREDICTION_BYTES = 256 << 20  # that predictions compute in; less where the memory is small
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from mlx_parallm.errors import ModelLoadError, ParallmError
+from mlx_parallm.metrics import MemoryPlan
 from mlx_parallm.models.kinds import Kind, Predictor
 from mlx_parallm.runtime.predicting import LocalPredictor, PredictionHost
-from mlx_parallm.types import MemoryPlan
 
 T = TypeVar("T")
 

@@ -19,6 +19,7 @@ from mlx_parallm.errors import (
     ParallmError,
     UnavailableError,
 )
+from mlx_parallm.metrics import TrainingMetrics
 from mlx_parallm.training.manager import NOT_ENABLED, TrainingManager
 from mlx_parallm.training.records import ChoiceKey, PolicySpan, Record, RewardedRecord
 from mlx_parallm.training.rewards import Item
@@ -31,7 +32,6 @@ from mlx_parallm.types import (
     RecentGroup,
     RolloutCall,
     RolloutSample,
-    TrainingMetrics,
     TrajectoryInput,
     UpdateReport,
 )

@@ -1,5 +1,9 @@
 """What replicas agree on: changes on their way, and what a replica that starts late is given."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
 import orjson
 
 from mlx_parallm.cluster import views
@@ -7,7 +11,11 @@ from mlx_parallm.cluster.changes import KEPT_WEIGHTS, Change, SharedState, decod
 from mlx_parallm.cluster.links import pack_hashes, read_error, unpack_hashes, write_error
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.weights import AdapterError
+from mlx_parallm.metrics import PREFIX, EngineMetrics
 from mlx_parallm.models.kinds import policy
+from mlx_parallm.server.api.ops import MetricsSummary
+from mlx_parallm.server.api.ops.metrics import JOINS, debug_summary
+from tests import surface
 
 
 def publish(number: int, name: str = "math", data: bytes = b"") -> Change:
@@ -126,12 +134,40 @@ def test_metrics_of_the_whole_and_of_each_part() -> None:
 
 
 def test_json_of_the_whole_and_of_each_part() -> None:
-    one = {"steps": 2, "avg_fill": 0.5, "hist": [1, 2], "prefix": {"hits": 3}, "current_policy_version": 7, "name": "x"}
-    two = {**one, "steps": 4, "avg_fill": 1.0, "prefix": {"hits": 1, "new": 1}}
+    one = {
+        "steps": 2,
+        "avg_batch_fill_pct": 0.5,
+        "hist": [1, 2],
+        "prefix": {"hits": 3},
+        "current_policy_version": 7,
+        "name": "x",
+    }
+    two = {**one, "steps": 4, "avg_batch_fill_pct": 1.0, "prefix": {"hits": 1, "new": 1}}
     found = orjson.loads(views.whole_and_parts({"a": orjson.dumps(one), "b": orjson.dumps(two)}, []))
     assert found["replicas"] == {"a": one, "b": two}
-    assert (found["steps"], found["avg_fill"], found["hist"]) == (6, 0.75, [2, 4])
+    assert (found["steps"], found["avg_batch_fill_pct"], found["hist"]) == (6, 0.75, [2, 4])
     assert (found["prefix"], found["current_policy_version"], found["name"]) == ({"hits": 4, "new": 1}, 7, "x")
+
+
+def test_all_numbers_say_how_those_of_replicas_are_joined() -> None:
+    """In Prometheus, and in JSON but for those that are plainly added up."""
+    listed = (surface.FOLDER / "metrics.txt").read_text().splitlines()
+    families = [line.split()[2].removeprefix(PREFIX) for line in listed if line.startswith("# TYPE")]
+    families = [name.removesuffix("_total").removesuffix("_info") for name in families]
+    assert {name for name in families if name not in JOINS and f"{name}_total" not in JOINS} == set()
+    added_up = {"count", "contended_seconds", "serving_seconds", "batch_fill_hist"}
+    assert set(_numbers(debug_summary(EngineMetrics()))) - added_up <= set(JOINS)
+    assert set(MetricsSummary.model_fields) <= set(JOINS)
+
+
+def _numbers(found: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in found.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            yield from _numbers(asdict(value))
+        elif isinstance(value, Mapping):
+            yield from _numbers(value)
+        else:
+            yield name
 
 
 def test_models_of_all_replicas() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.metrics import EngineMetrics, Histogram
+from mlx_parallm.metrics import EngineMetrics, Histogram, MemoryPlan
 from mlx_parallm.server.api import route_table
 from mlx_parallm.server.caller import Caller
 from mlx_parallm.server.dashboard.files import PageFiles
@@ -17,7 +17,6 @@ from mlx_parallm.server.request_state import AnswerSummary, enter
 from mlx_parallm.training.recent import MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS, RecentGroups
 from mlx_parallm.training.records import PolicySpan
 from mlx_parallm.training.trajectories import Trajectory
-from mlx_parallm.types import MemoryPlan
 from tests.tiny import tiny_tokenizer
 
 

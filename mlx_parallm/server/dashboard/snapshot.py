@@ -5,19 +5,29 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_parallm import __version__
-from mlx_parallm.metrics import DiskMetrics, EngineMetrics, Histogram, PrefixMetrics
+from mlx_parallm.metrics import DiskMetrics, EngineMetrics, Histogram, Join, MemoryPlan, PrefixMetrics, metrics_of
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.types import MemoryPlan
 
 WINDOW = 10  # snapshots over which percentiles are taken
 LONGEST_GAP = 5.0  # seconds between two snapshots; beyond it rates would be averages over a time nobody looked at
+# What a second of the chart has, and how that of several replicas is joined.
+RATES: Mapping[str, Join] = {
+    "generated": "sum",
+    "prompt": "sum",
+    "cached": "sum",
+    "requests": "sum",
+    "fill": "mean",
+    "serving": "mean",
+    "training": "mean",
+    "predicting": "mean",
+    "idle": "mean",
+}
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-SUMMED_PARTS = ("weights", "rows", "blocks", "adapters", "training")  # of memory plans; the rest is the process's
 
 
 @dataclass(slots=True)
@@ -120,9 +130,8 @@ def read(engines: Iterable[EngineMetrics]) -> Reading:
 
 def rates(before: Reading | None, now: Reading) -> dict[str, float | None]:
     """Tokens and requests a second, how full batches were, and what the time went to; None: not known yet."""
-    names = ("generated", "prompt", "cached", "requests", "fill", "serving", "training", "predicting", "idle")
     if before is None or now.generated < before.generated:  # the first one, or a model has left
-        return dict.fromkeys(names)
+        return dict.fromkeys(RATES)
     seconds = max(now.at - before.at, 1e-6)
     busy = {
         name: max(0.0, getattr(now, name) - getattr(before, name)) for name in ("serving", "training", "predicting")
@@ -139,19 +148,23 @@ def rates(before: Reading | None, now: Reading) -> dict[str, float | None]:
     }
 
 
+def over_models(kind: type, parts: Sequence[Any]) -> dict[str, Any]:
+    """The declared numbers of all models of a process as one: added up, but for those that are the process's."""
+    found = {}
+    for name, one in metrics_of(kind).items():
+        if one.kind != "histogram":
+            values = [getattr(part, name) for part in parts] or [0]
+            found[name] = max(values) if one.shared else sum(values)
+    return found
+
+
 def cache(engines: Sequence[EngineMetrics]) -> dict[str, Any]:
     """Both tiers of the prefix cache, and what they have saved."""
     computed, found = sum(one.prompt_tokens for one in engines), sum(one.cached_tokens for one in engines)
     seconds = sum(one.cached_tokens / one.prompt_rate.average for one in engines if one.prompt_rate.average)
     return {
-        "memory": {item.name: sum(getattr(one.prefix, item.name) for one in engines) for item in fields(PrefixMetrics)},
-        "ssd": {
-            # The folder is one for all models.
-            item.name: (max if item.name in ("files", "bytes") else sum)(
-                [getattr(one.ssd, item.name) for one in engines] or [0]
-            )
-            for item in fields(DiskMetrics)
-        },
+        "memory": over_models(PrefixMetrics, [one.prefix for one in engines]),
+        "ssd": over_models(DiskMetrics, [one.ssd for one in engines]),
         "saved_tokens": found,
         "saved_share": found / (found + computed) if found + computed else None,
         "saved_seconds": seconds,
@@ -160,15 +173,8 @@ def cache(engines: Sequence[EngineMetrics]) -> dict[str, Any]:
 
 def memory(engines: Sequence[EngineMetrics]) -> dict[str, int]:
     """The plan in bytes, and what MLX holds."""
-    plans = [one.memory for one in engines]
-    parts = {
-        item.name: (sum if item.name in SUMMED_PARTS else max)([getattr(plan, item.name) for plan in plans] or [0])
-        for item in fields(MemoryPlan)
-    }
-    held = {
-        name: max((getattr(one, f"{name}_memory") for one in engines), default=0)
-        for name in ("active", "peak", "serving_peak", "spare")
-    }
+    parts, whole = over_models(MemoryPlan, [one.memory for one in engines]), over_models(EngineMetrics, engines)
+    held = {name: whole[f"{name}_memory"] for name in ("active", "peak", "serving_peak", "spare")}
     return parts | held | {"kv": sum(one.kv_bytes for one in engines), "kv_limit": parts["rows"]}
 
 

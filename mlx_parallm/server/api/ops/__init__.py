@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from dataclasses import fields
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, generate_latest
@@ -14,7 +13,7 @@ from starlette.responses import Response
 
 from mlx_parallm.errors import NotFoundError
 from mlx_parallm.metrics import EngineMetrics
-from mlx_parallm.server.api.ops.metrics import HISTOGRAMS, EngineCollector, PoolCollector, TrainingCollector
+from mlx_parallm.server.api.ops.metrics import EngineCollector, PoolCollector, TrainingCollector, debug_summary
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import JSONResponse
 from mlx_parallm.server.route_table import Route
@@ -139,21 +138,6 @@ class Operations:
         answer = debug_summary(next((served.client.metrics for served in self._models), EngineMetrics()))
         models = {served.name: debug_summary(served.client.metrics) for served in self._models}
         return JSONResponse(answer | ({"models": models} if len(models) > 1 else {}))
-
-
-def debug_summary(metrics: EngineMetrics) -> dict[str, Any]:
-    plain = {item.name: getattr(metrics, item.name) for item in fields(metrics)}
-    for name in ("prompt_rate", "decode_rate", "queue_depth", "rows_decoded", "batch_fill_sum", *HISTOGRAMS):
-        del plain[name]
-    return plain | {
-        "adapter_seconds": metrics.adapter_seconds.summary(),
-        "avg_batch_fill_pct": metrics.avg_batch_fill_pct,
-        "queue_depth_last": metrics.queue_depth,
-        "prompt_tps_last": metrics.prompt_rate.last,
-        "prompt_tps_avg": metrics.prompt_rate.average,
-        "decode_tps_last": metrics.decode_rate.last,
-        "decode_tps_avg": metrics.decode_rate.average,
-    }
 
 
 CLUSTER_PATH = "/debug/cluster"  # the front of replicas answers it, where --share-model says so

@@ -1,6 +1,7 @@
-"""The engines' and training's counters as Prometheus families."""
+"""The declared numbers as Prometheus families, as JSON, and how those of several replicas are joined."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from prometheus_client.core import (
@@ -13,106 +14,124 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from mlx_parallm import __version__
-from mlx_parallm.metrics import LATENCY_BUCKETS, BackgroundMetrics, Histogram
+from mlx_parallm.arms import ArmStats
+from mlx_parallm.metrics import (
+    ADAPTER_REQUESTS,
+    ADAPTER_TOKENS,
+    COLLECTED,
+    LATENCY_BUCKETS,
+    LORA_RESIDENT_BYTES,
+    LORA_SWAPS,
+    MODEL_BYTES,
+    MODEL_LOADED,
+    MODEL_LOADS,
+    POLICY_VERSION,
+    PREFIX,
+    REQUESTS_FINISHED,
+    SERVER,
+    BackgroundMetrics,
+    Declared,
+    DiskMetrics,
+    EngineMetrics,
+    Histogram,
+    Join,
+    MemoryPlan,
+    PredictorMetrics,
+    PrefixMetrics,
+    Rate,
+    StepMetrics,
+    TrainingMetrics,
+    metrics_of,
+)
 from mlx_parallm.runtime.client import RuntimeClient, TrainingClient
 from mlx_parallm.server.models import ModelTable
-from mlx_parallm.types import TrainingMetrics
 
-PREFIX = "mlx_parallm_"
-GAUGES = {
-    "queue_depth": "Requests that wait to begin",
-    "running": "Rows that are being decoded or prefilled",
-    "slots_total": "Rows that can run together",
-    "slots_free": "Rows that are free",
-    "kv_bytes": "Bytes of live keys and values",
-    "kv_bytes_limit": "Most bytes of live keys and values",
-    "active_memory": "Bytes that MLX holds",
-    "peak_memory": "Most bytes that MLX has held",
-    "serving_peak_memory": "Most bytes that MLX has held between pieces of updates",
-    "spare_memory": "Bytes that MLX keeps for what comes next",
+ENGINE = metrics_of(EngineMetrics)
+PREFIX_CACHE = metrics_of(PrefixMetrics, "prefix_cache_")
+SSD_CACHE = metrics_of(DiskMetrics, "ssd_cache_")
+BACKGROUND = metrics_of(BackgroundMetrics)
+STEPS = metrics_of(StepMetrics)
+PREDICTORS = metrics_of(PredictorMetrics, "predict_")
+TRAINING = metrics_of(TrainingMetrics, "rl_")
+ARMS = metrics_of(ArmStats, "adapter_")
+HISTOGRAMS = {name: one for name, one in ENGINE.items() if one.kind == "histogram"}
+TABLES = (ENGINE, PREFIX_CACHE, SSD_CACHE, BACKGROUND, STEPS, PREDICTORS, TRAINING, ARMS, metrics_of(MemoryPlan))
+OTHERS = (
+    *(REQUESTS_FINISHED, LORA_SWAPS, LORA_RESIDENT_BYTES, POLICY_VERSION, ADAPTER_REQUESTS, ADAPTER_TOKENS),
+    *(MODEL_LOADED, MODEL_BYTES, MODEL_LOADS, SERVER, COLLECTED),
+)
+# Numbers that only the JSON answers of /metrics and /debug/metrics have, which are made of declared ones.
+DERIVED: Mapping[str, Join] = {
+    "avg_batch_fill_pct": "mean",
+    "queue_depth_last": "sum",
+    "prompt_tps_last": "sum",
+    "prompt_tps_avg": "sum",
+    "decode_tps_last": "sum",
+    "decode_tps_avg": "sum",
+    "current_policy_version": "max",
+    "max_batch_size": "max",
+    "flush_interval_ms": "max",
+    # Of a histogram's summary.
+    "mean": "mean",
+    "p50": "max",
+    "p99": "max",
+    "max": "max",
 }
-COUNTERS = {
-    "steps": "Steps of the engine",
-    "batches_processed": "Decode steps",
-    "stream_batches_processed": "Decode steps with a streaming row",
-    "rows_decoded": "Rows summed over decode steps",
-    "prompt_tokens": "Prompt tokens computed",
-    "generated_tokens": "Tokens generated",
-    "cached_tokens": "Prompt tokens found in the cache",
-    "requests_rejected": "Requests turned away by a full queue",
-    "preemptions": "Rows that lost their place for lack of memory",
-    "faults": "Device faults after which all running rows were computed again",
-    "deduplicated": "Requests that shared another's computation",
+# How the numbers of several replicas are joined, by their names in Prometheus and in JSON; those that are not here are
+# added up.
+JOINS: Mapping[str, Join] = {
+    **{one.name: one.join for table in TABLES for one in table.values()},
+    **{one.name: one.join for one in OTHERS},
+    **{name: one.join for table in TABLES for name, one in table.items()},
+    **DERIVED,
 }
-PREFIX_CACHE = {
-    "lookups": "Prompts looked up in the prefix cache",
-    "hits": "Prompts whose beginning was found",
-    "hit_tokens": "Prompt tokens found",
-    "evictions": "Blocks that made room for others",
-    "blocks_total": "Blocks that the prefix cache can hold",
-    "blocks_cached": "Blocks that it holds",
-    "blocks_referenced": "Blocks in use right now",
-    "bytes": "Bytes that it holds in memory",
-    "snapshots": "Snapshots that it holds, for models whose state can't be cut into blocks",
-}
-SSD_CACHE = {
-    "files": "Files in the SSD cache, of all models",
-    "bytes": "Bytes of them",
-    "reads": "Files read",
-    "read_bytes": "Bytes read",
-    "read_rate": "Bytes a second at which files are read",
-    "misses": "Files that were gone when they were wanted",
-    "writes": "Files written",
-    "written_bytes": "Bytes written",
-    "dropped": "Blocks not written, because too much waited or the disk gave errors",
-    "damaged": "Files found damaged, and removed",
-    "pruned": "Files removed for their age or for lack of room",
-    "errors": "Errors that the disk gave",
-}
-CACHE_GAUGES = ("blocks_total", "blocks_cached", "blocks_referenced", "bytes", "snapshots", "files", "read_rate")
-HISTOGRAMS = {
-    "time_to_first_token": "Seconds from arrival to the first token",
-    "step_seconds": "Seconds per step",
-    "request_seconds": "Seconds from arrival to the end",
-    "adapter_seconds": "Seconds of the engine's for each adapter published, brought in, or put beside others",
-}
-# Each with the field of PredictorMetrics that it shows.
-PREDICTOR_METRICS = {
-    "predict_requests": ("requests", "Requests to models that predict"),
-    "predict_inputs": ("inputs", "Inputs that were computed"),
-    "predict_batches": ("batches", "Batches that they were computed in"),
-    "predict_failures": ("failures", "Inputs that could not be computed"),
-    "predict_seconds": ("seconds", "Seconds of the engine's, for predictions"),
-    "predict_queue_depth": ("waiting", "Requests that wait or run"),
-}
-# Each with the field of TrainingMetrics that it shows.
-TRAINING_GAUGES = {
-    "rl_training_loss": ("loss", "Loss of the last update"),
-    "rl_reward_mean": ("reward_mean", "Mean reward of the last update"),
-    "rl_kl": ("kl", "KL divergence to the model when last measured, nats a token"),
-    "rl_updates_per_second": ("updates_per_second", "Updates published a second"),
-    "rl_trajectories_buffered": ("buffered", "Trajectories that wait"),
-    "rl_trajectories_collected": ("collected", "Trajectories since the start"),
-}
-TRAINING_COUNTERS = {
-    "rl_trajectories_collected": ("collected", "Trajectories"),
-    "rl_trajectories_used": ("used", "Trajectories that updates learnt from"),
-    "rl_trajectories_flat": ("flat", "Trajectories of groups without a difference"),
-    "rl_trajectories_stale": ("stale", "Trajectories that were too old"),
-    "rl_trajectories_dropped": ("dropped", "Trajectories that had to make room"),
-    "rl_updates": ("updates", "Updates published"),
-    "rl_updates_refused": ("refused", "Updates that were not published"),
-    "rl_rollbacks": ("rollbacks", "Returns to the last good version"),
-    "checkpoint_saves": ("checkpoint_saves", "Checkpoints written"),
-}
+COUNTED_BY_HAND = ("rows_decoded", "queue_depth", "batch_fill_sum")  # fields that /debug/metrics has in other words
 
 
-ARM_COUNTERS = {
-    "answers": "Answers that have ended, by adapter version",
-    "answer_seconds": "Seconds from the submission of those to their end",
-    "rewards": "Rewards of answers, by adapter version",
-}
-ARM_FIELDS = {"answers": "ended", "answer_seconds": "seconds", "rewards": "rewards"}
+def joined(name: str, values: Sequence[float]) -> float:
+    """One number for those of several replicas."""
+    match JOINS.get(name, "sum"):
+        case "max":
+            return max(values)
+        case "mean":
+            return sum(values) / len(values)
+        case _:
+            return sum(values)
+
+
+def debug_summary(metrics: EngineMetrics) -> dict[str, Any]:
+    """An engine's numbers for people who look for a fault."""
+    plain = {item.name: getattr(metrics, item.name) for item in fields(metrics)}
+    for name, value in list(plain.items()):
+        if name in COUNTED_BY_HAND or isinstance(value, Rate | Histogram):
+            del plain[name]
+    return plain | {
+        "adapter_seconds": metrics.adapter_seconds.summary(),
+        "avg_batch_fill_pct": metrics.avg_batch_fill_pct,
+        "queue_depth_last": metrics.queue_depth,
+        "prompt_tps_last": metrics.prompt_rate.last,
+        "prompt_tps_avg": metrics.prompt_rate.average,
+        "decode_tps_last": metrics.decode_rate.last,
+        "decode_tps_avg": metrics.decode_rate.average,
+    }
+
+
+def family(one: Declared, *labels: str) -> Any:
+    """The empty family of a declared number."""
+    kind = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
+    return kind(PREFIX + one.name, one.help, labels=labels)
+
+
+def families(
+    table: Mapping[str, Declared], labels: Sequence[str], found: Iterable[tuple[Sequence[str], Any]]
+) -> Iterator[Metric]:
+    """Of a class's numbers; `found`: objects of that class, each with its labels."""
+    sources = list(found)
+    for attribute, one in table.items():
+        metric = family(one, *labels)
+        for values, source in sources:
+            metric.add_metric(values, getattr(source, attribute))
+        yield metric
 
 
 class EngineCollector(Collector):
@@ -122,70 +141,36 @@ class EngineCollector(Collector):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        yield InfoMetricFamily(f"{PREFIX}server", "The server", {"version": __version__})
-        for name, text in GAUGES.items():
-            yield self._family(GaugeMetricFamily(PREFIX + name, text, labels=["model"]), name)
-        for name, text in COUNTERS.items():
-            yield self._family(CounterMetricFamily(PREFIX + name, text, labels=["model"]), name)
-        for name, text in PREFIX_CACHE.items():
-            yield self._cache("prefix", name, text)
-        for name, text in SSD_CACHE.items():
-            yield self._cache("ssd", name, text)
+        yield InfoMetricFamily(PREFIX + SERVER.name, SERVER.help, {"version": __version__})
+        engines = [([served.name], served.client.metrics) for served in self._models]
+        plain = {name: one for name, one in ENGINE.items() if name not in HISTOGRAMS}
+        yield from families(plain, ["model"], engines)
+        yield from families(PREFIX_CACHE, ["model"], [(label, metrics.prefix) for label, metrics in engines])
+        yield from families(SSD_CACHE, ["model"], [(label, metrics.ssd) for label, metrics in engines])
         yield self._finished()
-        yield from self._steps()
+        parts = [
+            ([*label, kind], getattr(metrics, kind)) for label, metrics in engines for kind in ("decode", "prefill")
+        ]
+        yield from families(STEPS, ["model", "kind"], parts)
         yield from self._adapters()
-        for name, text in HISTOGRAMS.items():
-            yield self._histogram(f"{PREFIX}{name.removesuffix('_seconds')}_seconds", name, text)
-
-    def _family(self, family: Any, name: str) -> Metric:
-        for served in self._models:
-            family.add_metric([served.name], getattr(served.client.metrics, name))
-        metric: Metric = family
-        return metric
-
-    def _cache(self, tier: str, name: str, text: str) -> Metric:
-        kind = GaugeMetricFamily if name in CACHE_GAUGES else CounterMetricFamily
-        family = kind(f"{PREFIX}{tier}_cache_{name}", text, labels=["model"])
-        for served in self._models:
-            family.add_metric([served.name], getattr(getattr(served.client.metrics, tier), name))
-        metric: Metric = family
-        return metric
+        for name, one in HISTOGRAMS.items():
+            yield self._histogram(one, name)
 
     def _finished(self) -> Metric:
-        family = CounterMetricFamily(
-            f"{PREFIX}requests_finished", "Choices that have ended, by how", labels=["model", "reason"]
-        )
+        metric = family(REQUESTS_FINISHED, "model", "reason")
         for served in self._models:
             for reason, count in dict(served.client.metrics.requests_finished).items():
-                family.add_metric([served.name, reason], count)
-        return family
-
-    def _steps(self) -> Iterator[Metric]:
-        labels = ["model", "kind"]
-        start = CounterMetricFamily(f"{PREFIX}step_start_seconds", "Of the host's, to start steps", labels=labels)
-        wait = CounterMetricFamily(f"{PREFIX}step_wait_seconds", "Of the host's, waiting for steps", labels=labels)
-        for served in self._models:
-            metrics = served.client.metrics
-            for kind, steps in (("decode", metrics.decode), ("prefill", metrics.prefill)):
-                start.add_metric([served.name, kind], steps.start_seconds)
-                wait.add_metric([served.name, kind], steps.wait_seconds)
-        yield from (start, wait)
+                metric.add_metric([served.name, reason], count)
+        found: Metric = metric
+        return found
 
     def _adapters(self) -> Iterator[Metric]:
         """Of the versions that are there now: there would be no end to their number."""
-        swaps = CounterMetricFamily(f"{PREFIX}lora_swaps", "Adapters copied to the device", labels=["model"])
-        held = GaugeMetricFamily(f"{PREFIX}lora_resident_bytes", "Bytes of adapters on the device", labels=["model"])
-        policy = GaugeMetricFamily(f"{PREFIX}policy_version", "The current policy's version", labels=["model"])
-        labels = ["model", "adapter", "version"]
-        requests = CounterMetricFamily(f"{PREFIX}adapter_requests", "Requests, by adapter version", labels=labels)
-        tokens = CounterMetricFamily(
-            f"{PREFIX}adapter_tokens", "Tokens, by the adapter version that made them", labels=labels
-        )
-        arms = {
-            name: CounterMetricFamily(f"{PREFIX}adapter_{name}", text, labels=labels)
-            for name, text in ARM_COUNTERS.items()
-        }
-        rewards = GaugeMetricFamily(f"{PREFIX}adapter_reward_mean", "Mean reward, by adapter version", labels=labels)
+        swaps, held = family(LORA_SWAPS, "model"), family(LORA_RESIDENT_BYTES, "model")
+        policy = family(POLICY_VERSION, "model")
+        labels = ("model", "adapter", "version")
+        requests, tokens = family(ADAPTER_REQUESTS, *labels), family(ADAPTER_TOKENS, *labels)
+        arms: list[tuple[Sequence[str], ArmStats]] = []
         for served in self._models:
             registry = served.adapters
             swaps.add_metric([served.name], registry.swaps)
@@ -193,24 +178,21 @@ class EngineCollector(Collector):
             policy.add_metric([served.name], registry.served_version)
             requests.add_metric([served.name, "base", "0"], registry.base.requests)
             tokens.add_metric([served.name, "base", "0"], registry.base.tokens)
-            versions = [version for name in registry.names for version in registry.versions(name)]
-            stats = {(version.name, str(version.number)): version.stats for version in versions}
-            for arm, one in {("base", "0"): registry.base.stats, **stats}.items():
-                for name, family in arms.items():
-                    family.add_metric([served.name, *arm], getattr(one, ARM_FIELDS[name]))
-                rewards.add_metric([served.name, *arm], one.reward_mean)
-            for version in versions:
+            arms.append(([served.name, "base", "0"], registry.base.stats))
+            for version in (version for name in registry.names for version in registry.versions(name)):
                 which = [served.name, version.name, str(version.number)]
                 requests.add_metric(which, version.requests)
                 tokens.add_metric(which, version.tokens)
-        yield from (swaps, held, policy, requests, tokens, *arms.values(), rewards)
+                arms.append((which, version.stats))
+        yield from (swaps, held, policy, requests, tokens)
+        yield from families(ARMS, labels, arms)
 
-    def _histogram(self, full_name: str, name: str, text: str) -> Metric:
-        family = HistogramMetricFamily(full_name, text, labels=["model"])
+    def _histogram(self, one: Declared, attribute: str) -> Metric:
+        metric = HistogramMetricFamily(PREFIX + one.name, one.help, labels=["model"])
         for served in self._models:
-            histogram: Histogram = getattr(served.client.metrics, name)
-            family.add_metric([served.name], _buckets(histogram), histogram.total)
-        return family
+            histogram: Histogram = getattr(served.client.metrics, attribute)
+            metric.add_metric([served.name], _buckets(histogram), histogram.total)
+        return metric
 
 
 class PoolCollector(Collector):
@@ -220,23 +202,16 @@ class PoolCollector(Collector):
         self._runtime = runtime
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["model", "kind"]
-        ready = GaugeMetricFamily(f"{PREFIX}model_loaded", "Whether a model is in memory", labels=labels)
-        size = GaugeMetricFamily(f"{PREFIX}model_bytes", "Bytes of a loaded model's weights", labels=labels)
-        loads = CounterMetricFamily(f"{PREFIX}model_loads", "How often a model was loaded", labels=labels)
+        labels = ("model", "kind")
+        ready, size, loads = (family(one, *labels) for one in (MODEL_LOADED, MODEL_BYTES, MODEL_LOADS))
         for status in self._runtime.pool.statuses():
             loads.add_metric([status.name, status.kind], status.loads)
             loaded = status.status in ("ready", "unloading")
             ready.add_metric([status.name, status.kind], float(loaded))
             size.add_metric([status.name, status.kind], status.bytes if loaded else 0)
         yield from (ready, size, loads)
-        predictors = self._runtime.predictors
-        for name, (attribute, text) in PREDICTOR_METRICS.items():
-            kind = GaugeMetricFamily if attribute == "waiting" else CounterMetricFamily
-            family: Any = kind(PREFIX + name, text, labels=labels)
-            for model, client in predictors.items():
-                family.add_metric([model, client.info.kind], getattr(client.metrics, attribute))
-            yield family
+        clients = self._runtime.predictors.items()
+        yield from families(PREDICTORS, labels, [([name, one.info.kind], one.metrics) for name, one in clients])
 
 
 class TrainingCollector(Collector):
@@ -249,17 +224,13 @@ class TrainingCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         # A server that does not train has them too, at zero: who draws a graph should not have to wait for an event.
         found = self._training.metrics() or {"": TrainingMetrics()}
-        for table, family in ((TRAINING_GAUGES, GaugeMetricFamily), (TRAINING_COUNTERS, CounterMetricFamily)):
-            for name, (attribute, text) in table.items():
-                metric: Any = family(PREFIX + name, text, labels=["adapter"])
-                for adapter, metrics in found.items():
-                    metric.add_metric([adapter], getattr(metrics, attribute))
-                yield metric
+        gauge = family(COLLECTED, "adapter")
+        for adapter, metrics in found.items():
+            gauge.add_metric([adapter], metrics.collected)
+        yield gauge
+        yield from families(TRAINING, ["adapter"], [([adapter], metrics) for adapter, metrics in found.items()])
         background = next((served.client.metrics.background for served in self._models), BackgroundMetrics())
-        yield CounterMetricFamily(f"{PREFIX}training_seconds", "Of the engine's, for training", background.seconds)
-        yield GaugeMetricFamily(
-            f"{PREFIX}training_longest_stall_seconds", "The longest that rows waited", background.longest_stall
-        )
+        yield from families(BACKGROUND, [], [((), background)])
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_parallm.arms import ArmStats
+from mlx_parallm.policy_spans import Spans
 from mlx_parallm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class Delta:
     """A change of one choice of one request: tokens since the last delta, or its end, or both.
 
     `tokens` never holds the end-of-sequence token or a stop id that ended the choice: that one is
-    `stop_token`. `prompt_logprobs` and `cached_tokens` come with a choice's first delta. `versions` says of all its
-    tokens so far which adapter version made them: (the first token's number, version), 0 for none.
+    `stop_token`. `prompt_logprobs` and `cached_tokens` come with a choice's first delta. `spans` says of all its
+    tokens so far, and of those that the device was asked for, which adapter version makes them.
     """
 
     request_id: str
@@ -45,7 +46,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     stop_logprob: TokenLogprob | None = None
-    versions: tuple[tuple[int, int], ...] = ()
+    spans: Spans = ()
     error: "ParallmError | None" = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
@@ -194,6 +195,19 @@ PauseMode = Literal["keep", "wait", "abort"]  # what becomes of running requests
 OnDelta = Callable[[Delta], None]  # takes a request's deltas, wherever the events of a step are delivered
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerNames:
+    """What an answer may be called, beside the engine's own name of its request: feedback finds it by any of them."""
+
+    client: str = ""  # the client's own name for its request, or the X-Request-Id
+    dialect: str = ""  # what the answer calls itself
+    http: str = ""  # the X-Request-Id
+
+    @property
+    def all(self) -> tuple[str, str, str]:
+        return self.client, self.dialect, self.http
+
+
 @dataclass(slots=True)
 class Request:
     """One prompt on its way to the engine: plain values, which could be sent to another process."""
@@ -208,9 +222,7 @@ class Request:
     adapter: str | None = None
     adapter_version: int | None = None  # None: what the name means when the request arrives
     record: bool = False  # keep the log-probabilities of what is drawn
-    label: str = ""  # what the client calls it
-    answer_id: str = ""  # what the answer calls itself, as its dialect has it
-    http_id: str = ""  # its X-Request-Id
+    names: AnswerNames = AnswerNames()
     owner: str = ""  # the name of the key that it came with
     first: int = 0  # the number of its first choice among those of its call
     rollout: bool = False  # gives way to requests that wait for a place
@@ -294,7 +306,7 @@ class RolloutSample:
     logprobs: Sequence[float]
     reward: float | None
     finish_reason: str
-    policy_spans: Sequence[tuple[int, int, int]]
+    policy_spans: Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +317,7 @@ class RecentSample:
     reward: float
     completion_ids: Sequence[int]
     logprobs: Sequence[float] | None  # of the policy that drew it; None: nobody knows
-    policy_spans: Sequence[tuple[int, int, int]]
+    policy_spans: Spans
     length: int  # in tokens, before it was cut
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_parallm.kv.blocks import Chain, Match
+from mlx_parallm.policy_spans import Spans, spans_between
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import Delta, FinishReason, OnDelta, PromptImages, Request, TokenLogprob
 
@@ -132,6 +133,12 @@ class Row:
         if not self.policies or self.policies[-1][1] is not adapter:
             self.policies.append((self.launched, adapter))
 
+    @property
+    def policy_spans(self) -> Spans:
+        """Which version makes which of the tokens that were asked for."""
+        starts = [(first, 0 if adapter is None else adapter.number) for first, adapter in self.policies]
+        return spans_between(starts, max(self.launched, len(self.tokens) + (self.stop_token is not None)))
+
     def rewind(self) -> None:
         """Forgets the tokens that were asked for and not read: they are computed again."""
         self.launched = len(self.tokens)
@@ -147,7 +154,7 @@ class Row:
             self.finish_reason,
             self.stop_token,
             self.stop_logprob,
-            tuple((first, 0 if adapter is None else adapter.number) for first, adapter in self.policies),
+            self.policy_spans,
             prompt_logprobs=None if reader.started else self.prompt_logprobs,
             cached_tokens=0 if reader.started else self.cached or 0,
             begun=self.begun,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from mlx_parallm.policy_spans import PolicySpan, Spans, as_lists, within
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.tokenizers import TokenizedPrompts
@@ -52,7 +53,7 @@ class ChoiceStream:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.cached_tokens = 0
         self.begun: float | None = None  # by time.perf_counter, when its first delta came
-        self.versions: tuple[tuple[int, int], ...] = ((0, 0),)  # of adapters, each with its first token's number
+        self._spans: Spans = (PolicySpan(0, 0, 0),)  # of its tokens, and of those that are being made
         self._exact = exact
         self._stream = stream
         self._parser = parser
@@ -92,23 +93,23 @@ class ChoiceStream:
     @property
     def policy_version(self) -> int:
         """The version of the adapter that made its newest token; 0: none did."""
-        made = [version for first, version in self.versions if first < self.completion_tokens]
-        return made[-1] if made else self.versions[0][1]
+        made = self.spans
+        return made[-1].version if made else self._spans[0].version
+
+    @property
+    def spans(self) -> Spans:
+        """Which adapter version made which of its tokens."""
+        return within(self._spans, self.completion_tokens)
 
     @property
     def policy_spans(self) -> list[list[int]]:
-        """[first token, the one after the last, version] of each adapter version that made some."""
-        ends = [*(first for first, _ in self.versions[1:]), self.completion_tokens]
-        return [
-            [first, min(end, self.completion_tokens), version]
-            for (first, version), end in zip(self.versions, ends, strict=True)
-            if first < min(end, self.completion_tokens)
-        ]
+        """The same as answers have it."""
+        return as_lists(self.spans)
 
     @property
     def mixed_policy(self) -> bool:
         """Whether several adapter versions made it: then its log-probabilities are those of no single policy."""
-        return len(self.policy_spans) > 1
+        return len(self.spans) > 1
 
     def take(self, delta: Delta) -> ChoiceUpdate | None:
         """What there is to tell, or None while there is nothing."""
@@ -118,7 +119,7 @@ class ChoiceStream:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
-        self.versions = delta.versions or self.versions
+        self._spans = delta.spans or self._spans
         update = ChoiceUpdate(Piece(), delta.tokens)
         before = self.completion_tokens
         one_by_one = self._parser is not None or self._stream.has_stops

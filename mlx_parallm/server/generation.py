@@ -8,7 +8,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.errors import ParallmError, UnavailableError
@@ -20,16 +19,7 @@ from mlx_parallm.server.models import ServedModel
 from mlx_parallm.server.request_state import AnswerSummary
 from mlx_parallm.server.tokenizers import TokenizedPrompts
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
-from mlx_parallm.types import AdapterVersion, Delta, Request
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerNames:
-    """What a call and its answer may be called."""
-
-    label: str  # the client's own name for it, or the X-Request-Id
-    answer_id: str  # what the answer calls itself
-    http_id: str  # the X-Request-Id
+from mlx_parallm.types import AdapterVersion, AnswerNames, Delta, Request
 
 
 class Listener(Protocol):
@@ -75,13 +65,11 @@ class Generation:
         shared = _request_fields(call, version) | {"images": prompts.images, "compiled_grammar": grammar}
         self._requests = [
             Request(
-                id=f"{names.answer_id}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
+                id=f"{names.dialect}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
                 prompt=prompt,
                 sampling=params,
                 timeout=timeout,
-                label=names.label,
-                answer_id=names.answer_id,
-                http_id=names.http_id,
+                names=names,
                 owner=caller.owner,
                 first=number * self.n,
                 **shared,
@@ -93,7 +81,7 @@ class Generation:
     @property
     def answer_id(self) -> str:
         """What the answer calls itself."""
-        return self._requests[0].answer_id
+        return self._requests[0].names.dialect
 
     @property
     def is_arm(self) -> bool:

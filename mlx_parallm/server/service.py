@@ -19,12 +19,12 @@ from mlx_parallm.runtime.client import TrainingClient
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.caller import current_caller
 from mlx_parallm.server.constraints import compiled_grammar
-from mlx_parallm.server.generation import AnswerNames, Generation
+from mlx_parallm.server.generation import Generation
 from mlx_parallm.server.limits import sampling_for
 from mlx_parallm.server.models import DEFAULT, ModelTable
 from mlx_parallm.server.request_state import state_of
 from mlx_parallm.server.tokenizers import TokenizerPool, own_images
-from mlx_parallm.types import Collection
+from mlx_parallm.types import AnswerNames, Collection
 from mlx_parallm.validation import check_choices
 
 MAX_ANSWERS = 8192  # of one request

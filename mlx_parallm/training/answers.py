@@ -96,6 +96,6 @@ def _write(file: BinaryIO, records: Iterable[Record]) -> int:
     """Their tokens. A new line comes first: the last may be cut off."""
     tokens = 0
     for record in records:
-        file.write(b"\n" + orjson.dumps(record))
+        file.write(b"\n" + record.json())
         tokens += record.size
     return tokens

@@ -21,6 +21,7 @@ from typing import Any
 
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.policy_spans import PolicySpan
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.calls import Piece
@@ -29,7 +30,7 @@ from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.text.prompts import Conversation, Message, Prompts
 from mlx_parallm.training.components import Component
 from mlx_parallm.training.loop import ScoredAnswer, TaskSampler
-from mlx_parallm.training.records import PolicySpan, Record
+from mlx_parallm.training.records import Record
 from mlx_parallm.training.rewards import Rewards
 from mlx_parallm.training.rollouts import RolloutSource
 from mlx_parallm.training.tasks import Problem, Task

@@ -123,7 +123,7 @@ class Ledger:
         return record if owner in (None, record.owner) else None
 
     def _put(self, record: Record) -> None:
-        key = record.owner, ChoiceKey(record.label or record.request, record.index)
+        key = record.owner, ChoiceKey(record.names.client or record.request, record.index)
         if (old := self._records.pop(key, None)) is not None:
             self._drop(old)
         packed = PackedRecord.of(record)
@@ -189,13 +189,13 @@ def _has_logprobs(trajectory: Trajectory, record: Record) -> bool:
 
 def _keys(record: Record) -> list[ChoiceKey]:
     """All names of a record: the client's, the answer's id, the HTTP request's and the engine's."""
-    names = (record.label, record.answer_id, record.http_id, record.request)
+    names = (*record.names.all, record.request)
     return [ChoiceKey(name, record.index) for name in names if name]
 
 
 def is_called(request: Request, name: str) -> bool:
     """Whether a client may mean this request, or one of its choices, by that name."""
-    names = {request.label, request.answer_id, request.http_id, request.id} - {""}
+    names = {*request.names.all, request.id} - {""}
     label, _, number = name.rpartition(".")
     return name in names or (label in names and number.isdecimal())
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mlx_parallm.policy_spans import within
 from mlx_parallm.training.trajectories import Trajectory
 from mlx_parallm.types import RecentGroup, RecentSample
 
@@ -77,10 +78,6 @@ def _sample(trajectory: Trajectory) -> RecentSample:
         reward=trajectory.reward,
         completion_ids=list(trajectory.completion_ids[:MAX_TOKENS]),
         logprobs=None if logprobs is None else list(logprobs[:MAX_TOKENS]),
-        policy_spans=[
-            (span.first, min(span.end, MAX_TOKENS), span.version)
-            for span in trajectory.spans
-            if span.first < MAX_TOKENS
-        ],
+        policy_spans=within(trajectory.spans, MAX_TOKENS),
         length=len(trajectory.completion_ids),
     )

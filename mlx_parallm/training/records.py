@@ -3,40 +3,20 @@
 The ledger makes and keeps them, rollouts hand them out, and trajectories are made of them. Any thread; no MLX.
 """
 
-import itertools
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
+import orjson
+
 from mlx_parallm.engine.rows import Row
-from mlx_parallm.types import Request
+from mlx_parallm.policy_spans import PolicySpan, Spans, within
+from mlx_parallm.types import AnswerNames, Request
 
+NAMES = {"label": "client", "answer_id": "dialect", "http_id": "http"}  # in files, and in AnswerNames
 TOKENS_OF_NAMES = 64  # what the names of an answer count as, so that many short answers are bounded, too
-
-
-@dataclass(frozen=True, slots=True)
-class PolicySpan:
-    """Tokens of an answer that one version of the policy drew."""
-
-    first: int
-    end: int  # the token after the last
-    version: int
-
-    @classmethod
-    def of_json(cls, fields: Mapping[str, int] | Sequence[int]) -> "PolicySpan":
-        """As orjson wrote it; files of earlier releases have lists."""
-        if isinstance(fields, Mapping):
-            return cls(first=int(fields["first"]), end=int(fields["end"]), version=int(fields["version"]))
-        first, end, version = fields
-        return cls(first=int(first), end=int(end), version=int(version))
-
-    def shifted(self, tokens: int) -> "PolicySpan":
-        """The same span in a text with so many tokens before it."""
-        return PolicySpan(first=self.first + tokens, end=self.end + tokens, version=self.version)
-
-
-Spans = tuple[PolicySpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +40,6 @@ class Record:
     """One choice that the engine has ended."""
 
     request: str  # the engine's own name for it
-    label: str  # the client's
     index: int
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
@@ -72,14 +51,13 @@ class Record:
     max_tokens: int | None = None  # that it was allowed
     choices: int = 1  # of its request
     mask: tuple[bool, ...] | None = None  # tokens that the model chose, where others or a grammar did some; None: all
-    answer_id: str = ""  # what the answer called itself
-    http_id: str = ""  # the request's X-Request-Id
+    names: AnswerNames = AnswerNames()
     owner: str = ""  # the name of the key that asked
 
     @property
     def id(self) -> str:
         """What feedback may call this answer: one name for each of a request's."""
-        name = self.label or self.request
+        name = self.names.client or self.request
         return name if self.choices == 1 else f"{name}.{self.index}"
 
     @property
@@ -98,11 +76,17 @@ class Record:
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Record":
-        """As orjson wrote it."""
+        """As `json` wrote it."""
         spans = tuple(PolicySpan.of_json(span) for span in fields["spans"])
+        known = {name: value for name, value in fields.items() if name not in NAMES}
+        names = AnswerNames(**{own: fields.get(name, "") for name, own in NAMES.items()})
         lists = {name: tuple(fields[name]) for name in ("prompt_ids", "completion_ids", "logprobs")}
         mask = None if fields.get("mask") is None else tuple(fields["mask"])
-        return cls(**{**fields, **lists, "spans": spans, "mask": mask})
+        return cls(**{**known, **lists, "spans": spans, "mask": mask, "names": names})
+
+    def json(self) -> bytes:
+        fields = {one.name: getattr(self, one.name) for one in dataclass_fields(self) if one.name != "names"}
+        return orjson.dumps(fields | {name: getattr(self.names, own) for name, own in NAMES.items()})
 
     @classmethod
     def of(cls, request: Request, index: int, row: Row) -> "Record":
@@ -110,20 +94,18 @@ class Record:
         sampling = row.sampling
         return cls(
             request=request.id,
-            label=request.label,
             index=request.first + index,
             prompt_ids=tuple(row.prompt),
             completion_ids=tuple(completion),
             logprobs=tuple(row.sampled_logprobs[: len(completion)]),
-            spans=_spans(row, len(completion)),
+            spans=within(row.policy_spans, len(completion)),
             policy=None if row.adapter is None else row.adapter.name,
             temperature=1.0 if sampling.greedy else sampling.temperature,
             finish_reason=row.finish_reason or "abort",
             max_tokens=row.max_tokens,
             mask=tuple(number not in row.forced for number in range(len(completion))) if row.forced else None,
             choices=sampling.n,
-            answer_id=request.answer_id,
-            http_id=request.http_id,
+            names=request.names,
             owner=request.owner,
         )
 
@@ -131,10 +113,13 @@ class Record:
         """The first so many tokens of its answer: a stop string ends it in the middle."""
         if tokens >= len(self.completion_ids):
             return self
-        spans = tuple(replace(span, end=min(span.end, tokens)) for span in self.spans if span.first < tokens)
         mask = None if self.mask is None else self.mask[:tokens]
         return replace(
-            self, completion_ids=self.completion_ids[:tokens], logprobs=self.logprobs[:tokens], spans=spans, mask=mask
+            self,
+            completion_ids=self.completion_ids[:tokens],
+            logprobs=self.logprobs[:tokens],
+            spans=within(self.spans, tokens),
+            mask=mask,
         )
 
 
@@ -160,16 +145,6 @@ class PackedRecord:
             completion_ids=tuple(self._completion_ids),
             logprobs=tuple(self._logprobs),
         )
-
-
-def _spans(row: Row, length: int) -> Spans:
-    """Which version drew which of a row's tokens."""
-    starts = [*row.policies, (length, None)]
-    return tuple(
-        PolicySpan(first=first, end=min(end, length), version=0 if adapter is None else adapter.number)
-        for (first, adapter), (end, _) in itertools.pairwise(starts)
-        if first < min(end, length)
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,11 @@ from mlx_parallm.client import InferenceClient, Sample
 from mlx_parallm.errors import ConfigError, ModelNotFoundError, UnavailableError
 from mlx_parallm.lora.files import CONFIG
 from mlx_parallm.lora.weights import Adapter
+from mlx_parallm.policy_spans import PolicySpan
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.checkpoints import ADAPTER, adapter_files
-from mlx_parallm.training.records import PolicySpan, Record
+from mlx_parallm.training.records import Record
+from mlx_parallm.types import AnswerNames
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +207,7 @@ def _check(sampling: SamplingParams) -> None:
 def _record(sample: Sample, request: str, index: int, adapter: str | None, sampling: SamplingParams) -> Record:
     return Record(
         request=request,
-        label=sample.request_id,
+        names=AnswerNames(client=sample.request_id),
         index=index,
         prompt_ids=tuple(sample.prompt_ids),
         completion_ids=tuple(sample.completion_ids),

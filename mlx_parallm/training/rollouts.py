@@ -16,7 +16,7 @@ from mlx_parallm.errors import ConfigError, ParallmError, QueueFullError, Reques
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.ledger import Ledger
 from mlx_parallm.training.records import ChoiceKey, Record
-from mlx_parallm.types import Delta, Request
+from mlx_parallm.types import AnswerNames, Delta, Request
 
 CHECK_SECONDS = 1.0  # between looks at whether the engine still runs
 RETRY_SECONDS = 0.05
@@ -96,7 +96,7 @@ class Rollouts:
                     adapter=adapter,
                     record=True,
                     rollout=True,
-                    label=name,
+                    names=AnswerNames(client=name),
                     owner="" if client is None else client.owner,
                 )
                 for name, prompt in left.items()

@@ -20,8 +20,9 @@ from mlx_parallm.errors import (
     UnavailableError,
 )
 from mlx_parallm.metrics import TrainingMetrics
+from mlx_parallm.policy_spans import PolicySpan
 from mlx_parallm.training.manager import NOT_ENABLED, TrainingManager
-from mlx_parallm.training.records import ChoiceKey, PolicySpan, Record, RewardedRecord
+from mlx_parallm.training.records import ChoiceKey, Record, RewardedRecord
 from mlx_parallm.training.rewards import Item
 from mlx_parallm.training.rollouts import RolloutClient
 from mlx_parallm.training.session import Session
@@ -282,7 +283,7 @@ class TrainingService:
         if call.submit:
             manager.submit(
                 [
-                    RewardedRecord(one.record, one.reward, one.record.label)
+                    RewardedRecord(one.record, one.reward, one.record.names.client)
                     for group in groups
                     for one in group
                     if one.reward is not None
@@ -311,7 +312,7 @@ class TrainingService:
             logprobs=record.logprobs,
             reward=scored.reward,
             finish_reason=record.finish_reason,
-            policy_spans=[(span.first, span.end, span.version) for span in record.spans],
+            policy_spans=record.spans,
         )
 
     def reward_model_name(self, name: str | None) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.training.records import ChoiceKey, PolicySpan, Record, Spans
+from mlx_parallm.policy_spans import PolicySpan, Spans
+from mlx_parallm.training.records import ChoiceKey, Record
 
 MAX_LOGPROB = 1e-4  # rounding may lift the logarithm of 1 a little above 0
 MAX_REWARD = 1e6

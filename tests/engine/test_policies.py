@@ -47,7 +47,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Driver]:
 
 
 def spans(answer: Answer) -> list[tuple[int, int]]:
-    return list(answer.last.versions)
+    return [(span.first, span.version) for span in answer.last.spans]
 
 
 def recomputed(kinds: list[tuple[int, Bare]], prompt: list[int], tokens: list[int]) -> list[float]:
@@ -114,7 +114,7 @@ def test_followers_wait_for_a_place(running: Driver, adapters: dict[str, Adapter
     engine.adapters.publish("p", adapters["dora"], "")
     count = len(follower.answers[0].tokens)
     follower.wait_for_tokens(count + 20)
-    assert [version for _, version in follower.answers[0].deltas[-1].versions] == [1, 2]
+    assert [span.version for span in follower.answers[0].deltas[-1].spans] == [1, 2]
     engine.cancel(first_id)
     follower.wait_for_tokens(len(follower.answers[0].tokens) + 20)
     assert [version for _, version in spans(follower.wait()[0])] == [1, 2, 3]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.metrics import EngineMetrics, Histogram, MemoryPlan
+from mlx_parallm.policy_spans import PolicySpan
 from mlx_parallm.server.api import route_table
 from mlx_parallm.server.caller import Caller
 from mlx_parallm.server.dashboard.files import PageFiles
@@ -15,7 +16,6 @@ from mlx_parallm.server.keys import Key
 from mlx_parallm.server.recent_requests import RecentRequests
 from mlx_parallm.server.request_state import AnswerSummary, enter
 from mlx_parallm.training.recent import MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS, RecentGroups
-from mlx_parallm.training.records import PolicySpan
 from mlx_parallm.training.trajectories import Trajectory
 from tests.tiny import tiny_tokenizer
 
@@ -152,7 +152,7 @@ def test_recent_groups_are_bounded() -> None:
     assert len(group.samples) == MAX_SAMPLES
     sample = group.samples[0]
     assert (len(sample.completion_ids), sample.length) == (MAX_TOKENS, MAX_TOKENS + 9)
-    assert sample.policy_spans == [(0, MAX_TOKENS, 3)]
+    assert sample.policy_spans == (PolicySpan(0, MAX_TOKENS, 3),)
     recent.add([trajectory(str(number), str(number)) for number in range(2 * MAX_GROUPS)])
     assert len(recent.latest(1000)) == MAX_GROUPS
     assert recent.latest(0) == []

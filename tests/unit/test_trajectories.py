@@ -10,12 +10,13 @@ import pytest
 
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.policy_spans import PolicySpan
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.buffer import Buffer
 from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.records import TOKENS_OF_NAMES, ChoiceKey, PackedRecord, PolicySpan, Record
+from mlx_parallm.training.records import TOKENS_OF_NAMES, ChoiceKey, PackedRecord, Record
 from mlx_parallm.training.trajectories import Trajectory, prompt_group
-from mlx_parallm.types import Request
+from mlx_parallm.types import AnswerNames, Request
 
 
 class Version:
@@ -30,7 +31,7 @@ def ended(tokens: list[int], *, stop: int | None = None, name: str = "r", n: int
     row.sampled_logprobs = [-0.1 * (place + 1) for place in range(len(tokens) + (stop is not None))]
     row.policies = [(0, Version(3)), (2, Version(4))]
     row.adapter = row.policies[-1][1]
-    return Request(f"engine-{name}", row.prompt, sampling, label=name), row
+    return Request(f"engine-{name}", row.prompt, sampling, names=AnswerNames(client=name)), row
 
 
 def test_a_record_says_what_was_drawn() -> None:
@@ -46,7 +47,7 @@ def test_a_record_says_what_was_drawn() -> None:
 def test_what_was_written_is_read_again_also_as_earlier_releases_wrote_it() -> None:
     record = Record.of(ended([5, 6, 7], stop=9)[0], 0, ended([5, 6, 7], stop=9)[1])
     trajectory = Trajectory.recorded(record, 1.0)
-    written = [orjson.loads(orjson.dumps(one)) for one in (record, trajectory)]
+    written = [orjson.loads(one) for one in (record.json(), orjson.dumps(trajectory))]
     earlier = [{**fields, "spans": [[0, 2, 3], [2, 4, 4]]} for fields in written]
     earlier[1]["source"] = ["engine-r", 0]
     for fields, others in (written, earlier):
@@ -58,7 +59,7 @@ def test_what_was_written_is_read_again_also_as_earlier_releases_wrote_it() -> N
 def test_the_ledger_finds_by_every_name() -> None:
     ledger = Ledger()
     request, row = ended([5, 6])
-    ledger(replace(request, answer_id="resp_1f", http_id="http-r"), 0, row)
+    ledger(replace(request, names=AnswerNames("r", "resp_1f", "http-r")), 0, row)
     for name in ("r", "resp_1f", "http-r", "engine-r"):
         assert ledger.find(name).completion_ids == (5, 6)
     with pytest.raises(NotFoundError):
@@ -73,7 +74,10 @@ def test_an_answer_belongs_to_the_key_that_asked() -> None:
         request, row = ended([token, token])
         ledger(
             replace(
-                request, id=f"engine-{owner}", owner=owner, answer_id=f"cmpl-http-{owner}", http_id=f"http-{owner}"
+                request,
+                id=f"engine-{owner}",
+                owner=owner,
+                names=AnswerNames("r", f"cmpl-http-{owner}", f"http-{owner}"),
             ),
             0,
             row,
@@ -136,7 +140,7 @@ def test_listeners_hear_of_theirs_alone() -> None:
     ledger(*_with_index(ended([5], name="b")))
     ledger.forget(["engine-a"])
     ledger(*_with_index(ended([5], name="a")))
-    assert [record.label for record in heard] == ["a"]
+    assert [record.names.client for record in heard] == ["a"]
 
 
 def test_what_was_not_drawn_here_is_off_policy() -> None:

@@ -4,6 +4,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_parallm.policy_spans import as_lists
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.types import RecentGroup, RecentSample
 
@@ -30,7 +31,7 @@ def _sample(sample: RecentSample, vocabulary: Vocabulary) -> dict[str, Any]:
         "length": sample.length,
         "tokens": token_texts(sample.completion_ids, vocabulary),
         "logprobs": None if logprobs is None else [round(value, 4) for value in logprobs],
-        "policy_spans": [list(span) for span in sample.policy_spans],
+        "policy_spans": as_lists(sample.policy_spans),
     }
 
 

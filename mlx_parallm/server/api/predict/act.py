@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.policy_spans import as_lists, spans_between
 from mlx_parallm.server.api.predict.bodies import ActBody
 from mlx_parallm.server.api.predict.predict import json_of, off_loop, query, validated
 from mlx_parallm.server.caller import current_caller
@@ -232,16 +233,13 @@ def restored(info: Any, call: ActCall, kept: Sequence[SessionState | None]) -> t
 
 def spans(results: Sequence[ActOutput]) -> list[list[int]]:
     """[first row, end, version], of rows that one version acted for."""
-    found: list[list[int]] = []
+    starts: list[tuple[int, int]] = []
     at = 0
     for result in results:
-        end = at + len(result.log_probs)
-        if found and found[-1][2] == result.version:
-            found[-1][1] = end
-        else:
-            found.append([at, end, result.version])
-        at = end
-    return found
+        if not starts or starts[-1][1] != result.version:
+            starts.append((at, result.version))
+        at += len(result.log_probs)
+    return as_lists(spans_between(starts, at))
 
 
 async def _respond(

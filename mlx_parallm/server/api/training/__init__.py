@@ -24,6 +24,7 @@ from mlx_parallm.errors import (
     QueueFullError,
     UnavailableError,
 )
+from mlx_parallm.policy_spans import as_lists
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.server.api.training.answers import (
     CheckpointWritten,
@@ -298,8 +299,8 @@ def _group(group: Sequence[RolloutSample]) -> dict[str, Any]:
                 "logprobs": sample.logprobs,
                 "reward": sample.reward,
                 "finish_reason": sample.finish_reason,
-                "policy_version": sample.policy_spans[-1][2] if sample.policy_spans else 0,
-                "policy_spans": sample.policy_spans,
+                "policy_version": sample.policy_spans[-1].version if sample.policy_spans else 0,
+                "policy_spans": as_lists(sample.policy_spans),
             }
             for sample in group
         ],

@@ -23,11 +23,13 @@ from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.runtime.startup import start
 from mlx_parallm.sampling_params import SamplingParams, check_sampling
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
+from mlx_parallm.text.parsers.calls import Tool
+from mlx_parallm.text.prompts import Conversation, Message, Prompts, check_template_kwargs
 from mlx_parallm.types import Delta, FinishReason, Request, TokenLogprob
 from mlx_parallm.validation import check_choices
 
 Prompt = str | Sequence[int]
-Conversation = Sequence[dict[str, Any]]
+Messages = Sequence[Message]
 
 
 @dataclass(slots=True)
@@ -82,6 +84,7 @@ class LLM:
         runtime = start(self.config, deliver)
         self._engine = runtime.engine
         self._vocabulary = Vocabulary(self._engine.model.tokenizer)
+        self._prompts = Prompts(self._engine.model.tokenizer)
         self._stop = weakref.finalize(self, runtime.close)
 
     @property
@@ -113,13 +116,14 @@ class LLM:
 
     def chat(
         self,
-        conversations: Conversation | Sequence[Conversation],
+        conversations: Messages | Sequence[Messages],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
         **template: Any,
     ) -> list[Completion]:
-        """Answers each conversation, a list of {"role", "content"}; `template` goes to the chat template."""
+        """Answers each conversation, a list of {"role", "content"}. `template`: tools, continue_final_message, and what
+        else goes to the chat template."""
         first = conversations[0] if conversations else None
         batch: list[Any] = [conversations] if isinstance(first, dict) else list(conversations)
         jobs = [
@@ -134,7 +138,7 @@ class LLM:
         return self._pieces(job)
 
     def stream_chat(
-        self, conversation: Conversation, sampling: SamplingParams | None = None, **template: Any
+        self, conversation: Messages, sampling: SamplingParams | None = None, **template: Any
     ) -> Iterator[TextChunk]:
         """Answers one conversation, piece by piece; closing the iterator stops the work."""
         job = self._job(None, self._render(conversation, **template), sampling or SamplingParams(), 0, chat=True)
@@ -155,21 +159,32 @@ class LLM:
     def _encode(self, prompt: Prompt, number: int) -> list[int]:
         if isinstance(prompt, str):
             try:
-                prompt.encode()
-            except UnicodeEncodeError:
-                raise InvalidRequestError(f"prompt {number} holds half of a surrogate pair: it is no text") from None
-            return list(self.model.tokenizer.encode(prompt))
+                return self._prompts.encode(prompt, add_special_tokens=True)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {number}: {error.message}", param="prompt") from None
         tokens = list(prompt)
         if not all(isinstance(token, int) and 0 <= token < self.model.vocab_size for token in tokens):
             raise InvalidRequestError(f"prompt {number} holds a token that is not in the vocabulary", param="prompt")
         return tokens
 
-    def _render(self, conversation: Conversation, **template: Any) -> list[int]:
-        if not self.model.tokenizer.has_chat_template:
-            raise InvalidRequestError(f"{self.name} has no chat template: use generate()")
-        messages = [dict(message) for message in conversation]
-        render: Callable[..., list[int]] = self.model.tokenizer.apply_chat_template
-        return list(render(messages, add_generation_prompt=True, **template))
+    def _render(
+        self,
+        messages: Messages,
+        tools: Sequence[Tool] = (),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template: Any,
+    ) -> list[int]:
+        """As the server renders a chat."""
+        check_template_kwargs(template)
+        conversation = Conversation(
+            [dict(message) for message in messages],
+            tools,
+            add_generation_prompt and not continue_final_message,
+            continue_final_message,
+            template,
+        )
+        return self._prompts.chat(conversation).tokens
 
     def _job(
         self, prompt: Prompt | None, tokens: list[int], sampling: SamplingParams, number: int, *, chat: bool
@@ -180,10 +195,7 @@ class LLM:
             raise ContextLengthError.of(self.model.context_length, len(tokens), param=f"prompt.{number}")
         check_sampling(sampling, self.model.vocab_size)
         check_choices(sampling.n, self.config.batch.max_batch_size)
-        streams = [
-            TextStream(self._vocabulary, sampling.stop, min_tokens=sampling.min_tokens, trim=chat, prompt_tail=tokens)
-            for _ in range(sampling.n)
-        ]
+        streams = [TextStream.of(self._vocabulary, sampling, tokens, chat=chat) for _ in range(sampling.n)]
         return _Job(prompt if isinstance(prompt, str) else None, tokens, sampling, streams)
 
     def _run(self, jobs: "list[_Job]", progress: bool | None) -> list[Completion]:

@@ -67,15 +67,14 @@ class ChoiceStream:
     ) -> "ChoiceStream":
         """A choice of a call; `number` is its prompt's."""
         chat = call.chat
-        stream = TextStream(
+        stream = TextStream.of(
             served.vocabulary,
-            call.sampling.stop,
+            call.sampling,
+            prompts.tokens[number],
+            chat=chat is not None,
             include_stop=call.include_stop,
-            min_tokens=call.sampling.min_tokens,
             skip_special=call.skip_special_tokens,
             visible=served.marks if chat is not None else (),
-            trim=chat is not None,
-            prompt_tail=prompts.tokens[number][-8:],
         )
         parser = None
         if chat is not None:

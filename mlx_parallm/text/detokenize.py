@@ -13,6 +13,8 @@ from typing import Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_parallm.sampling_params import SamplingParams
+
 
 class Vocabulary:
     """What each token id spells, as bytes where the tokenizer's decoder works byte by byte."""
@@ -258,6 +260,30 @@ class TextStream:
         self.show_special = False
         self.decoded = 0  # characters so far, those withheld too
         self.stopped: str | None = None  # the stop string that was found
+
+    @classmethod
+    def of(
+        cls,
+        vocabulary: Vocabulary,
+        sampling: SamplingParams,
+        prompt: Sequence[int],
+        *,
+        chat: bool,
+        include_stop: bool = False,
+        skip_special: bool = True,
+        visible: Collection[int] = (),
+    ) -> "TextStream":
+        """Of a completion of `prompt`; `chat`: of the next message of a conversation."""
+        return cls(
+            vocabulary,
+            sampling.stop,
+            include_stop=include_stop,
+            min_tokens=sampling.min_tokens,
+            skip_special=skip_special,
+            visible=visible,
+            trim=chat,
+            prompt_tail=prompt,
+        )
 
     @property
     def has_stops(self) -> bool:

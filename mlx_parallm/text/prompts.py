@@ -120,7 +120,8 @@ class Prompts:
         """The prompt as text, by the model's own template."""
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError(
-                "this model has no chat template, so it can't chat; use /v1/completions", param="messages"
+                "this model has no chat template, so it can't chat; use /v1/completions, or generate() of LLM",
+                param="messages",
             )
         messages, tools = [dict(message) for message in conversation.messages], list(conversation.tools)
         if "developer" not in self._template:

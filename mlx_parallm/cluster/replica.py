@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import uvicorn
@@ -36,12 +36,12 @@ from mlx_parallm.cluster.links import (
     unpack_hashes,
     write_error,
 )
-from mlx_parallm.cluster.replicated import LocalState, ReplicatedRuntime
+from mlx_parallm.cluster.local_state import LocalState
+from mlx_parallm.cluster.replicated import ReplicatedRuntime
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ParallmError, PermissionDeniedError, UnavailableError
 from mlx_parallm.models.memory import memory_limit
 from mlx_parallm.platforms import raise_open_files
-from mlx_parallm.runtime.client import RuntimeClient
 from mlx_parallm.runtime.startup import Runtime, start
 from mlx_parallm.server import logs
 from mlx_parallm.server.app import create_app
@@ -204,7 +204,7 @@ class Replica:
         dispatcher = Dispatcher()
         self._runtime = runtime = start(config, dispatcher)
         runtime.pool.on_failure = self._on_failure
-        seen = cast(RuntimeClient, ReplicatedRuntime(runtime, self._front.propose))
+        seen = ReplicatedRuntime(runtime, self._front.propose)
         app = create_app(seen, config, dispatcher, self._draining, login_secret(self._secret))
         self._gate = Gate(app, self._secret, self)
         self._listen(self._gate)
@@ -230,7 +230,7 @@ class Replica:
     def _join(self) -> None:
         assert self._runtime is not None
         state = LocalState(self._runtime)
-        lines = ready_lines(cast(RuntimeClient, self._runtime), self._config, "")
+        lines = ready_lines(self._runtime, self._config, "")
         fields: dict[str, object] = {"url": self._url, "pid": os.getpid(), "node": socket.gethostname()}
         for _ in range(20):
             found = self._front.join({**fields, "position": self._position, "lines": lines})

@@ -2,122 +2,49 @@
 
 `ReplicatedRuntime` is a `RuntimeClient` over the process's own. Calls that read go through; calls that change something
 become a `Change` with all that is left open decided here (numbers, configs, the files of a folder), which `propose` has
-all replicas make, this one included. So no dialect knows of replicas. `LocalState` makes changes in this process.
+all replicas make, this one included (`local_state`). So no dialect knows of replicas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from mlx_parallm.arms import AutoSplit
+from mlx_parallm.arms import AutoSplit, Decision
 from mlx_parallm.cluster.changes import Change
-from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError
+from mlx_parallm.errors import ConflictError, InvalidRequestError
+from mlx_parallm.metrics import EngineMetrics, PredictorMetrics
+from mlx_parallm.runtime.client import AdapterTable, ImageReader, ModelClient, PoolClient, TrainingClient
 from mlx_parallm.runtime.policy_weights import policy_of, read_weights, version_of
+from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.runtime.startup import Runtime
 from mlx_parallm.signature import WeightsVersion
-from mlx_parallm.types import AdapterRoute, AdapterVersion, PauseMode
-
-UNLOAD_SECONDS = 30.0
+from mlx_parallm.text.compiled_grammar import CompiledGrammar
+from mlx_parallm.types import (
+    AdapterRoute,
+    AdapterVersion,
+    ModelInfo,
+    ModelStatus,
+    OnDelta,
+    PauseMode,
+    PredictorInfo,
+    Request,
+)
 
 Propose = Callable[[Change], Change]  # returns the change as it was made
 
 
-class LocalState:
-    """Makes changes in this process, and says whether they could be made."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._pool = runtime.pool
-
-    def check(self, change: Change) -> None:
-        if change.kind == "publish":
-            with Held(self._pool, change.model):
-                if change.name:
-                    self._runtime.adapters.check(change.model, change.name, change.data, change.fields["config"])
-                else:
-                    read_weights(change.model, self._runtime.predictors[change.model].predictor, change.data)
-
-    def apply(self, change: Change, *, starting: bool = False) -> None:
-        """`starting`: a replica that has just started may have less than the others had."""
-        if change.kind == "load_model":
-            self._pool.load(change.model, change.fields["source"], change.fields["pin"]).result()
-        elif change.kind == "unload_model":
-            try:
-                self._pool.unload(change.model, change.fields["timeout"])
-            except ModelNotFoundError:  # the others had loaded it by a path
-                if not starting:
-                    raise
-        else:
-            with Held(self._pool, change.model):
-                if change.model in self._runtime.predictors:
-                    self._apply_to_policy(change)
-                else:
-                    self._apply(change, starting)
-
-    def _apply_to_policy(self, change: Change) -> None:
-        predictor = self._runtime.predictors[change.model]
-        if change.kind == "publish":
-            predictor.update(change.model, change.data, change.number)
-        elif change.kind == "rollback":
-            predictor.rollback(change.model, change.number)
-
-    def _apply(self, change: Change, starting: bool) -> None:
-        engine = self._pool.generators[change.model]
-        if change.kind == "publish":
-            source = change.fields["source"]
-            arguments = (change.model, change.name, change.data, change.fields["config"], change.number)
-            self._runtime.adapters.publish(*arguments, source=source, own=change.fields.get("own", False))
-        elif change.kind == "unload":
-            if not starting or change.name in engine.adapters:
-                self._runtime.adapters.unload(change.model, change.name)
-        elif change.kind == "rollback":
-            engine.adapters.rollback(change.name, change.number)
-        elif change.kind == "pin":
-            engine.adapters.pin(change.name, change.number, change.fields["pinned"])
-        elif change.kind == "serve":
-            engine.adapters.serve([AdapterRoute(*route) for route in change.fields["routes"]])
-        elif change.kind == "pause":
-            if not engine.pause(change.fields["mode"], change.fields["timeout"]):
-                raise ConflictError("what runs was not finished in time, or it was resumed")
-        elif change.kind == "resume":
-            engine.resume()
-        elif change.kind == "flush_cache":
-            engine.flush_cache()
-
-
-class Held:
-    """A model that is loaded, and stays so for a change."""
-
-    def __init__(self, pool: Any, name: str) -> None:
-        self._pool = pool
-        self._name = name
-        self._hold = 0
-
-    def __enter__(self) -> None:
-        self._hold = self._pool.acquire(self._name).result()
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.release(self._hold)
-
-
-class Through:
-    """Passes on what it does not have itself."""
-
-    def __init__(self, own: Any) -> None:
-        self._own = own
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-
-class ReplicatedRuntime(Through):
+class ReplicatedRuntime:
     def __init__(self, runtime: Runtime, propose: Propose) -> None:
-        super().__init__(runtime)
+        self._own = runtime
         self._propose = propose
         self.pool = ReplicatedPool(runtime.pool, propose)
         self.adapters = ReplicatedAdapters(runtime, propose)
         self._models: dict[str, ReplicatedModel] = {}
         self._predictors: dict[str, ReplicatedPredictor] = {}
+
+    @property
+    def training(self) -> TrainingClient:
+        return self._own.training
 
     @property
     def models(self) -> Mapping[str, "ReplicatedModel"]:
@@ -134,13 +61,53 @@ class ReplicatedRuntime(Through):
         return self._predictors
 
 
-class ReplicatedModel(Through):
-    def __init__(self, name: str, engine: Any, propose: Propose) -> None:
-        super().__init__(engine)
+class ReplicatedModel:
+    def __init__(self, name: str, engine: ModelClient, propose: Propose) -> None:
         self.own = engine
         self._name = name
         self._propose = propose
         self.adapters = ReplicatedTable(name, engine.adapters, propose)
+
+    @property
+    def on_failure(self) -> Callable[[str], None] | None:
+        return self.own.on_failure
+
+    @on_failure.setter
+    def on_failure(self, told: Callable[[str], None] | None) -> None:
+        self.own.on_failure = told
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.own.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.own.tokenizer
+
+    @property
+    def image_reader(self) -> ImageReader | None:
+        return self.own.image_reader
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        return self.own.metrics
+
+    @property
+    def failure(self) -> str | None:
+        return self.own.failure
+
+    @property
+    def paused(self) -> bool:
+        return self.own.paused
+
+    def submit_all(self, requests: Sequence[Request], on_delta: OnDelta) -> None:
+        self.own.submit_all(requests, on_delta)
+
+    def cancel(self, request_id: str, index: int | None = None, visible: int | None = None) -> None:
+        self.own.cancel(request_id, index, visible)
+
+    def check_grammar(self, grammar: str, param: str, quick: bool = False) -> CompiledGrammar | None:
+        return self.own.check_grammar(grammar, param, quick)
 
     def pause(self, mode: PauseMode, timeout: float) -> bool:
         try:
@@ -158,17 +125,77 @@ class ReplicatedModel(Through):
         self._propose(Change("flush_cache", self._name))
         return int(before - prefix.blocks_cached - prefix.snapshots)
 
+    def check_integrity(self) -> None:
+        self.own.check_integrity()
 
-class ReplicatedTable(Through):
+    def drain(self, timeout: float) -> bool:
+        return self.own.drain(timeout)
+
+    def stop(self) -> None:
+        self.own.stop()
+
+    def describe(self) -> list[tuple[str, str]]:
+        return self.own.describe()
+
+
+class ReplicatedTable:
     """A model's adapters."""
 
-    def __init__(self, model: str, registry: Any, propose: Propose) -> None:
-        super().__init__(registry)
+    def __init__(self, model: str, registry: AdapterTable, propose: Propose) -> None:
+        self._own = registry
         self._model = model
         self._propose = propose
 
+    @property
+    def names(self) -> Sequence[str]:
+        return self._own.names
+
+    @property
+    def routes(self) -> Sequence[AdapterRoute]:
+        return self._own.routes
+
+    @property
+    def chosen(self) -> bool:
+        return self._own.chosen
+
+    @property
+    def served_version(self) -> int:
+        return self._own.served_version
+
+    @property
+    def policy_version(self) -> int:
+        return self._own.policy_version
+
+    @property
+    def swaps(self) -> int:
+        return self._own.swaps
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._own.resident_bytes
+
+    @property
+    def base(self) -> AdapterVersion:
+        return self._own.base
+
+    @property
+    def auto(self) -> AutoSplit | None:
+        return self._own.auto
+
     def __contains__(self, name: str) -> bool:
         return name in self._own
+
+    def find(self, name: str, number: int | None = None) -> AdapterVersion:
+        return self._own.find(name, number)
+
+    def versions(self, name: str) -> Sequence[AdapterVersion]:
+        return self._own.versions(name)
+
+    def newest(self, version: AdapterVersion) -> AdapterVersion:
+        return self._own.newest(version)
+
+    def route(self) -> AdapterVersion | None:
+        return self._own.route()
 
     def serve(self, routes: Sequence[AdapterRoute], auto: AutoSplit | None = None) -> None:
         if auto is not None:
@@ -180,16 +207,28 @@ class ReplicatedTable(Through):
         self._propose(Change("serve", self._model, fields={"routes": listed}))
 
     def pin(self, name: str, number: int | None, pinned: bool) -> AdapterVersion:
-        version: AdapterVersion = self._own.find(name, number)
+        version = self._own.find(name, number)
         self._propose(Change("pin", self._model, name, version.number, {"pinned": pinned}))
         return version
 
 
-class ReplicatedAdapters(Through):
+class ReplicatedAdapters:
     def __init__(self, runtime: Runtime, propose: Propose) -> None:
-        super().__init__(runtime.adapters)
         self._runtime = runtime
         self._propose = propose
+
+    @property
+    def on_decision(self) -> Callable[[str, Decision], None]:
+        return self._runtime.adapters.on_decision
+
+    @on_decision.setter
+    def on_decision(self, told: Callable[[str, Decision], None]) -> None:
+        self._runtime.adapters.on_decision = told
+
+    def checkpoint(
+        self, model: str, name: str, may_use: Callable[[str], bool] = lambda name: True
+    ) -> AdapterVersion | None:
+        return self._runtime.adapters.checkpoint(model, name, may_use)
 
     def load(self, model: str, name: str, path: str, number: int | None = None, *, own: bool = False) -> AdapterVersion:
         config, data, folder = self._runtime.adapters.read(path)
@@ -242,16 +281,30 @@ class ReplicatedAdapters(Through):
         return version, f"{version.label} is what {version.name!r} means now"
 
 
-class ReplicatedPool(Through):
-    def __init__(self, pool: Any, propose: Propose) -> None:
-        super().__init__(pool)
-        object.__setattr__(self, "_propose", propose)
+class ReplicatedPool:
+    def __init__(self, pool: PoolClient, propose: Propose) -> None:
+        self._own = pool
+        self._propose = propose
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_own":
-            object.__setattr__(self, name, value)
-        else:  # `on_failure`
-            setattr(self._own, name, value)
+    @property
+    def on_failure(self) -> Callable[[str], None] | None:
+        return self._own.on_failure
+
+    @on_failure.setter
+    def on_failure(self, told: Callable[[str], None] | None) -> None:
+        self._own.on_failure = told
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        return self._own.statuses()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        self._own.listen(listener)
+
+    def acquire(self, name: str) -> "Future[int]":
+        return self._own.acquire(name)
+
+    def release(self, hold: int) -> None:
+        self._own.release(hold)
 
     def load(self, name: str, source: str | None = None, pin: bool | None = None) -> "Future[None]":
         """Returns when all have it, whoever does not want to wait."""
@@ -260,16 +313,39 @@ class ReplicatedPool(Through):
         done.set_result(None)
         return done
 
+    def keep_alive(self, name: str, seconds: float) -> None:
+        self._own.keep_alive(name, seconds)
+
     def unload(self, name: str, timeout: float) -> None:
         self._propose(Change("unload_model", name, fields={"timeout": timeout}))
 
+    def drain(self, timeout: float) -> bool:
+        return self._own.drain(timeout)
 
-class ReplicatedPredictor(Through):
-    def __init__(self, name: str, predictor: Any, propose: Propose) -> None:
-        super().__init__(predictor)
+    def stop(self) -> None:
+        self._own.stop()
+
+
+class ReplicatedPredictor:
+    def __init__(self, name: str, predictor: LocalPredictor, propose: Propose) -> None:
         self.own = predictor
         self._name = name
         self._propose = propose
+
+    @property
+    def info(self) -> PredictorInfo:
+        return self.own.info
+
+    @property
+    def metrics(self) -> PredictorMetrics:
+        return self.own.metrics
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.own.tokenizer
+
+    def predict(self, inputs: Sequence[Any], timeout: float | None = None) -> "Future[list[Any]]":
+        return self.own.predict(inputs, timeout)
 
     def update(self, name: str, data: bytes, number: int | None = None) -> WeightsVersion:
         read_weights(name, self.own.predictor, data)

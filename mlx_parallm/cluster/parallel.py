@@ -35,7 +35,8 @@ from mlx_parallm.cluster.parallel_channel import (
     on_thread,
 )
 from mlx_parallm.cluster.parallel_layers import ModelSplit, split_model
-from mlx_parallm.cluster.parallel_leading import Leading, lead_parts
+from mlx_parallm.cluster.parallel_leading import Leading, LedCache, LedForward, place_everywhere
+from mlx_parallm.cluster.parallel_led_prefix import LedBlocks, LedSnapshots
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.ranks import DeviceParts
@@ -178,7 +179,15 @@ class Leader(GroupMember):
         return replace(plan, rows=rows, blocks=blocks)
 
     def lead(self, parts: DeviceParts, layout: Layout) -> DeviceParts:
-        return lead_parts(parts, layout, self.leading)
+        leading = self.leading
+        leading.send("sizes", type(parts.cache).__name__, parts.cache.sizes)
+        forward = LedForward(parts.forward, leading)
+        prefix = parts.prefix
+        if prefix is not None:
+            led = LedSnapshots if prefix.store is None else LedBlocks
+            prefix = led(prefix, parts.cache, leading)
+        layout.around_place = partial(place_everywhere, leading)
+        return DeviceParts(forward, LedCache(parts.cache, forward, leading), prefix)
 
     def watch(self, on_lost: Callable[[Exception], None]) -> None:
         self._on_lost = on_lost

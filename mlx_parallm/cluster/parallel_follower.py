@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from mlx_parallm.cluster.parallel import GroupMember
 from mlx_parallm.cluster.parallel_channel import Array, Message
-from mlx_parallm.cluster.parallel_leading import ROW_METHODS, STORE_METHODS
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.build import LoadedModel, device_parts
 from mlx_parallm.engine.device_profile import DeviceProfile
@@ -24,8 +23,6 @@ from mlx_parallm.engine.start import plan_engines
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv.blocks import Match
 from mlx_parallm.kv.merged import copied, held_arrays, state_arrays
-from mlx_parallm.kv.prefix import BlockPrefix
-from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.rows import GroupedLoRA, Resident
 from mlx_parallm.lora.weights import Adapter, Part
@@ -92,17 +89,16 @@ def _brought_up(config: ServeConfig, member: GroupMember) -> "Follower":
 
 
 class Follower:
-    def __init__(self, parts: DeviceParts, layout: Layout, kind: str, bytes_per_token: int, max_bytes: int) -> None:
+    def __init__(self, parts: DeviceParts, layout: Layout, kind: str, sizes: Sequence[int]) -> None:
         if type(parts.cache).__name__ != kind:
             raise ModelLoadError(f"rows run in a {kind} on rank 0 and in a {type(parts.cache).__name__} here")
         self._forward = parts.forward
-        self._cache: Any = parts.cache
-        self._prefix: Any = parts.prefix
+        self._cache = parts.cache
+        self._prefix = parts.prefix
         self._layout = layout
         self._objects: dict[int, Any] = {}  # caches of prompts, snapshots and adapters, by rank 0's numbers
         self._adapters: tuple[Any, GroupedLoRA | None] = (None, None)  # of the last pass that had any
-        if isinstance(parts.cache, SlotCache):  # rows get the same places everywhere if all reckon alike
-            parts.cache.bytes_per_token, parts.cache.max_bytes = bytes_per_token, max_bytes
+        parts.cache.adopt_sizes(sizes)  # rows get the same places everywhere if all reckon alike
 
     def run(self, messages: "SimpleQueue[Message]") -> None:
         handlers = self._handlers()
@@ -116,13 +112,13 @@ class Follower:
                 return
             handlers[message.name](*message.values, *message.arrays)
 
-    def _handlers(self) -> dict[str, Callable[..., None]]:
-        rows = {f"rows.{name}": getattr(self._cache, name) for name in ROW_METHODS}
-        store = getattr(self._prefix, "store", None)  # snapshots are in none
-        blocks = {} if store is None else {f"blocks.{name}": getattr(store, name) for name in STORE_METHODS}
-        return {
-            **rows,
-            **blocks,
+    def _handlers(self) -> dict[str, Callable[..., object]]:
+        store = None if self._prefix is None else self._prefix.store  # snapshots are in none
+        handlers: dict[str, Callable[..., object]] = {
+            "rows.expect": self._cache.expect,
+            "rows.leave": self._cache.leave,
+            "rows.compact": self._cache.compact,
+            "rows.reset": self._cache.reset,
             "stage": self._stage,
             "prompt": self._prompt,
             "join": lambda number, prompts: self._cache.join(self._objects[number], prompts),
@@ -134,6 +130,9 @@ class Follower:
             "adapter": self._adapter,
             "free": self._free,
         }
+        if store is not None:
+            handlers |= {"blocks.clear": store.clear, "blocks.drop_from": store.drop_from}
+        return handlers
 
     def _stage(self, number: int, rows: int, capacity: int) -> None:
         self._objects[number] = self._cache.stage(rows, capacity)
@@ -159,10 +158,12 @@ class Follower:
         return self._adapters[1]
 
     def _fill(self, number: int, blocks: Sequence[list[int]], length: int) -> None:
+        assert self._prefix is not None
         self._objects[number] = self._prefix.fill(self._objects[number], [Match(ids, length) for ids in blocks])
 
     def _keep(self, number: int | None, row: int, numbers: list[int], ids: list[int]) -> None:
-        assert isinstance(self._prefix, BlockPrefix)
+        assert self._prefix is not None
+        assert self._prefix.store is not None
         layers = self._cache.layers if number is None else self._objects[number]
         self._prefix.store.write([side for layer in layers for side in (layer.keys, layer.values)], row, numbers, ids)
 

@@ -14,19 +14,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.cluster.parallel_channel import Array, Message
-from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.host import to_numpy
-from mlx_parallm.kv.batch import RowContext
-from mlx_parallm.kv.blocks import Chain, Match
-from mlx_parallm.kv.prefix import BlockPrefix, Prefix
-from mlx_parallm.kv.slots import SlotCache
-from mlx_parallm.kv.snapshots import SnapshotPrefix
-from mlx_parallm.lora.layout import Layout, PackedAdapter
+from mlx_parallm.kv.batch import BatchCache, ForwardPass, RowContext
+from mlx_parallm.kv.store import Side
+from mlx_parallm.lora.layout import PackedAdapter
 from mlx_parallm.lora.rows import GroupedLoRA, Resident
 from mlx_parallm.models.forward import Forward
-
-ROW_METHODS = ("expect", "leave", "compact", "reset")  # of the running rows' cache, sent as they are called
-STORE_METHODS = ("clear", "drop_from")  # of the blocks' keys and values
 
 
 class Staged(list[Any]):
@@ -75,35 +68,37 @@ class Leading:
         weakref.finalize(thing, self._freed.append, number).atexit = False
 
 
-def lead_parts(parts: DeviceParts, layout: Layout, leading: Leading) -> DeviceParts:
-    """Has what is done with these parts sent to the other ranks first."""
-    cache, forward = parts.cache, LedForward.of(parts.forward, leading)
-    per_token = cache.bytes_per_token if isinstance(cache, SlotCache) else 0
-    leading.send("sizes", type(cache).__name__, per_token, cache.max_bytes)
-    _lead_cache(cache, forward, leading)
-    _lead_prefix(parts.prefix, cache, leading)
-    _lead_adapters(layout, leading)
-    return DeviceParts(forward, parts.cache, parts.prefix)
+def staged_number(caches: Sequence[Any]) -> int:
+    """Of prompts' caches that every rank has."""
+    assert isinstance(caches, Staged)
+    return caches.number
+
+
+def place_everywhere(leading: Leading, packed: PackedAdapter, place: Callable[[PackedAdapter], Resident]) -> Resident:
+    """Every rank gets an adapter whole, and packs the part that is its own; placing it, they compute together."""
+    assert packed.whole is not None
+    parts, number = packed.whole.parts, leading.new_number()
+    arrays = [array for part in parts.values() for array in (part.a, part.b, part.m) if array is not None]
+    leading.send("adapter", number, [(path, part.m is not None) for path, part in parts.items()], arrays=arrays)
+    resident = place(packed)
+    leading.keep(resident, number)
+    return resident
 
 
 class LedForward(Forward):
     """Forward passes over prompts; those of decode steps belong to the cache's `decode`."""
 
-    leading: Leading
-
-    @classmethod
-    def of(cls, forward: Forward, leading: Leading) -> "LedForward":
-        led = cls.__new__(cls)
-        led.__dict__.update(vars(forward))
-        led.leading = leading
-        return led
+    def __init__(self, forward: Forward, leading: Leading) -> None:
+        forward.forget()
+        super().__init__(forward.module, forward.adapters, forward.in_order)
+        self._leading = leading
 
     def __call__(self, tokens: mx.array, caches: list[Any], context: Any = None) -> mx.array:
         self._tell(tokens, caches, None, context)
         return super().__call__(tokens, caches, context)
 
     def at(self, tokens: mx.array, caches: list[Any], index: mx.array, context: Any = None) -> mx.array:
-        if self._cut is None:
+        if not self.cuts:
             return super().at(tokens, caches, index, context)  # which calls the one above
         self._tell(tokens, caches, to_numpy(index).tolist(), context)
         return super().at(tokens, caches, index, context)
@@ -113,102 +108,108 @@ class LedForward(Forward):
         return super().__call__(tokens, caches, context)
 
     def _tell(self, tokens: mx.array, caches: list[Any], index: list[int] | None, context: Any) -> None:
-        assert isinstance(caches, Staged)
-        adapters = self.leading.adapters_of(context)
-        self.leading.send("prompt", caches.number, index, adapters, arrays=[to_numpy(tokens)])
+        adapters = self._leading.adapters_of(context)
+        self._leading.send("prompt", staged_number(caches), index, adapters, arrays=[to_numpy(tokens)])
 
 
-def _lead_cache(cache: Any, forward: LedForward, leading: Leading) -> None:
-    plain_stage, plain_join, plain_decode = cache.stage, cache.join, cache.decode
+class LedCache:
+    """The running rows' caches: what changes them is sent as it is called."""
 
-    def stage(rows: int, capacity: int) -> Staged:
-        staged = leading.stage(plain_stage(rows, capacity))
-        leading.send("stage", staged.number, rows, capacity)
+    def __init__(self, cache: BatchCache, forward: LedForward, leading: Leading) -> None:
+        self._own = cache
+        self._forward = forward
+        self._leading = leading
+
+    @property
+    def described(self) -> str:
+        return self._own.described
+
+    @property
+    def batches(self) -> bool:
+        return self._own.batches
+
+    @property
+    def stages_many(self) -> bool:
+        return self._own.stages_many
+
+    @property
+    def max_bytes(self) -> int:
+        return self._own.max_bytes
+
+    @max_bytes.setter
+    def max_bytes(self, value: int) -> None:
+        self._own.max_bytes = value
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        return self._own.layers
+
+    @property
+    def sides(self) -> Sequence[Side]:
+        return self._own.sides
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self._own.sizes
+
+    def adopt_sizes(self, sizes: Sequence[int]) -> None:
+        self._own.adopt_sizes(sizes)
+
+    @property
+    def positions(self) -> int:
+        return self._own.positions
+
+    @property
+    def free(self) -> int:
+        return self._own.free
+
+    @property
+    def nbytes(self) -> int:
+        return self._own.nbytes
+
+    @property
+    def smallest_bytes(self) -> int:
+        return self._own.smallest_bytes
+
+    def fits(self, rows: int, longest: int) -> bool:
+        return self._own.fits(rows, longest)
+
+    def max_length(self, rows: int) -> int:
+        return self._own.max_length(rows)
+
+    def pending(self) -> list[mx.array]:
+        return self._own.pending()
+
+    def check_integrity(self) -> None:
+        self._own.check_integrity()
+
+    def stage(self, rows: int, capacity: int) -> list[Any]:
+        staged = self._leading.stage(self._own.stage(rows, capacity))
+        self._leading.send("stage", staged.number, rows, capacity)
         return staged
 
-    def join(staged: Staged, prompts: Sequence[tuple[int, int]]) -> list[int]:
-        leading.send("join", staged.number, prompts)
-        positions: list[int] = plain_join(staged, prompts)
-        return positions
+    def join(self, staged: list[Any], prompts: Sequence[tuple[int, int]]) -> list[int]:
+        self._leading.send("join", staged_number(staged), prompts)
+        return self._own.join(staged, prompts)
 
-    def decode(_: Any, tokens: mx.array, lengths: Sequence[int], context: RowContext | None = None) -> mx.array:
-        leading.send("decode", lengths, leading.adapters_of(context), arrays=[to_numpy(tokens)])
-        logits: mx.array = plain_decode(forward.decode, tokens, lengths, context)
-        return logits
+    def decode(
+        self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], context: RowContext | None = None
+    ) -> mx.array:
+        self._leading.send("decode", lengths, self._leading.adapters_of(context), arrays=[to_numpy(tokens)])
+        return self._own.decode(self._forward.decode, tokens, lengths, context)
 
-    cache.stage, cache.join, cache.decode = stage, join, decode
-    for name in ROW_METHODS:
-        setattr(cache, name, _led(leading, f"rows.{name}", getattr(cache, name)))
+    def expect(self, rows: int) -> None:
+        self._leading.send("rows.expect", rows)
+        self._own.expect(rows)
 
+    def leave(self, position: int) -> None:
+        self._leading.send("rows.leave", position)
+        self._own.leave(position)
 
-def _lead_prefix(prefix: Prefix | None, cache: Any, leading: Leading) -> None:
-    if isinstance(prefix, SnapshotPrefix):
-        _lead_snapshots(prefix, leading)
-    elif isinstance(prefix, BlockPrefix):
-        _lead_blocks(prefix, cache, leading)
+    def compact(self, longest: int) -> list[int] | None:
+        self._leading.send("rows.compact", longest)
+        return self._own.compact(longest)
 
-
-def _lead_blocks(prefix: Any, cache: Any, leading: Leading) -> None:
-    """The index of the blocks is rank 0's; each rank keeps their keys and values."""
-    store = prefix.store
-    plain_fill, plain_commit, plain_write = prefix.fill, prefix.commit, store.write
-    source: list[int | None] = [None]  # whose blocks are written: the running rows', or those of prompts by number
-
-    def fill(staged: Staged, matches: Sequence[Match]) -> list[Any]:
-        leading.send("fill", staged.number, [match.ids for match in matches], matches[0].length)
-        filled: list[Any] = plain_fill(staged, matches)
-        return filled
-
-    def commit(layers: Sequence[Any], row: int, chain: Chain, tokens: Sequence[int]) -> None:
-        source[0] = None if layers is cache.layers else layers.number  # type: ignore[attr-defined]
-        plain_commit(layers, row, chain, tokens)
-
-    def write(sides: Sequence[mx.array], row: int, numbers: Sequence[int], ids: Sequence[int]) -> None:
-        leading.send("keep", source[0], row, numbers, ids)
-        plain_write(sides, row, numbers, ids)
-
-    prefix.fill, prefix.commit, store.write = fill, commit, write
-    for name in STORE_METHODS:
-        setattr(store, name, _led(leading, f"blocks.{name}", getattr(store, name)))
-
-
-def _lead_snapshots(prefix: Any, leading: Leading) -> None:
-    plain_fill, plain_take = prefix.fill, prefix.take
-
-    def fill(staged: Staged, matches: Sequence[Match]) -> list[Any]:
-        restored = leading.stage(plain_fill(staged, matches))
-        leading.send("restore", restored.number, leading.number_of(matches[0].state))
-        return restored
-
-    def take(chain: Chain, caches: Staged, length: int, of: int) -> None:
-        plain_take(chain, caches, length, of)
-        snapshot = prefix.held(chain.hashes[length // chain.size - 1])
-        if snapshot is not None:
-            leading.keep(snapshot, leading.new_number())
-            leading.send("snapshot", leading.number_of(snapshot), caches.number)
-
-    prefix.fill, prefix.take = fill, take
-
-
-def _lead_adapters(layout: Any, leading: Leading) -> None:
-    """Every rank gets an adapter whole, and packs the part that is its own."""
-    plain_place = layout.place
-
-    def place(packed: PackedAdapter) -> Resident:
-        assert packed.whole is not None
-        parts, number = packed.whole.parts, leading.new_number()
-        arrays = [array for part in parts.values() for array in (part.a, part.b, part.m) if array is not None]
-        leading.send("adapter", number, [(path, part.m is not None) for path, part in parts.items()], arrays=arrays)
-        resident: Resident = plain_place(packed)
-        leading.keep(resident, number)
-        return resident
-
-    layout.place = place
-
-
-def _led(leading: Leading, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*values: Any) -> Any:
-        leading.send(name, *values)
-        return plain(*values)
-
-    return call
+    def reset(self) -> None:
+        self._leading.send("rows.reset")
+        self._own.reset()

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def batch_cache(
             log.debug("%s can't be used with %s: %s", name, model.name, error)
             continue
         if agrees:
-            if isinstance(cache, SerialCache):
+            if not cache.batches:
                 log.warning("%s can't be batched: its rows are computed one by one", model.name)
             return cache
         log.debug("%s gives wrong logits in a %s", model.name, name)
@@ -85,9 +86,9 @@ def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int
     if not layout.traced:
         return
     _warm_up_rows(Runner(forward, cache, vocab_size, lambda: None, profile.round_prompts))
-    if profile.round_prompts and isinstance(cache, SlotCache) and device_kind() == "cuda":
+    if profile.round_prompts and cache.sides and device_kind() == "cuda":
         warm_prompt_shapes(forward, cache, profile.match_step)
-    if isinstance(cache, SlotCache) and cache.free >= 2:
+    if cache.sides and cache.free >= 2:
         _try_adapters(forward, layout, cache)
 
 
@@ -106,7 +107,7 @@ def _warm_up_rows(runner: Runner) -> None:
     runner.release_memory()
 
 
-def warm_prompt_shapes(forward: Forward, cache: SlotCache, step: int) -> None:
+def warm_prompt_shapes(forward: Forward, cache: BatchCache, step: int) -> None:
     """Computes prompts of the commonest shapes, from their beginning and behind a cached one."""
     begun = time.perf_counter()
     for count, total, width in prompt_shapes(cache.free, step):
@@ -122,7 +123,7 @@ def warm_prompt_shapes(forward: Forward, cache: SlotCache, step: int) -> None:
             return
 
 
-def warm_blocks(forward: Forward, cache: SlotCache, prefix: BlockPrefix, step: int) -> None:
+def warm_blocks(forward: Forward, cache: BatchCache, prefix: Prefix, step: int) -> None:
     """Keeps made-up texts as blocks and reads them back, one and several at a time; then forgets them."""
     texts = [[token] * (2 * step + 1) for token in (3, 4)]
     chains = [prefix.chain(tokens, "warm-up") for tokens in texts]
@@ -154,7 +155,7 @@ def prompt_shapes(max_rows: int, step: int) -> Iterator[tuple[int, int, int]]:
                     yield count, total, step
 
 
-def _try_adapters(forward: Forward, layout: Layout, cache: SlotCache) -> None:
+def _try_adapters(forward: Forward, layout: Layout, cache: BatchCache) -> None:
     """Adapters that change nothing."""
     one, other = layout.blank(), layout.blank()
     for rows in ((one, one), (one, other), (one, None)):
@@ -181,13 +182,13 @@ def prefix_cache(
     """The prefix cache for a model, once its batch cache is proven: blocks where it runs in slots, else snapshots."""
     if config.cache.off:
         return None
-    if isinstance(cache, (MergedCache, SerialCache)):
+    if not cache.sides:
+        fresh = partial(cache.stage, 1, 0)
         if config.cache.kv_bits is not None or config.cache.blocks(1) is not None:
             log.warning("%s keeps snapshots, not blocks: --kv-bits and --num-blocks mean nothing to it", model.name)
         identity = _identity(model, config, f"snapshots of mlx-lm {version('mlx-lm')}")
-        disk = _disk(config, identity) if can_be_restored(cache.make_cache()) else None
-        return SnapshotPrefix(cache.make_cache, config.cache.block_size, identity, max_bytes, profile.min_match, disk)
-    assert isinstance(cache, SlotCache)
+        disk = _disk(config, identity) if can_be_restored(fresh()) else None
+        return SnapshotPrefix(fresh, config.cache.block_size, identity, max_bytes, profile.min_match, disk)
     packing = Packing(config.cache.kv_bits, config.cache.kv_group_size)
     widths = {side.width for side in cache.sides}
     if config.cache.kv_bits is not None and any(width % config.cache.kv_group_size for width in widths):

@@ -28,8 +28,7 @@ from mlx_parallm.engine.scheduler import Limits, Scheduler
 from mlx_parallm.engine.ssd_transfers import SsdTransfers
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.kv.batch import BatchCache
-from mlx_parallm.kv.prefix import BlockPrefix, Prefix
-from mlx_parallm.kv.slots import SlotCache
+from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics, MemoryPlan
@@ -167,7 +166,7 @@ def device_parts(
     check_room(cache, plan, model.context_length)
     warm_up(forward, layout, cache, model.vocab_size, profile)
     prefix = prefix_cache(model, cache, config, plan.blocks, profile)
-    if isinstance(prefix, BlockPrefix) and isinstance(cache, SlotCache) and device_kind() == "cuda":
+    if prefix is not None and prefix.store is not None and device_kind() == "cuda":
         warm_blocks(forward, cache, prefix, PROMPT_STEP)
     return DeviceParts(forward, cache, prefix)
 
@@ -193,7 +192,7 @@ def _limits(base: BaseParts, cache: BatchCache, prefix: Prefix | None) -> Limits
         max_padding=profile.max_padding if cache.stages_many else None,
         worth_waiting=max(64, profile.min_match),
         round_to=PROMPT_STEP if profile.round_prompts and cache.stages_many else 1,
-        pass_tokens=profile.pass_tokens if isinstance(prefix, BlockPrefix) else 0,
+        pass_tokens=profile.pass_tokens if prefix is not None and prefix.store is not None else 0,
         max_adapters=config.adapters.max_loras,
         max_prompts=config.batch.prefill_batch_size,
         rollout_rows=max(1, round(config.batch.max_batch_size * (1 - config.serving_share))),

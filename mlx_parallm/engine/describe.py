@@ -2,7 +2,6 @@
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.kv.batch import BatchCache
-from mlx_parallm.kv.merged import MergedCache, SerialCache
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.metrics import MemoryPlan
 from mlx_parallm.models.device import device_name
@@ -17,17 +16,11 @@ def describe(
         ("model", f"{model.name} ({model.precision}, {size_text(model.weight_bytes)} of weights)"),
         ("device", device_name()),
         ("context", f"{model.context_length} tokens"),
-        ("batch", f"up to {config.batch.max_batch_size} answers at once, {_way(cache)}"),
+        ("batch", f"up to {config.batch.max_batch_size} answers at once, {cache.described}"),
         ("exactness", _exactness(model.precision)),
         ("memory", _memory(plan)),
         ("cache", _cache(prefix, config)),
     ]
-
-
-def _way(cache: BatchCache) -> str:
-    if isinstance(cache, SerialCache):
-        return "computed one by one: this model can't be batched"
-    return "in mlx-lm's batch caches" if isinstance(cache, MergedCache) else "in slots of one batch"
 
 
 def _exactness(precision: str) -> str:

@@ -8,7 +8,7 @@ from mlx_parallm.engine.rows import Job
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
 from mlx_parallm.kv.blocks import Chain
-from mlx_parallm.kv.prefix import BlockPrefix, Prefix
+from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.models.device import give_memory_back
 
 
@@ -36,10 +36,10 @@ class PrefixLookup:
 
     def shorten(self, job: Job, length: int) -> None:
         """Uses only so much of what was found."""
-        assert isinstance(self._prefix, BlockPrefix)
+        assert self._prefix is not None
         assert job.match is not None
         self._prefix.shorten(job.match, length)
-        job.computed = length
+        job.computed = job.match.length
 
     def release(self, job: Job) -> None:
         """Holds what was found no longer."""

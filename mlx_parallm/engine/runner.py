@@ -23,9 +23,7 @@ from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.merged import state_arrays
-from mlx_parallm.kv.prefix import BlockPrefix, Prefix
-from mlx_parallm.kv.slots import SlotCache
-from mlx_parallm.kv.snapshots import SnapshotPrefix
+from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.rows import RowAdapters
 from mlx_parallm.models.forward import Forward, RowInputs
 from mlx_parallm.models.native.draws import Drawer
@@ -130,7 +128,7 @@ class Runner:
     def _take_snapshots(self, work: Prefill) -> None:
         """Computes a prompt as far as the last of its boundaries where its caches are to be kept."""
         job = work.jobs[0]
-        if not isinstance(self._prefix, SnapshotPrefix) or job.chain is None or wants_prompt_logprobs(job):
+        if self._prefix is None or job.chain is None or wants_prompt_logprobs(job):
             return
         assert job.staged is not None
         if job.stops is None:
@@ -322,7 +320,7 @@ class Runner:
 
     def precompute(self, tokens: list[int]) -> None:
         """Computes the beginning of texts to come, for the prefix cache alone."""
-        if not isinstance(self._prefix, BlockPrefix) or not self._prefix.worth_keeping(tokens):
+        if self._prefix is None or not self._prefix.worth_keeping(tokens):
             return
         chain = self._prefix.chain(tokens, "")
         staged = self.cache.stage(1, len(tokens) + chain.size)  # the last block may not be full
@@ -331,7 +329,7 @@ class Runner:
 
     def share(self, chain: Chain) -> None:
         """Hands what a running row has in common with a text to the prefix cache, where that is more than it has."""
-        if not isinstance(self._prefix, BlockPrefix):
+        if self._prefix is None:
             return
         known = self._prefix.known(chain)
         row = self._texts.get(chain.hashes[known]) if known < len(chain.hashes) else None
@@ -340,7 +338,7 @@ class Runner:
 
     def _keep(self, row: Row) -> None:
         """Hands a row's blocks to the prefix cache: of the tokens that are known, those that went through the model."""
-        if isinstance(self._prefix, BlockPrefix) and row.chain is not None and isinstance(self.cache, SlotCache):
+        if self._prefix is not None and self._prefix.store is not None and row.chain is not None:
             assert row.position is not None
             text = row.prompt + row.tokens + ([row.stop_token] if row.stop_token is not None else [])
             self._prefix.commit(self.cache.layers, row.position, row.chain, row.content(text[: row.length]))

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_parallm.kv.store import Side
+
 
 class RowContext(Protocol):
     """What a pass depends on beside its tokens and caches: which adapter each row has."""
@@ -43,8 +45,41 @@ class ForwardPass(Protocol):
 class BatchCache(Protocol):
     """What the runner needs of the running rows' caches, whatever the model keeps in them."""
 
-    stages_many: bool  # whether several prompts can be prefilled in one pass
     max_bytes: int  # may change while rows run: those beyond it are preempted
+
+    @property
+    def described(self) -> str:
+        """How rows run, for people."""
+        ...
+
+    @property
+    def batches(self) -> bool:
+        """Whether a step computes its rows together."""
+        ...
+
+    @property
+    def stages_many(self) -> bool:
+        """Whether several prompts can be prefilled in one pass."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """What the running rows have in each layer."""
+        ...
+
+    @property
+    def sides(self) -> Sequence[Side]:
+        """Each layer's keys and values, where they can be cut into blocks; else none. Known once a row has joined."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """By which places for rows are reckoned; ranks that share a model must have the same."""
+        ...
+
+    def adopt_sizes(self, sizes: Sequence[int]) -> None:
+        """Reckons with another rank's."""
+        ...
 
     @property
     def positions(self) -> int: ...  # rows in the batch, free ones among them

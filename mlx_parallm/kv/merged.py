@@ -13,15 +13,18 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_parallm.kv.batch import ForwardPass, RowContext
+from mlx_parallm.kv.store import Side
 
 
 class _RowCaches:
     """What the two have in common: positions, and a memory limit by measured size."""
 
     stages_many = False
+    sides: Sequence[Side] = ()  # states that can't be cut into blocks
+    sizes: tuple[int, ...] = ()
 
     def __init__(self, make_cache: Callable[[], list[Any]], max_slots: int, max_bytes: int) -> None:
-        self.make_cache = make_cache
+        self._make_cache = make_cache
         self._max_slots = max_slots
         self.max_bytes = max_bytes
         self._used: list[bool] = []
@@ -38,7 +41,7 @@ class _RowCaches:
 
     def stage(self, rows: int, capacity: int) -> list[Any]:
         assert rows == 1, "these caches are prefilled one prompt at a time"
-        return self.make_cache()
+        return self._make_cache()
 
     def fits(self, rows: int, longest: int) -> bool:
         return rows * max(self._bytes_per_row, longest * self._bytes_per_token) <= self.max_bytes
@@ -51,6 +54,9 @@ class _RowCaches:
     @property
     def smallest_bytes(self) -> int:
         return int(self._bytes_per_row)
+
+    def adopt_sizes(self, sizes: Sequence[int]) -> None:
+        """Rows are appended one by one, in the same order everywhere."""
 
     def expect(self, rows: int) -> None:
         """Rows are appended one by one: there is nothing to prepare."""
@@ -72,6 +78,9 @@ class _RowCaches:
 
 
 class MergedCache(_RowCaches):
+    described = "in mlx-lm's batch caches"
+    batches = True
+
     def __init__(self, make_cache: Callable[[], list[Any]], max_slots: int, max_bytes: int) -> None:
         super().__init__(make_cache, max_slots, max_bytes)
         self.layers: list[Any] = []
@@ -123,9 +132,16 @@ class MergedCache(_RowCaches):
 
 
 class SerialCache(_RowCaches):
+    described = "computed one by one: this model can't be batched"
+    batches = False
+
     def __init__(self, make_cache: Callable[[], list[Any]], max_slots: int, max_bytes: int) -> None:
         super().__init__(make_cache, max_slots, max_bytes)
         self._rows: list[list[Any]] = []
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        return self._rows
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ keeping. Engine thread only.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from mlx_parallm.kv.blocks import Block, BlockPool, Chain, Match, root_of
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.payload import Payload
 from mlx_parallm.kv.slots import PromptLayer
-from mlx_parallm.kv.store import BlockStore, Host, Planes
+from mlx_parallm.kv.store import Blocks, Host, Planes
 from mlx_parallm.metrics import PrefixMetrics
 
 KEEP_TOKENS = 256  # texts from this length on are worth the SSD
@@ -28,8 +28,19 @@ MAX_RESCUED_BYTES = 64 << 20  # of evicted blocks that wait for that
 class Prefix(Protocol):
     metrics: PrefixMetrics
     max_bytes: int
-    disk: DiskTier | None
     prompt_rate: float  # prompt tokens a second, as measured; what is computed sooner than read need not be on disk
+
+    @property
+    def disk(self) -> DiskTier | None: ...
+
+    @property
+    def store(self) -> Blocks | None:
+        """Where blocks' keys and values are; None: snapshots are kept."""
+        ...
+
+    def wrap_store(self, wrap: Callable[[Blocks], Blocks]) -> None:
+        """Goes through another store to its own from now on, where it has one."""
+        ...
 
     def chain(self, tokens: Sequence[int], salt: str, adapter: str = "") -> Chain: ...
 
@@ -38,6 +49,30 @@ class Prefix(Protocol):
         ...
 
     def release(self, match: Match) -> None: ...
+
+    def shorten(self, match: Match, length: int) -> None:
+        """Keeps hold of the first `length` tokens alone, or of none where it can't be cut."""
+        ...
+
+    def known(self, chain: Chain) -> int:
+        """How many of a text's blocks are here; all of them, where running rows can add none."""
+        ...
+
+    def worth_keeping(self, tokens: Sequence[int]) -> bool:
+        """Whether a text that begins so would be matched, and can be kept before anybody asks."""
+        ...
+
+    def commit(self, layers: Sequence[Any], row: int, chain: Chain, tokens: Sequence[int]) -> None:
+        """Keeps the blocks of `tokens`, whose keys and values a row of `layers` holds, that are not kept yet."""
+        ...
+
+    def stops(self, chain: Chain, tokens: Sequence[int], start: int) -> list[int]:
+        """Where to pause a prompt that is computed from `start` on, for `take`."""
+        ...
+
+    def take(self, chain: Chain, caches: list[Any], length: int, of: int) -> object | None:
+        """Keeps the state of a prompt of `of` tokens after its first `length`, and returns it; None: it is not kept."""
+        ...
 
     def admitted(self, chain: Chain, match: Match) -> None:
         """Counts a prompt that begins now, with what was found of it."""
@@ -87,7 +122,7 @@ class Prefix(Protocol):
 class BlockPrefix:
     def __init__(
         self,
-        store: BlockStore,
+        store: Blocks,
         size: int,
         identity: str,
         min_match: int,
@@ -107,6 +142,9 @@ class BlockPrefix:
         self.prompt_rate = 0.0
         self.max_bytes = store.total * store.block_bytes
         self.metrics = PrefixMetrics(blocks_total=store.total)
+
+    def wrap_store(self, wrap: Callable[[Blocks], Blocks]) -> None:
+        self.store = wrap(self.store)
 
     def chain(self, tokens: Sequence[int], salt: str, adapter: str = "") -> Chain:
         return Chain(root_of(self._identity, salt, adapter), self._size).extend(tokens)
@@ -138,6 +176,12 @@ class BlockPrefix:
         kept = -(-length // self._size)
         self._pool.release(Match(match.ids[kept:]))
         match.ids, match.length = match.ids[:kept], length
+
+    def stops(self, chain: Chain, tokens: Sequence[int], start: int) -> list[int]:
+        return []  # blocks are kept when a row leaves
+
+    def take(self, chain: Chain, caches: list[Any], length: int, of: int) -> object | None:
+        raise AssertionError("blocks are kept of rows, not of prompts on their way")
 
     def admitted(self, chain: Chain, match: Match) -> None:
         self.metrics.lookups += 1

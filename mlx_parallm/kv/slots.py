@@ -138,6 +138,8 @@ class SlotLayer:
 class SlotCache:
     """The running rows of a full-attention model."""
 
+    described = "in slots of one batch"
+    batches = True
     stages_many = True
 
     def __init__(
@@ -168,6 +170,13 @@ class SlotCache:
         self.sides: list[Side] = []  # each layer's keys and values; known from then on too
         self._groups: list[list[int]] = []  # sides of one shape
         self._placers: list[Placer | None] = []
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.bytes_per_token, self.max_bytes
+
+    def adopt_sizes(self, sizes: Sequence[int]) -> None:
+        self.bytes_per_token, self.max_bytes = sizes
 
     @property
     def positions(self) -> int:

@@ -20,7 +20,7 @@ from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import copied, held_arrays
 from mlx_parallm.kv.payload import Payload
 from mlx_parallm.kv.prefix import KEEP_TOKENS
-from mlx_parallm.kv.store import integer_of
+from mlx_parallm.kv.store import Blocks, integer_of
 from mlx_parallm.metrics import PrefixMetrics
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class Snapshot:
 
 
 class SnapshotPrefix:
+    store: Blocks | None = None
+
     def __init__(
         self,
         make_cache: Callable[[], list[Any]],
@@ -65,6 +67,9 @@ class SnapshotPrefix:
         self.max_bytes = max_bytes
         self.metrics = PrefixMetrics()
 
+    def wrap_store(self, wrap: Callable[[Blocks], Blocks]) -> None:
+        """It has none."""
+
     def chain(self, tokens: Sequence[int], salt: str, adapter: str = "") -> Chain:
         return Chain(root_of(self._identity, salt, adapter), self._size).extend(tokens)
 
@@ -78,6 +83,19 @@ class SnapshotPrefix:
 
     def release(self, match: Match) -> None:
         match.length, match.state = 0, None
+
+    def shorten(self, match: Match, length: int) -> None:
+        if length < match.length:
+            self.release(match)
+
+    def known(self, chain: Chain) -> int:
+        return len(chain.hashes)  # a running row has the state of its end alone
+
+    def worth_keeping(self, tokens: Sequence[int]) -> bool:
+        return False
+
+    def commit(self, layers: Sequence[Any], row: int, chain: Chain, tokens: Sequence[int]) -> None:
+        """A row's state is that of its end, which no other text shares."""
 
     def admitted(self, chain: Chain, match: Match) -> None:
         self.metrics.lookups += 1
@@ -103,8 +121,7 @@ class SnapshotPrefix:
         wanted = {*regular, last, min(parting * self._size, last)}
         return sorted(stop for stop in wanted if stop > start and chain.hashes[stop // self._size - 1] not in self)
 
-    def take(self, chain: Chain, caches: list[Any], length: int, of: int) -> None:
-        """Keeps the state of a prompt of `of` tokens after its first `length`."""
+    def take(self, chain: Chain, caches: list[Any], length: int, of: int) -> object | None:
         kept = [copied(cache) for cache in caches]
         mx.async_eval(held_arrays(kept))
         hash_ = chain.hashes[length // self._size - 1]
@@ -112,8 +129,6 @@ class SnapshotPrefix:
         self._insert(hash_, snapshot)
         if of >= KEEP_TOKENS and length + self._size >= of:
             self._keep(hash_, snapshot)
-
-    def held(self, hash_: bytes) -> Snapshot | None:
         return self._snapshots.get(hash_)
 
     def __contains__(self, hash_: bytes) -> bool:

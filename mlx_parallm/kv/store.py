@@ -7,7 +7,7 @@ copied when it does. With `bits`, blocks are kept quantised. `BlockPrefix` owns 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -48,6 +48,28 @@ class Side:
     heads: int
     width: int
     dtype: mx.Dtype
+
+
+class Blocks(Protocol):
+    """Keys and values of cached blocks, by the numbers of their places."""
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def clear(self) -> None: ...
+    def drop_from(self, block: int) -> None: ...
+    def write(self, sides: Sequence[mx.array], row: int, numbers: Sequence[int], ids: Sequence[int]) -> None: ...
+    def read(self, ids: Sequence[int], rows: int, length: int, capacity: int) -> list[mx.array]: ...
+    def write_host(self, blocks: Sequence[Host], ids: Sequence[int]) -> None: ...
+    def copies(self, ids: Sequence[int]) -> list[Planes]: ...
+    def to_host(self, groups: Sequence[Planes]) -> list[Host]: ...
+    def host_shapes(self) -> list[tuple[tuple[int, ...], str]]: ...
 
 
 class BlockStore:

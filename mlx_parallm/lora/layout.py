@@ -5,7 +5,7 @@ adapters on any thread and has them placed on the device on the engine's; `engin
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,12 +54,16 @@ class PackedAdapter:
         return sum(group.a.nbytes + group.b.nbytes for group in self.groups.values())
 
 
+AroundPlace = Callable[[PackedAdapter, Callable[[PackedAdapter], Resident]], Resident]
+
+
 class Layout:
     """The layers of a model that adapters may change, in groups."""
 
     def __init__(self, module: nn.Module, traced: bool = False, split: Split | None = None) -> None:
         """`split`: the module is a rank's part of the model."""
         self.active = ActiveAdapters()
+        self.around_place: AroundPlace | None = None  # what else is to be done where an adapter is placed
         self.traced = traced  # passes are traced once per shape: few shapes, and few kernels
         self._split = split
         self._layers = _adaptable(module)
@@ -117,6 +121,9 @@ class Layout:
 
     def place(self, packed: PackedAdapter) -> Resident:
         """Copies a packed adapter to the device."""
+        return self._place(packed) if self.around_place is None else self.around_place(packed, self._place)
+
+    def _place(self, packed: PackedAdapter) -> Resident:
         groups = {}
         for number, group in packed.groups.items():
             a, b = (_from_bits(array, self.dtype) for array in (group.a, group.b))

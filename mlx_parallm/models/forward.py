@@ -86,18 +86,23 @@ class AdapterState(Protocol):
 class Forward:
     def __init__(self, module: nn.Module, adapters: AdapterState | None = None, in_order: bool = False) -> None:
         """`in_order`: passes are computed in the order in which they are asked for, as ranks that share them must."""
-        self._module = module
-        self._in_order = in_order
-        self._adapters = adapters
+        self.module = module
+        self.in_order = in_order
+        self.adapters = adapters
         self._base = None if adapters is None else adapters.row_adapters
         self._state: PassState | None = getattr(module, "state_of_pass", None)
         self._backbone: _CutBackbone | None = None
         self._cut = self._copy_with_cut_backbone(module)
 
+    @property
+    def cuts(self) -> bool:
+        """Whether `at` computes the head for its positions alone."""
+        return self._cut is not None and self._backbone is not None
+
     def __call__(self, tokens: mx.array, caches: list[Any], context: Any = None) -> mx.array:
         """Logits of every position: (B, T) -> (B, T, V), with the rows' adapters or `RowInputs`; None: without any."""
         self._activate(context)
-        logits: mx.array = self._module(tokens, cache=caches)
+        logits: mx.array = self.module(tokens, cache=caches)
         return self._started(logits)
 
     def at(self, tokens: mx.array, caches: list[Any], index: mx.array, context: Any = None) -> mx.array:
@@ -114,7 +119,7 @@ class Forward:
         return self._started(cut[:, 0])
 
     def _started(self, logits: mx.array) -> mx.array:
-        if self._in_order:
+        if self.in_order:
             mx.async_eval(logits)
         return logits
 
@@ -126,8 +131,8 @@ class Forward:
         if self._state is not None:
             self._state.inputs = context if isinstance(context, RowInputs) else None
             context = context.adapters if isinstance(context, RowInputs) else context
-        if self._adapters is not None:
-            self._adapters.row_adapters = self._base if context is None else context
+        if self.adapters is not None:
+            self.adapters.row_adapters = self._base if context is None else context
 
     def _copy_with_cut_backbone(self, module: nn.Module) -> nn.Module | None:
         clone = copy.copy(module)

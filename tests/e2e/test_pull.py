@@ -46,10 +46,10 @@ def trouble(hub: str, **what: Any) -> None:
     assert httpx.post(f"{hub}/trouble", json=what).status_code == 200
 
 
-def asked(hub: str, of: str = WEIGHTS) -> list[str]:
-    """The ranges of a file that were asked for, in their order; empty for the whole."""
+def asked(hub: str, header: str = "range") -> list[str]:
+    """The ranges of the weights that were asked for, in their order; empty for the whole."""
     found = httpx.get(f"{hub}/trouble").json()
-    return [one["range"] for one in found if one["method"] == "GET" and one["path"].endswith(of)]
+    return [one[header] for one in found if one["method"] == "GET" and one["path"].endswith(WEIGHTS)]
 
 
 def command(hub: str, home: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
@@ -76,6 +76,7 @@ def test_into_the_hubs_cache(hub: str, source: Path, tmp_path: Path) -> None:
     assert f"{WEIGHTS}: 0% of 3.1 MB" in ended.stderr
     assert f"{WEIGHTS}: 100% of 3.1 MB" in ended.stderr
     assert asked(hub) == [""]
+    assert asked(hub, "accept-encoding") == ["identity"], "compressed bytes would be written as they come"
     assert pull(hub, tmp_path).stdout == ended.stdout
     assert asked(hub) == [""], "what is there was fetched again"
     assert partials(tmp_path) == []
@@ -147,6 +148,8 @@ def test_damage_is_refused(hub: str, source: Path, tmp_path: Path) -> None:
     blob.write_bytes(b"x" + blob.read_bytes()[1:])  # a disk that forgets
     assert pull(hub, tmp_path).returncode == 0
     assert (folder / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
+    whole = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size >= SIZE]
+    assert len({path.resolve() for path in whole}) == 1, "what was damaged still takes its place"
 
 
 @pytest.mark.slow

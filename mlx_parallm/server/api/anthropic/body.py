@@ -16,9 +16,8 @@ from mlx_parallm.types import INT64, SamplingParams
 
 MAX_AGENT_TOOLS = 1024  # agents with many MCP servers bring hundreds
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-MESSAGES_EXAMPLE: dict[str, Any] = {
+PROMPT_EXAMPLE: dict[str, Any] = {
     "model": "default",
-    "max_tokens": 64,
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
 }
 
@@ -96,7 +95,6 @@ class OutputConfig(Body):
 class PromptBody(Body):
     """What makes the prompt."""
 
-    model_config = ConfigDict(json_schema_extra={"example": MESSAGES_EXAMPLE})
     api_fields: ClassVar = frozenset(
         (
             "betas container context_management inference_geo mcp_servers metadata output_config service_tier speed"
@@ -160,9 +158,13 @@ class PromptBody(Body):
 class CountTokensBody(PromptBody):
     """A prompt whose tokens are counted."""
 
+    model_config = ConfigDict(json_schema_extra={"example": PROMPT_EXAMPLE})
+
 
 class MessagesBody(PromptBody):
     """A conversation to continue."""
+
+    model_config = ConfigDict(json_schema_extra={"example": PROMPT_EXAMPLE | {"max_tokens": 64}})
 
     max_tokens: int = Field(ge=1, le=INT64, description="Where the context has less room, the answer ends there")
     temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy; up to 2, where Anthropic's ends at 1")

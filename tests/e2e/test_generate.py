@@ -165,6 +165,8 @@ def test_sglangs_shape(client: httpx.Client, bare: dict[str | None, Bare]) -> No
     assert [one["output_ids"] for one in several[:2]] == [tokens, tokens]
     assert several[2]["output_ids"] == bare[None].greedy(PROMPT[:9], 10, ignore_eos=True)[0]
     assert "output_token_logprobs" not in several[0]["meta_info"]
+    twice = client.post("/generate", json={"input_ids": PROMPT, "sampling_params": sampling | {"n": 2}}).json()
+    assert [one["output_ids"] for one in twice] == [tokens, tokens]
     stopped = client.post(
         "/generate",
         json={"input_ids": PROMPT, "sampling_params": sampling | {"stop_token_ids": [tokens[4]]}},

@@ -1,5 +1,6 @@
 """`parallm pull` against a hub that cuts connections, stalls, and damages what it sends."""
 
+import hashlib
 import os
 import pty
 import random
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mlx_parallm.terminal.download import RemoteFile, download
 from tests.support.embedding_folders import write_model
 from tests.support.servers import ServerProcess, free_port, ours, running
 from tests.support.stub_hub import MODEL, running_hub
@@ -46,10 +48,10 @@ def trouble(hub: str, **what: Any) -> None:
     assert httpx.post(f"{hub}/trouble", json=what).status_code == 200
 
 
-def asked(hub: str, of: str = WEIGHTS) -> list[str]:
-    """The ranges of a file that were asked for, in their order; empty for the whole."""
+def asked(hub: str, header: str = "range") -> list[str]:
+    """The ranges of the weights that were asked for, in their order; empty for the whole."""
     found = httpx.get(f"{hub}/trouble").json()
-    return [one["range"] for one in found if one["method"] == "GET" and one["path"].endswith(of)]
+    return [one[header] for one in found if one["method"] == "GET" and one["path"].endswith(WEIGHTS)]
 
 
 def command(hub: str, home: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
@@ -76,6 +78,7 @@ def test_into_the_hubs_cache(hub: str, source: Path, tmp_path: Path) -> None:
     assert f"{WEIGHTS}: 0% of 3.1 MB" in ended.stderr
     assert f"{WEIGHTS}: 100% of 3.1 MB" in ended.stderr
     assert asked(hub) == [""]
+    assert asked(hub, "accept-encoding") == ["identity"], "compressed bytes would be written as they come"
     assert pull(hub, tmp_path).stdout == ended.stdout
     assert asked(hub) == [""], "what is there was fetched again"
     assert partials(tmp_path) == []
@@ -149,6 +152,17 @@ def test_damage_is_refused(hub: str, source: Path, tmp_path: Path) -> None:
     assert (folder / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
 
 
+def test_a_damaged_file_behind_a_link_goes_too(hub: str, source: Path, tmp_path: Path) -> None:
+    """As earlier releases of the hub's library made them; else it would take its place for ever."""
+    wanted = (source / WEIGHTS).read_bytes()
+    (tmp_path / "blob").write_bytes(b"x" + wanted[1:])
+    (tmp_path / WEIGHTS).symlink_to(tmp_path / "blob")
+    url, sha256 = f"{hub}/{MODEL}/resolve/main/{WEIGHTS}", hashlib.sha256(wanted).hexdigest()
+    download([RemoteFile(WEIGHTS, url, SIZE, sha256, tmp_path / WEIGHTS)], {})
+    assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS]
+    assert (tmp_path / WEIGHTS).read_bytes() == wanted
+
+
 @pytest.mark.slow
 def test_a_hub_without_ranges(hub: str, source: Path, tmp_path: Path) -> None:
     trouble(hub, cut_after=1 << 20, times=1, ranges=False)
@@ -207,6 +221,8 @@ def test_models_of_the_hub_are_served_by_their_names(tiny_folder: Path, tmp_path
         with running(ServerProcess(line, port, "embedder", environment)) as server:
             entry = httpx.get(f"{server.url}/v1/models/embedder").json()
             assert (entry["kind"], entry["root"]) == ("embedding", MODEL)
+            summary = httpx.get(f"{server.url}/metrics", headers={"Accept": "application/json"}).json()
+            assert summary["current_policy_version"] == 0, "there is no model that has a policy"
             body = {"model": "embedder", "input": "the cat"}
             assert httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).status_code == 200
             shutil.rmtree(tmp_path / "home")

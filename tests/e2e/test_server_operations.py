@@ -104,6 +104,8 @@ def test_health_and_metrics(client: httpx.Client) -> None:
     assert "mlx_parallm_time_to_first_token_seconds_bucket" in names
     assert 'mlx_parallm_requests_finished_total{model="tiny-llama",reason=' in text
     assert 'mlx_parallm_step_start_seconds_total{kind="decode",model="tiny-llama"}' in text
+    for name in ("lora_swaps_total", "lora_resident_bytes", "policy_version"):
+        assert f'mlx_parallm_{name}{{model="tiny-llama"}}' in text
     summary = client.get("/metrics", headers={"Accept": "application/json"}).json()
     assert MetricsSummary.model_validate(summary).max_batch_size == 32
     debug = DebugMetrics.model_validate(client.get("/debug/metrics").json())
@@ -113,6 +115,11 @@ def test_health_and_metrics(client: httpx.Client) -> None:
     for steps in (debug.decode, debug.prefill):
         assert steps["count"] > 0
         assert steps["start_seconds"] > 0
+
+
+def test_a_server_alone_has_no_cluster_to_join(client: httpx.Client) -> None:
+    answer = client.get("/debug/cluster")
+    assert (answer.status_code, "--share-model" in answer.json()["error"]["message"]) == (404, True)
 
 
 def test_keys(guarded: httpx.Client) -> None:

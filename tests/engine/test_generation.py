@@ -10,9 +10,11 @@ import pytest
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.start import start_engine
-from mlx_parallm.errors import ParallmError
+from mlx_parallm.errors import ParallmError, QueueFullError, UnavailableError
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.server.api.anthropic.writer import MessageOptions, MessageWriter
+from mlx_parallm.server.api.responses.bodies import ResponseBody
+from mlx_parallm.server.api.responses.writer import ResponsesWriter
 from mlx_parallm.server.call import ChatTurn, GenerationCall
 from mlx_parallm.server.caller import ANYBODY, Caller
 from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate
@@ -108,3 +110,22 @@ def test_calls_that_are_streamed_are_blocks_of_their_own(engine: Engine, size: i
         ("clock", {"zone": "Oslo"}),
     ]
     assert len({block["id"] for block in message["content"][1:]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (QueueFullError("the queue is full"), "rate_limit_exceeded"),
+        (UnavailableError("it ended", code="replica_lost"), "replica_lost"),
+        (ParallmError("it broke"), "server_error"),
+    ],
+)
+def test_a_response_that_failed_says_why(engine: Engine, error: ParallmError, code: str) -> None:
+    kept: list[Any] = []
+    chat = ChatTurn(conversation=Conversation([{"role": "user", "content": "?"}]))
+    body = ResponseBody.model_validate({"input": "?"})
+    writer = ResponsesWriter(body, generation_of(engine, chat=chat), kept.append, stores=False)
+    event = json.loads(writer.failure(error).partition(b"data: ")[2])
+    assert event["type"] == "response.failed"
+    assert event["response"]["error"] == {"code": code, "message": error.message}
+    assert [response["status"] for response in kept] == ["failed"]

@@ -136,6 +136,8 @@ def test_a_row_that_waits_begins_with_the_newest(adapters: dict[str, Adapter], b
         assert (spans(follows), spans(stays)) == ([(0, 2)], [(0, 1)])
         assert follows.tokens == bare["all"].greedy(PROMPT, 6, ignore_eos=True)[0]
         assert stays.tokens == bare["few"].greedy(PROMPT, 6, ignore_eos=True)[0]
+        again = running.ask(PROMPT, max_tokens=2, adapter="p")
+        assert again.deltas[0].cached_tokens >= 32, "its prompt is kept as the newest's"
         running.settle()
 
 

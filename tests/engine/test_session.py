@@ -467,6 +467,9 @@ def test_nothing_to_learn_from() -> None:
         assert (report.published, report.outcome.skipped) == (False, 8)
         with pytest.raises(InvalidRequestError, match="no checkpoints"):
             session.checkpoint()
+        with pytest.raises(InvalidRequestError, match="no checkpoints"):
+            session.update(one.trajectories(), checkpoint_name="mine")
+        assert session.trainer.updates == 0
 
 
 def test_several_learn_at_once() -> None:
@@ -554,7 +557,9 @@ def test_a_prompt_that_is_too_long_is_skipped_counted_and_named(
         rewards = parse_components(["length=3"], task)
         sampler = TaskSampler(one.engine, one.rollouts, Rewards(), task, rewards)
         config = LoopConfig(steps=2, prompts_per_step=4, group_size=2, eval_problems=1, answer_tokens=4)
-        reports = Loop(one.session(), sampler, config).run()
+        told: list[StepReport] = []
+        reports = Loop(one.session(), sampler, config, on_step=told.append).run()
+    assert (told, len(told)) == (reports, 3), "each is told as it comes"
     assert reports[-1].flat()["skipped_problems"] == 1
     named = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
     assert len(named) == 1

@@ -28,6 +28,7 @@ from tests.faults.reach import TREE, WORK, Part, Reached
 MUTANT_SECONDS = 60.0  # after which a fault counts as noticed, if its tests take less without it
 TEST_SECONDS = 25.0  # of tests for one fault, as they were measured, with coverage
 FILE_SECONDS = 1.0  # to import a file of tests, beside what its setup takes
+FEW_CASES = 3  # of one test come before more of them
 SETUP_SHARE = 0.4  # of a setup as it was measured: with coverage servers are started, without it they are forked
 GOLDEN = ("tests/e2e/test_golden_answers.py", "tests/unit/test_surface.py", "tests/e2e/test_surface.py")
 WANTED = 0.85
@@ -123,8 +124,8 @@ def chosen_tests(
     fault: Fault, reached: Mapping[str, Reached], seconds: float = TEST_SECONDS, broadest: bool = False
 ) -> list[str]:
     """Tests that reach a fault's function, as many as there is time for: first those of a file of its name, then those
-    that reach little else; at last those that compare what users see with golden files. Of code that runs on import,
-    all tests that import it. `broadest`: before all others the one that reaches most."""
+    that reach little else, a few cases of each; at last those that compare what users see with golden files. Of code
+    that runs on import, all tests that import it. `broadest`: before all others the one that reaches most."""
     found: dict[str, float] = {}
     breadth: Counter[str] = Counter()
     for one in reached.values():
@@ -136,8 +137,15 @@ def chosen_tests(
     path = Path(fault.path)
     words = _words(path.parent if path.stem == "__init__" else path)
 
-    def rank(test: str) -> tuple[bool, int, float]:
-        return words.isdisjoint(_words(Path(test.partition("::")[0]))), breadth[test], found[test]
+    seen: Counter[str] = Counter()
+    alike: dict[str, int] = {}  # how many cases of the same test come before it
+    for test in found:
+        alike[test] = seen[test.partition("[")[0]]
+        seen[test.partition("[")[0]] += 1
+
+    def rank(test: str) -> tuple[bool, int, int, float]:
+        elsewhere = words.isdisjoint(_words(Path(test.partition("::")[0])))
+        return elsewhere, alike[test] // FEW_CASES, breadth[test], found[test]
 
     chosen: list[str] = []
     files: set[str] = set()

@@ -83,7 +83,8 @@ class Handler(BaseHTTPRequestHandler):
         hub, path = self.hub, self.path.partition("?")[0]
         if path == "/trouble":
             return self._send(hub.asked)
-        hub.asked.append({"method": self.command, "path": path, "range": self.headers.get("Range", "")})
+        wanted = {name.lower(): self.headers.get(name, "") for name in ("Range", "Accept-Encoding")}
+        hub.asked.append({"method": self.command, "path": path, **wanted})
         if path.startswith(f"/api/models/{MODEL}/revision/"):
             files = [
                 {"rfilename": name, "blobId": hub.oid(name), **hub.describe(name, "sha256")} for name in hub.files()

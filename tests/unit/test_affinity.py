@@ -177,3 +177,9 @@ def test_any_body_has_a_bounded_digest() -> None:
     long = prompt_digest(chat(*("word " * 1000 for _ in range(1000)))).prefix
     assert len(long.hashes) == len(long.lengths) == MAX_HASHES
     assert list(long.lengths) == sorted(long.lengths)
+
+
+def test_a_long_prompt_is_hashed_at_steps_that_grow() -> None:
+    lengths = list(prompt_digest(json.dumps({"prompt": "x" * 200_000}).encode()).prefix.lengths)
+    short, middle = [*range(512, 16_385, 512)], [*range(16_384 + 2_048, 131_073, 2_048)]
+    assert lengths == [*short, *middle, *range(131_072 + 8_192, 200_000, 8_192), 200_000]

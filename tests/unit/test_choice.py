@@ -100,3 +100,12 @@ def test_the_token_that_ends_it_is_counted() -> None:
     ended = choice()
     ended.take(Delta("id", 0, [], finish_reason="stop", stop_token=TOKENIZER.eos_token_id))
     assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
+
+
+def test_a_version_that_made_no_token_has_no_span() -> None:
+    subject = choice()
+    subject.take(Delta("id", 0, [66] * 3, versions=((0, 1),)))
+    assert subject.policy_spans == [[0, 3, 1]]
+    subject.take(Delta("id", 0, [66] * 3, versions=((0, 1), (3, 2), (3, 3), (6, 4))))
+    assert subject.policy_spans == [[0, 3, 1], [3, 6, 3]]
+    assert (subject.policy_version, subject.mixed_policy) == (3, True)

@@ -2,20 +2,29 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
+import pytest
 
 from mlx_parallm.cluster import views
 from mlx_parallm.cluster.changes import KEPT_WEIGHTS, Change, SharedState, decode
 from mlx_parallm.cluster.links import pack_hashes, read_error, unpack_hashes, write_error
-from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.cluster.replica import FrontLink, Replica
+from mlx_parallm.cluster.replicated import ReplicatedPool, ReplicatedPredictor
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.errors import ModelNotFoundError, ParallmError
 from mlx_parallm.lora.weights import AdapterError
 from mlx_parallm.metrics import PREFIX, EngineMetrics
 from mlx_parallm.models.kinds import policy
 from mlx_parallm.server.api.ops import MetricsSummary
 from mlx_parallm.server.api.ops.metrics import JOINS, debug_summary
+from mlx_parallm.tensors import parse_safetensors
 from tests import surface
+from tests.support.networks import mlp_policy
+from tests.support.recording import recording_server
 
 
 def publish(number: int, name: str = "math", data: bytes = b"") -> Change:
@@ -86,6 +95,28 @@ def test_the_weights_of_a_policy_are_kept_as_the_policy_keeps_them() -> None:
     assert state.numbered(Change("publish", "cartpole", "", 7)).number == 10
     state.add(Change("unload_model", "cartpole", fields={"timeout": 1.0}))
     assert [change.kind for change in state.replay()] == ["unload_model"]
+
+
+def test_what_a_client_changes_is_proposed_to_all_replicas(tmp_path: Path) -> None:
+    proposed: list[Change] = []
+
+    def propose(change: Change) -> Change:
+        proposed.append(change)
+        return change
+
+    pool = ReplicatedPool(None, propose)
+    assert pool.load("other", "/models/other", True).done()
+    pool.unload("other", 2.0)
+    model = policy.load(mlp_policy(tmp_path))
+    model.replace(model.fit(parse_safetensors((tmp_path / "model.safetensors").read_bytes())), 2)
+    own = SimpleNamespace(predictor=model)
+    told = ReplicatedPredictor("cartpole", own, propose).rollback("cartpole", 1)
+    assert (told.label, told.kept) == ("cartpole@1", (1, 2))
+    assert [(one.kind, one.model, one.name, one.number, one.fields) for one in proposed] == [
+        ("load_model", "other", "", None, {"source": "/models/other", "pin": True}),
+        ("unload_model", "other", "", None, {"timeout": 2.0}),
+        ("rollback", "cartpole", "", 1, {}),
+    ]
 
 
 def test_models_and_pauses() -> None:
@@ -180,3 +211,17 @@ def test_models_of_all_replicas() -> None:
         ("tiny", {"a": "ready", "b": "ready"}),
         ("more", {"b": "loading"}),
     ]
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_a_replica_that_can_not_start_tells_the_front(sharing: int, tmp_path: Path) -> None:
+    with recording_server() as front:
+        front.answers["POST /failed"] = {}
+        link = FrontLink(front.url, "between us", "left")
+        config = ServeConfig.of(model_path=[str(tmp_path / "nothing")])
+        with pytest.raises(ParallmError, match="nothing"):
+            Replica(config, link, "between us", "127.0.0.1", sharing).start()
+        link._client.close()
+        told = front.last.json
+    assert (told["name"], told["fatal"]) == ("left", True)
+    assert "nothing" in told["message"]

@@ -210,6 +210,13 @@ def test_an_option_has_one_name_and_one_place() -> None:
         assert len({(option.section, option.key) for option in options}) == len(options)
 
 
+def test_the_prefix_cache_may_be_given_in_whole_contexts() -> None:
+    config = ServeConfig.of(sequence_cache_size=3, block_size=16)
+    assert [config.cache.blocks(length) for length in (1, 96, 100)] == [3, 18, 21]
+    assert ServeConfig.of(num_blocks=7).cache.blocks(100) == 7
+    assert ServeConfig.of().cache.blocks(100) is None
+
+
 def test_options_are_changed_by_name() -> None:
     config = ServeConfig.of(port=1, lora_rank=4, ssd=False)
     changed = config.but(port=2, learning_rate=0.1)

@@ -246,6 +246,22 @@ async def test_where_all_replicas_refuse_so_does_the_front() -> None:
             assert (answer.status_code, answer.json()) == (401, {"error": {"message": "no key"}})
 
 
+async def test_the_dashboard_s_events_are_those_of_all_replicas() -> None:
+    async def events(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b"retry: 2000\nevent: history\ndata: []\n\n")
+        return answer
+
+    async with cluster() as it:
+        await it.add("left", events)
+        await it.add("right", events)
+        answer = await it.calls.get("/dashboard/events")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream")
+        assert answer.content == b"retry: 2000\nevent: history\ndata: []\n\n"
+        assert sorted(it.asked) == ["left", "right"]
+
+
 async def test_a_background_response_is_asked_of_the_replica_that_makes_it() -> None:
     def creates(name: str) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:

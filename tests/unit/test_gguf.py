@@ -309,3 +309,13 @@ def test_rope_scaling_from_metadata(kind: str, tmp_path: Path) -> None:
 def test_an_empty_file_has_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="missing"):
         converted(GgufFile({"general.architecture": "llama"}).write(tmp_path / "m.gguf"))
+
+
+def test_a_header_that_names_nothing_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))
+    header = read_header(path)
+    assert (header.metadata, header.tensors) == ({}, {})
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ModelLoadError, match="too short"):
+        read_header(path)

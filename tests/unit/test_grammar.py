@@ -15,6 +15,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.openai.structural_tags import StructuralTag
+from mlx_parallm.server.api.openai.structure import ResponseFormat
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.grammar import (
     GrammarCompiler,
@@ -91,6 +92,9 @@ def test_structural_tags() -> None:
     new = StructuralTag.model_validate(
         {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": tags}}
     ).grammar()
+    shaped = ResponseFormat.model_validate({"type": "structural_tag", "format": {"type": "tag", **tags[1]}})
+    assert shaped.structural_tag is not None
+    assert accepts(shaped.structural_tag.grammar(), "a <f=1>a/b/c</f>")
     for text in ("", "free < text", 'so <f=add>{"a": 1}</f> and <f=add>{"a": 2}</f>.'):
         assert accepts(old, text)
     for text in ('<f=add>{"a": "1"}</f>', "<f=sub>", '<f=add>{"a": 1}'):

@@ -111,6 +111,13 @@ def test_a_flag_for_rows_is_the_whole_process() -> None:
     assert plan.blocks == 0
 
 
+@pytest.mark.parametrize(("kind", "share"), [("cpu", 8), ("metal", 4), ("cuda", 4)])
+def test_rows_that_may_hold_little_leave_little_behind(kind: str, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "device_kind", lambda: kind)
+    (plan,) = plan_memory([GIB], [0], ServeConfig.of(memory_limit=40 * GIB, kv_cache_memory=2 * GIB))
+    assert plan.kept == 2 * GIB // share
+
+
 def test_what_can_not_work_names_the_number_that_would() -> None:
     with pytest.raises(ModelLoadError, match=r"8.0 GiB .* may hold 4.0 GiB: --memory-limit 10240MiB"):
         plan_memory([8 * GIB], [0], ServeConfig.of(memory_limit=4 * GIB))

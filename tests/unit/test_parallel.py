@@ -1,18 +1,27 @@
 """Parts of a group of ranks that need no group: messages, how models and adapters are split, what is refused."""
 
 import socket
-from typing import Any
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_parallm.cluster.parallel import GroupMember, group_config
 from mlx_parallm.cluster.parallel_channel import BEAT, Channel, Message
-from mlx_parallm.cluster.parallel_layers import runs_of, way_to_split
+from mlx_parallm.cluster.parallel_layers import runs_of, split_model, way_to_split
+from mlx_parallm.cluster.parallel_leading import Leading, lead_parts
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.engine.batching import batch_cache
+from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.engine.patch import attach_adapters
+from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.lora.split import Split
 from mlx_parallm.lora.weights import Adapter, AdapterError, Part, Target
+from mlx_parallm.models.forward import Forward
 from tests.tiny import tiny
 
 
@@ -123,3 +132,63 @@ def test_a_group_keeps_prompts_in_memory_alone() -> None:
     config = ServeConfig.of()
     assert config.cache.ssd
     assert not group_config(config, GroupMember(Second(), config)).cache.ssd  # type: ignore[arg-type]
+
+
+class Rank:
+    """One of two ranks, which are threads here: their sums are computed as soon as both have come to them."""
+
+    meeting = threading.Barrier(2, timeout=20)
+    parts: ClassVar[list[mx.array]] = []
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def rank(self) -> int:
+        return self._number
+
+    def size(self) -> int:
+        return 2
+
+    def sum(self, part: mx.array) -> mx.array:
+        mx.eval(part)
+        self.parts.append(part)
+        self.meeting.wait()
+        total = self.parts[0] + self.parts[1]
+        mx.eval(total)
+        if self.meeting.wait() == 0:
+            self.parts.clear()
+        self.meeting.wait()
+        return total
+
+
+def test_ranks_that_have_some_layers_each_give_what_all_layers_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda part, group: group.sum(part))
+    tokens = mx.array([[5, 9, 7, 3]])
+    expected = tiny("gemma3").module(tokens)
+    mx.eval(expected)
+
+    def logits(number: int) -> np.ndarray[Any, Any]:
+        module = tiny("gemma3").module
+        split = split_model(module, Rank(number))  # type: ignore[arg-type]
+        assert split.way == "pipeline"
+        here = [bool(layer.parameters()) for layer in module.layers]
+        assert here == [number == 0, number == 1], "a rank has its own layers' weights alone"
+        return np.array(module(tokens))
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(logits, range(2)):
+            np.testing.assert_allclose(found, np.array(expected), atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "cache_kind"), [("llama", "SlotCache"), ("gemma3", "MergedCache")])
+def test_the_others_are_told_how_rows_are_reckoned(kind: str, cache_kind: str) -> None:
+    model, profile = tiny(kind), DeviceProfile.of("metal")  # whose kernels need not be built here
+    layout = attach_adapters(model.module, profile)
+    forward = Forward(model.module)
+    cache = batch_cache(model, forward, 4, 1 << 30, profile)
+    sent: list[Message] = []
+    lead_parts(DeviceParts(forward, cache, None), layout, Leading(sent.append))
+    name, each, most = sent[0].values
+    assert (sent[0].name, name, most) == ("sizes", cache_kind, 1 << 30)
+    of_layers = 2 * len(model.module.layers) * 2 * 16 * 4  # keys and values, layers, heads, their width, float32
+    assert each == (of_layers if cache_kind == "SlotCache" else 0)

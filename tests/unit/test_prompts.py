@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
+from transformers import ByT5Tokenizer
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.text.parsers import harmony
@@ -151,6 +152,14 @@ def test_encoding_is_the_tokenizers_own(tokenizer: TokenizerWrapper) -> None:
             expected = tokenizer.encode(text, add_special_tokens=special)
             assert subject.encode(text, add_special_tokens=special) == expected
             assert subject.encode(text, add_special_tokens=special) == expected  # from the cache
+
+
+def test_a_tokenizer_in_python_alone_is_asked_too() -> None:
+    tokenizer = TokenizerWrapper(ByT5Tokenizer())
+    subject = Prompts(tokenizer)
+    assert tokenizer.encode("é b", add_special_tokens=False) == [198, 172, 35, 101]
+    assert subject.encode("é b", add_special_tokens=False) == [198, 172, 35, 101]
+    assert subject.encode("é b", add_special_tokens=True) == [198, 172, 35, 101, 1]
 
 
 def test_cached_prompts_are_copies() -> None:

@@ -110,11 +110,13 @@ def test_the_lines_are_json(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_plot_says_what_it_draws(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("svg")
     with Progress(tmp_path, 2, "sft", report_to=["none"]) as progress:
         for news in NEWS:
             progress.on_step(news)
     words = texts(tmp_path / LOG)
+    assert matplotlib.get_backend().lower() == "agg", "one that opens no window, whatever was chosen before"
     assert {"loss", "held-out loss", "step", "mine"} <= words
     rewards = tmp_path / "rewards.jsonl"
     rewards.write_text('{"step": 0, "held_out": 0.25}\n{"step": 1, "reward": 0.5, "held_out": 0.5}\n')

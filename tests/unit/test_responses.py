@@ -206,6 +206,22 @@ def test_other_tools_get_items_of_their_own() -> None:
     assert kinds.count("custom_tool_call_input.done") == 2
 
 
+def test_calls_of_other_tools_have_their_shape_from_the_beginning() -> None:
+    body = ResponseBody.model_validate({"input": "x", "tools": TOOLS})
+    begun: list[dict[str, Any]] = []
+
+    def emit(kind: str, **fields: Any) -> None:
+        if kind == "response.output_item.added":
+            begun.append(dict(fields["item"]))
+
+    builder = OutputBuilder(body.tool_use, emit, encoded_reasoning=False)
+    builder.add(Piece(calls=(CallDelta(0, "c0", "patch", "{"), CallDelta(1, "c1", "local_shell", "{"))))
+    custom, shell = begun
+    assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", "")
+    assert (shell["type"], shell["call_id"]) == ("local_shell_call", "c1")
+    assert shell["action"] == {"type": "exec", "command": [], "env": {}}
+
+
 def test_nothing_is_an_empty_message() -> None:
     items, kinds = built()
     assert items[0]["content"][0]["text"] == ""
@@ -310,7 +326,7 @@ def test_bytes_are_bounded(folder: Path) -> None:
     store = ResponseStore(folder, 100_000)
     for number in range(50):
         store.put("me", response(f"r{number}", text="x" * 5_000))
-    store.put("me", response("huge", text="x" * 200_000))
+    assert not store.put("me", response("huge", text="x" * 200_000)).result(), "it is not said to be kept"
     kept = [number for number in range(50) if done(store.get("me", f"r{number}")) is not None]
     assert kept == list(range(kept[0], 50))
     assert 5 <= len(kept) <= 20
@@ -335,6 +351,27 @@ def test_a_damaged_file_is_put_aside(folder: Path) -> None:
     assert done(store.get("me", "a")) is not None
     done(store.close())
     assert list(folder.glob("*.damaged"))
+
+
+def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "some" / "where" / "kept", 10_000_000)
+    assert store.put("me", response("a")).result()
+    done(store.close())
+
+
+def test_a_server_s_file_that_another_has_just_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers that start at once both see that a third has ended."""
+    (folder / "servers").mkdir(parents=True)
+    (folder / "servers" / "ended").touch()
+
+    def found_dead(where: Path, name: str) -> bool:
+        (where / "servers" / name).unlink()
+        return False
+
+    monkeypatch.setattr("mlx_parallm.server.api.responses.alive.is_alive", found_dead)
+    store = ResponseStore(folder, 10_000_000)
+    assert store.put("me", response("a")).result()
+    done(store.close())
 
 
 def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:

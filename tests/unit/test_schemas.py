@@ -1,11 +1,16 @@
 """Bodies are read strictly, nulls are absences, and errors name their place. The e2e table has the many cases."""
 
+import importlib
+import pkgutil
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server import api
+from mlx_parallm.server.api.dashboard import ServerSnapshot
 from mlx_parallm.server.api.openai.chat import ChatBody, chat_call
 from mlx_parallm.server.api.openai.common import GenerationBody
 from mlx_parallm.server.api.openai.completions import CompletionBody
@@ -50,6 +55,12 @@ def test_unknown_fields_are_ignored() -> None:
 )
 def test_prompts(given: Any, read: Any) -> None:
     assert CompletionBody.model_validate({"prompt": given}).prompt == read
+
+
+@pytest.mark.parametrize("prompt", ["a", [1]])
+def test_the_number_of_prompts_is_bounded(prompt: Any) -> None:
+    assert len(CompletionBody.model_validate({"prompt": [prompt] * 1024}).prompt) == 1024
+    assert wrong(CompletionBody, {"prompt": [prompt] * 1025}).param == "prompt"
 
 
 def test_stop_and_bias() -> None:
@@ -130,3 +141,26 @@ def test_reasoning_effort_reaches_the_template() -> None:
 def test_tokenize_takes_either() -> None:
     assert TokenizeBody.model_validate({"prompt": "x"}).messages is None
     assert TokenizeBody.model_validate({"messages": HELLO}).prompt is None
+
+
+def examples() -> Iterator[tuple[type[BaseModel], Any]]:
+    for module in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
+        importlib.import_module(module.name)
+    found: list[type[BaseModel]] = [BaseModel]
+    for one in found:
+        found += one.__subclasses__()
+        more = one.model_config.get("json_schema_extra")
+        if one.__module__.startswith("mlx_parallm.") and isinstance(more, dict) and "example" in more:
+            yield one, more["example"]
+
+
+def test_the_examples_of_the_documentation_are_what_they_are_examples_of() -> None:
+    """Bodies ignore fields that they do not know; examples of them have none."""
+    found = list(examples())
+    for model, example in found:
+        if model is not ServerSnapshot:  # of which the example shows a part
+            model.model_validate(example)
+        fields = model.model_fields.items()
+        known = {name for name, _ in fields} | {field.alias for _, field in fields}
+        assert set(example) <= known, f"{model.__name__}: {set(example) - known}"
+    assert len(found) > 40

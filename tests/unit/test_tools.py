@@ -94,7 +94,17 @@ def test_keys_in_another_order(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["no json", '{"name": 5, "arguments": {}}', '{"arguments": {}}', "[]", "{", "", "null"]
+    "body",
+    [
+        "no json",
+        '{"name": 5, "arguments": {}}',
+        '{"arguments": {}}',
+        "[]",
+        "{",
+        "",
+        "null",
+        'X{"name": "add", "arguments": {}}',
+    ],
 )
 def test_malformed_calls_are_content(body: str, size: int) -> None:
     text = f"<tool_call>{body}</tool_call>"

@@ -73,3 +73,14 @@ def test_no_rollout_leaves_in_vain() -> None:
     assert leaving([job(1, n=4), job(2)], rows(4, rollout=True), places=4) == 0  # who waits behind it waits on
     assert leaving([job(1), job(2, n=4)], rows(4, rollout=True), places=4) == 1
     assert leaving([job(1), job(2)], rows(4, rollout=True), places=4, budget=1) == 1  # what this step can compute
+
+
+def test_rollouts_stay_while_a_request_s_prompt_is_read_from_the_ssd() -> None:
+    planned = Scheduler(Limits(2, 0, 100, 0.0, 0.0), lambda count, longest: True, clock=lambda: 7.0)
+    planned.running += rows(2, rollout=True)
+    request, rollout = job(1), job(2, rollout=True)
+    request.fetching_until = 7.5
+    planned.waiting += [request, rollout]
+    assert planned.displaced() == []
+    request.fetching_until = 7.0
+    assert len(planned.displaced()) == 1

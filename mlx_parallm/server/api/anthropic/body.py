@@ -17,9 +17,8 @@ from mlx_parallm.text.prompts import Conversation
 
 MAX_AGENT_TOOLS = 1024  # agents with many MCP servers bring hundreds
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-MESSAGES_EXAMPLE: dict[str, Any] = {
+PROMPT_EXAMPLE: dict[str, Any] = {
     "model": "default",
-    "max_tokens": 64,
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
 }
 
@@ -97,7 +96,6 @@ class OutputConfig(Body):
 class PromptBody(Body):
     """What makes the prompt."""
 
-    model_config = ConfigDict(json_schema_extra={"example": MESSAGES_EXAMPLE})
     api_fields: ClassVar = frozenset(
         (
             "betas container context_management inference_geo mcp_servers metadata output_config service_tier speed"
@@ -161,6 +159,8 @@ class PromptBody(Body):
 class CountTokensBody(PromptBody):
     """A prompt whose tokens are counted."""
 
+    model_config = ConfigDict(json_schema_extra={"example": PROMPT_EXAMPLE})
+
 
 @samples(
     "top_p",
@@ -173,6 +173,8 @@ class CountTokensBody(PromptBody):
 )
 class MessagesBody(PromptBody, SampledBody):
     """A conversation to continue."""
+
+    model_config = ConfigDict(json_schema_extra={"example": PROMPT_EXAMPLE | {"max_tokens": 64}})
 
     max_tokens: int = Field(ge=1, le=INT64, description="Where the context has less room, the answer ends there")
     stream: bool = False

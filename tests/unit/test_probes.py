@@ -1,0 +1,30 @@
+"""What `parallm doctor` makes of the rates that it has measured; e2e/test_doctor.py measures them."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_parallm.doctor.probes import LONG_PROMPT, Measured, Probe
+
+
+class Given(Probe):
+    """Rates that are given: of prompts, and of tokens by their number of rows."""
+
+    def __init__(self, prefill: float, decode: dict[int, float]) -> None:
+        super().__init__(SimpleNamespace(model=SimpleNamespace(vocab_size=300)))  # type: ignore[arg-type]
+        self._rates = prefill, decode
+
+    def ask(self, prompts: Any, **options: Any) -> list[Measured]:
+        return [Measured(times=[time.perf_counter() + LONG_PROMPT / self._rates[0]]) for _ in prompts]
+
+    def decode_rate(self, rows: int, **options: Any) -> float:
+        return self._rates[1][rows]
+
+
+@pytest.mark.parametrize(("prefill", "verdict"), [(100.0, "ok"), (60.0, "slow")])
+def test_a_prompt_is_to_be_twice_as_fast_as_a_row_alone(prefill: float, verdict: str) -> None:
+    found = Given(prefill, {1: 40.0, 2: 60.0})._prefill()
+    assert found.verdict == verdict
+    assert found.numbers["rate"] == pytest.approx(prefill, rel=0.1)

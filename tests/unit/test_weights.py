@@ -1,0 +1,18 @@
+"""How many bytes a model's weights will take, before they are loaded."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mlx_parallm.runtime.weights import weight_bytes
+
+
+@pytest.mark.parametrize("name", ["F64", "I64", "U64", "I32", "U32", "F32", "F16", "I16", "U16", "I8", "U8", "BOOL"])
+def test_tensors_of_each_type_take_their_bytes(name: str, tmp_path: Path) -> None:
+    kinds = {"F": "f", "I": "i", "U": "u", "B": "b"}
+    width = 1 if name == "BOOL" else int(name[1:]) // 8
+    save_file({"x": np.zeros((3, 5), f"{kinds[name[0]]}{width}")}, tmp_path / "model.safetensors")
+    assert weight_bytes(tmp_path, "metal") == 15 * width
+    assert weight_bytes(tmp_path, "cpu") == 15 * (4 if name == "F16" else width), "halves are computed in float32"

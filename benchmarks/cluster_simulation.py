@@ -1,7 +1,7 @@
 """How well the router of `--replicas` does with a hundred replicas: a trace of a million requests, replayed.
 
-The router is the real one (mlx_parallm/cluster/affinity.py); replicas are simulated: each has a prefix cache of
-so many characters, the longest unused going first, and takes as long for a request as the rates below say. Random
+The router is the real one (mlx_parallm/cluster/replicas/affinity.py); replicas are simulated: each has a prefix cache
+of so many characters, the longest unused going first, and takes as long for a request as the rates below say. Random
 choice and taking turns are replayed beside it. Hit rate: characters of prompts found in the chosen replica's cache.
 
     python benchmarks/cluster_simulation.py --requests 1000000 --replicas 100
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlx_parallm.cluster.affinity import CAPACITY, AffinityRouter, PromptPrefix
-from mlx_parallm.cluster.prompts import prompt_digest
+from mlx_parallm.cluster.replicas.affinity import CAPACITY, AffinityRouter, PromptPrefix
+from mlx_parallm.cluster.replicas.prompt_hashes import prompt_digest
 
 STEP = 512  # characters between two hashes, as prompts.py has it
 PREFILL_RATE, DECODE_RATE = 8000.0, 120.0  # characters a second: 2000 tokens of a prompt, 30 of an answer

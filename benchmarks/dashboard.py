@@ -19,7 +19,7 @@ import httpx
 import servers
 from rich.console import Console
 
-from mlx_parallm.bench import LoadSpec, run_load
+from mlx_parallm.bench.load_test import LoadSpec, run_load
 
 ASKED = ("/v1/training/status", "/v1/models", "/v1/adapters", "/server_info")
 IDLE_SECONDS = 15

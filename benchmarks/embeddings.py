@@ -26,8 +26,8 @@ import servers
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.bench import Percentiles
-from mlx_parallm.config.model import ModelConfig
+from mlx_parallm.bench.load_test import Percentiles
+from mlx_parallm.config.model_config import ModelConfig
 from mlx_parallm.errors import UnavailableError
 from mlx_parallm.http_client import Endpoint, send
 from mlx_parallm.models.kinds import embedding

@@ -22,7 +22,7 @@ import servers
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.bench import Percentiles
+from mlx_parallm.bench.load_test import Percentiles
 from mlx_parallm.common_words import WORDS
 from mlx_parallm.errors import UnavailableError
 from mlx_parallm.http_client import Endpoint, send

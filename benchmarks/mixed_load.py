@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from stress import settled
 
-from mlx_parallm.config.model import EMBEDDED
+from mlx_parallm.config.model_config import EMBEDDED
 from mlx_parallm.http_client import Endpoint
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.models.loader import load

@@ -16,7 +16,7 @@ from safetensors.numpy import save
 from stress import MALFORMED
 
 from mlx_parallm.common_words import WORDS
-from mlx_parallm.lora.weights import Target
+from mlx_parallm.lora.adapter import Target
 from tests.support.hostile import HOSTILE
 
 SYSTEM = " ".join(WORDS[:30])  # what many prompts begin with, so that the prefix cache has something to find

@@ -23,14 +23,14 @@ import servers
 from rich.console import Console
 from rich.table import Table
 
+from mlx_parallm.devices.device import device_kind, device_name
+from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.batching import slot_cache
-from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.patch import patch_layers, use_device_kernels
+from mlx_parallm.lora.adapter import Adapter, Part
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry, Version
-from mlx_parallm.lora.rows import RowAdapters, StackedLoRA
-from mlx_parallm.lora.weights import Adapter, Part
-from mlx_parallm.models.device import device_kind, device_name
+from mlx_parallm.lora.row_adapters import RowAdapters, StackedLoRA
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.loader import load
 

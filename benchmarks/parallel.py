@@ -14,8 +14,8 @@ import statistics
 import servers
 import weights
 
-from mlx_parallm.bench import LoadSpec, run_load
-from mlx_parallm.bench_cli import parse_span
+from mlx_parallm.bench.load_test import LoadSpec, run_load
+from mlx_parallm.cli.bench_command import parse_span
 from mlx_parallm.errors import UnavailableError
 from tests.support.groups import RankGroup
 

@@ -32,8 +32,8 @@ import weights
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.bench import LoadSpec, run_load
-from mlx_parallm.bench_cli import parse_span
+from mlx_parallm.bench.load_test import LoadSpec, run_load
+from mlx_parallm.cli.bench_command import parse_span
 from mlx_parallm.common_words import WORDS
 from mlx_parallm.errors import ParallmError
 

@@ -16,8 +16,8 @@ import weights
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.bench import BenchSummary, LoadSpec, run_load
-from mlx_parallm.bench_cli import parse_span
+from mlx_parallm.bench.load_test import BenchSummary, LoadSpec, run_load
+from mlx_parallm.cli.bench_command import parse_span
 
 
 def parse_args() -> argparse.Namespace:

@@ -29,7 +29,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mlx_parallm.bench import BenchSummary, LoadSpec, run_load
+from mlx_parallm.bench.load_test import BenchSummary, LoadSpec, run_load
 from mlx_parallm.common_words import WORDS
 from tests.support.replicas import processes_below, replica_pids, resident, wait_ready
 from tests.support.servers import ServerProcess, ours, running

@@ -26,15 +26,15 @@ from weights import embedded_float32
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.config.training import LoRAConfig, RLConfig
+from mlx_parallm.devices.device import device_name
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.start import start_engine
-from mlx_parallm.models.device import device_name
 from mlx_parallm.models.loader import load
 from mlx_parallm.sampling_params import SamplingParams
-from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.rollouts import Rollouts
-from mlx_parallm.training.session import Session
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.rl.rollouts import Rollouts
+from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.trajectories import Trajectory
+from mlx_parallm.training.storage.ledger import Ledger
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KEYS = [f"{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}" for name in ALL]

@@ -25,8 +25,8 @@ import weights
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.bench import BenchSummary, LoadResult, LoadSpec, run_load
-from mlx_parallm.bench_cli import as_dict, parse_list, parse_span
+from mlx_parallm.bench.load_test import BenchSummary, LoadResult, LoadSpec, run_load
+from mlx_parallm.cli.bench_command import as_dict, parse_list, parse_span
 
 OURS, PEER = "mlx_parallm", "mlx_lm.server"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mlx_parallm.bench import first_model
+from mlx_parallm.bench.load_test import first_model
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.http_client import Endpoint
 

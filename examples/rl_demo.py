@@ -23,21 +23,21 @@ from rich.console import Console  # isort: skip
 from rich.table import Table
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.config.train import LoopConfig
+from mlx_parallm.config.train_config import LoopConfig
 from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.start import start_engine
 from mlx_parallm.models.loader import load
-from mlx_parallm.training.alarms import Alarms
-from mlx_parallm.training.environments import make_task_sampler
-from mlx_parallm.training.find_task import find_task
-from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.loop import Loop
-from mlx_parallm.training.remote import RemotePolicy
 from mlx_parallm.training.report import LOG, PLOT, Progress, plot
-from mlx_parallm.training.rewards import Rewards
-from mlx_parallm.training.rollouts import Rollouts
-from mlx_parallm.training.session import Session
+from mlx_parallm.training.rl.alarms import Alarms
+from mlx_parallm.training.rl.remote_policy import RemotePolicy
+from mlx_parallm.training.rl.rollouts import Rollouts
+from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.task_loop import Loop
+from mlx_parallm.training.storage.ledger import Ledger
+from mlx_parallm.training.tasks.environments import make_task_sampler
+from mlx_parallm.training.tasks.find_task import find_task
+from mlx_parallm.training.tasks.scorers import Rewards
 
 GAIN = 0.15  # of the held-out score: what counts as learnt
 STILL_STEPS = 4  # at a learning rate of 0: each is the same update of nothing

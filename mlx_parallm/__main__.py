@@ -2,7 +2,7 @@
 
 import sys
 
-from mlx_parallm.cli import main
+from mlx_parallm.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

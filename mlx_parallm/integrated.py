@@ -14,20 +14,20 @@ from functools import partial
 from typing import Any
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.config.train import LoopConfig
+from mlx_parallm.config.train_config import LoopConfig
 from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.runtime.startup import Runtime, start
-from mlx_parallm.server.run import HttpServer
-from mlx_parallm.server.sockets import listen
-from mlx_parallm.server.state import Dispatcher
-from mlx_parallm.training.environments import make_task_sampler
-from mlx_parallm.training.find_task import find_task
-from mlx_parallm.training.loop import Loop, StepReport
-from mlx_parallm.training.request_loop import RequestLoop
-from mlx_parallm.training.rewards import Score
-from mlx_parallm.training.session import Session
-from mlx_parallm.training.tasks import Task
+from mlx_parallm.server.http.server_process import HttpServer
+from mlx_parallm.server.http.sockets import listen
+from mlx_parallm.server.http.state import Dispatcher
+from mlx_parallm.training.rl.request_loop import RequestLoop
+from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.task_loop import Loop, StepReport
+from mlx_parallm.training.tasks.built_in import Task
+from mlx_parallm.training.tasks.environments import make_task_sampler
+from mlx_parallm.training.tasks.find_task import find_task
+from mlx_parallm.training.tasks.scorers import Score
 
 
 class RLIntegratedServer:

@@ -12,11 +12,11 @@ from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.platforms import raise_open_files
 from mlx_parallm.progress import progress, unknown
 from mlx_parallm.runtime.startup import start
-from mlx_parallm.server import logs
-from mlx_parallm.server.access import check_access
-from mlx_parallm.server.run import HttpServer
-from mlx_parallm.server.sockets import listen
-from mlx_parallm.server.state import Dispatcher
+from mlx_parallm.server.auth.access import check_access
+from mlx_parallm.server.http import logs
+from mlx_parallm.server.http.server_process import HttpServer
+from mlx_parallm.server.http.sockets import listen
+from mlx_parallm.server.http.state import Dispatcher
 from mlx_parallm.training.manager import TrainingManager
 
 REPORT_SECONDS = 10.0  # for which /health says which rank is gone, before the process ends

@@ -6,8 +6,8 @@ of that. `serve.ServeConfig` is a serving process's, `train.TrainConfig` a train
 
 from mlx_parallm.config.options import parse_bytes
 from mlx_parallm.config.reading import nearest
-from mlx_parallm.config.serve import ServeConfig, add_serve_flags, load_config
-from mlx_parallm.config.train import TrainConfig, add_train_flags, load_train_config
+from mlx_parallm.config.serve_config import ServeConfig, add_serve_flags, load_config
+from mlx_parallm.config.train_config import TrainConfig, add_train_flags, load_train_config
 from mlx_parallm.config.training import LoRAConfig, RLConfig
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mlx_parallm.config.algorithms import ALGORITHMS, CLIPPED, SCALINGS, RewardScaling
-from mlx_parallm.config.model import named_path
+from mlx_parallm.config.model_config import named_path
 from mlx_parallm.config.options import check_at_least, check_positive, group, option, parse_bool, parse_list
 from mlx_parallm.errors import ConfigError
 

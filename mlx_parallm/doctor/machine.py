@@ -17,13 +17,13 @@ import numpy as np
 
 from mlx_parallm import __version__
 from mlx_parallm.blas import loaded
+from mlx_parallm.devices.device import device_kind, device_name
+from mlx_parallm.devices.native import kernels
 from mlx_parallm.doctor.findings import Finding, look
 from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.payload import Payload
-from mlx_parallm.models.device import device_kind, device_name
 from mlx_parallm.models.memory import available_memory, cgroup_room, largest_memory, size_text, usable_memory
-from mlx_parallm.models.native import kernels
 from mlx_parallm.paths import user_cache
 from mlx_parallm.platforms import OPEN_FILES, check_python, raise_open_files
 

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_parallm.doctor.findings import Finding, look
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.lora.weights import Adapter, Part
+from mlx_parallm.lora.adapter import Adapter, Part
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import Delta, Request
 

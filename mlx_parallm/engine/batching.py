@@ -20,28 +20,28 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.devices.cuda_attention import MIN_BLOCKS, attend
+from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.native.functions import slot_attention
+from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.errors import MemoryLimitError, ModelLoadError
-from mlx_parallm.kv.attention import MIN_BLOCKS, attend
 from mlx_parallm.kv.batch import BatchCache
+from mlx_parallm.kv.block_store import BlockStore, Packing
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import MergedCache, SerialCache, state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
 from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix, can_be_restored
-from mlx_parallm.kv.store import BlockStore, Packing
 from mlx_parallm.lora.kernel import MOST_READ
 from mlx_parallm.lora.layout import RANK_STEP, Layout
-from mlx_parallm.lora.rows import AdapterStack, StackedLoRA
+from mlx_parallm.lora.row_adapters import AdapterStack, StackedLoRA
 from mlx_parallm.metrics import MemoryPlan
-from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.fingerprint import fingerprint
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import size_flag, size_text
-from mlx_parallm.models.native.functions import slot_attention
 from mlx_parallm.paths import user_cache
 from mlx_parallm.sampling_params import SamplingParams
 

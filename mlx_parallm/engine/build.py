@@ -7,12 +7,14 @@ come in three groups, each built from those before it: what needs no model, what
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import AllocatorCache, device_kind
+from mlx_parallm.devices.native.token_draws import drawer
+from mlx_parallm.devices.profile import PROMPT_STEP, DeviceProfile
 from mlx_parallm.engine.accounts import Accounts
 from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.batching import batch_cache, check_room, prefix_cache, warm_blocks, warm_up
 from mlx_parallm.engine.delivery import Delivery, Outbox, Recording
-from mlx_parallm.engine.device_profile import PROMPT_STEP, DeviceProfile
 from mlx_parallm.engine.intake import Intake
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.pass_contexts import PassContexts
@@ -32,10 +34,8 @@ from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics, MemoryPlan
-from mlx_parallm.models.device import AllocatorCache, device_kind
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.text.grammar import GrammarCompiler
 from mlx_parallm.text.prompts import Prompts
 

@@ -1,10 +1,10 @@
 """What a start tells people of a model, as label and value. The engine calls it; `server.banner` prints it."""
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import device_name
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.metrics import MemoryPlan
-from mlx_parallm.models.device import device_name
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import size_text
 

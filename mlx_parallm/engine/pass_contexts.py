@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_parallm.engine.rows import Job, Row
 from mlx_parallm.lora.registry import Registry
-from mlx_parallm.lora.rows import RowAdapters
+from mlx_parallm.lora.row_adapters import RowAdapters
 from mlx_parallm.models.forward import RowInputs
 from mlx_parallm.models.vision.encoder import ImageEncoder
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_parallm.engine.device_profile import DeviceProfile
-from mlx_parallm.lora.blocks import FusedAttention, FusedBlock, FusedMLP, fused_block, fused_class, fused_part
+from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.native.classes import native_class
+from mlx_parallm.devices.native.products import adapted_products, has_lane_products, low_rank_adder
+from mlx_parallm.devices.profile import DeviceProfile
+from mlx_parallm.devices.rebinding import cache_first_class
+from mlx_parallm.lora.fused_blocks import FusedAttention, FusedBlock, FusedMLP, fused_block, fused_class, fused_part
+from mlx_parallm.lora.hooks import AdapterKernels, hooked_class
 from mlx_parallm.lora.kernel_check import checked_kernels
-from mlx_parallm.lora.layers import AdapterKernels, hooked_class
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.split import Split
-from mlx_parallm.models.device import device_kind
-from mlx_parallm.models.native.classes import native_class
-from mlx_parallm.models.native.products import adapted_products, has_lane_products, low_rank_adder
-from mlx_parallm.models.rebinding import cache_first_class
 
 
 def patch_layers(module: nn.Module, profile: DeviceProfile, split: Split | None = None) -> Layout:

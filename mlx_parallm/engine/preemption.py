@@ -7,7 +7,7 @@ from mlx_parallm.engine.prefix_lookup import PrefixLookup
 from mlx_parallm.engine.rows import Job, Row
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
-from mlx_parallm.kv.blocks import Chain
+from mlx_parallm.kv.block_pool import Chain
 from mlx_parallm.metrics import EngineMetrics
 
 

@@ -4,12 +4,12 @@ The scheduler looks prompts up as it plans them; intake, policies and preemption
 prefix cache nothing is found. Engine thread only.
 """
 
+from mlx_parallm.devices.device import give_memory_back
 from mlx_parallm.engine.rows import Job
 from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
-from mlx_parallm.kv.blocks import Chain
+from mlx_parallm.kv.block_pool import Chain
 from mlx_parallm.kv.prefix import Prefix
-from mlx_parallm.models.device import give_memory_back
 
 
 class PrefixLookup:

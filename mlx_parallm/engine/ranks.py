@@ -10,7 +10,7 @@ from typing import Protocol
 
 import mlx.nn as nn
 
-from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.layout import Layout

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from mlx_parallm.devices.device import give_memory_back
 from mlx_parallm.engine.delivery import Delivery, Outbox
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.pipeline import StepPipeline
@@ -25,7 +26,6 @@ from mlx_parallm.errors import UnavailableError
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics
-from mlx_parallm.models.device import give_memory_back
 
 log = logging.getLogger(__name__)
 

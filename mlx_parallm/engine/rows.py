@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_parallm.kv.blocks import Chain, Match
+from mlx_parallm.kv.block_pool import Chain, Match
 from mlx_parallm.policy_spans import Spans, spans_between
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import Delta, FinishReason, OnDelta, PromptImages, Request, TokenLogprob

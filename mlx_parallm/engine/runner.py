@@ -14,19 +14,19 @@ import mlx.core as mx
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
-from mlx_parallm.engine.device_profile import PROMPT_STEP
+from mlx_parallm.devices.native.token_draws import Drawer
+from mlx_parallm.devices.profile import PROMPT_STEP
 from mlx_parallm.engine.pass_contexts import PassContexts
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
 from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.batch import BatchCache
-from mlx_parallm.kv.blocks import Chain
+from mlx_parallm.kv.block_pool import Chain
 from mlx_parallm.kv.merged import state_arrays
 from mlx_parallm.kv.prefix import Prefix
-from mlx_parallm.lora.rows import RowAdapters
+from mlx_parallm.lora.row_adapters import RowAdapters
 from mlx_parallm.models.forward import Forward, RowInputs
-from mlx_parallm.models.native.draws import Drawer
 from mlx_parallm.types import TokenLogprob
 
 PROMPT_LOGPROB_PIECE = 256  # positions whose full logits are held at once

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.devices.native.token_draws import Drawer
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.host import to_numpy
-from mlx_parallm.models.native.draws import Drawer
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import TokenLogprob
 

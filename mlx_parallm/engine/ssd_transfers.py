@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from mlx_parallm.engine.rows import Job
 from mlx_parallm.engine.scheduler import Scheduler, wants_prompt_logprobs
-from mlx_parallm.kv.blocks import Chain
+from mlx_parallm.kv.block_pool import Chain
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.payload import Payload
 from mlx_parallm.kv.prefix import Prefix

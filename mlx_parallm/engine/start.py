@@ -13,10 +13,11 @@ from typing import TypeVar
 import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import AllocatorCache, device_kind, process_allocator_cache
+from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.build import BaseParts, LoadedModel, build
 from mlx_parallm.engine.delivery import Outbox, StepEvents
-from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.loop import EngineLoop
@@ -25,7 +26,6 @@ from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ModelLoadError, ParallmError
 from mlx_parallm.metrics import EngineMetrics, MemoryPlan
-from mlx_parallm.models.device import AllocatorCache, device_kind, process_allocator_cache
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.memory import LORA_RANK, plan_memory, wire_memory
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_parallm.kv.store import Side
+from mlx_parallm.kv.block_store import Side
 
 
 class RowContext(Protocol):

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_parallm.kv.batch import ForwardPass, RowContext
-from mlx_parallm.kv.store import Side
+from mlx_parallm.kv.block_store import Side
 
 
 class _RowCaches:

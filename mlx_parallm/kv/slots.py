@@ -12,9 +12,9 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from mlx_parallm.devices.cuda_placing import Placer, placer
 from mlx_parallm.kv.batch import Attend, ForwardPass, RowContext, Traceable
-from mlx_parallm.kv.inplace import Placer, placer
-from mlx_parallm.kv.store import Side, groups_of
+from mlx_parallm.kv.block_store import Side, groups_of
 
 SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CAPACITY_STEP = 256

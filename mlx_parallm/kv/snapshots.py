@@ -15,12 +15,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.host import to_numpy
-from mlx_parallm.kv.blocks import Chain, Match, root_of
+from mlx_parallm.kv.block_pool import Chain, Match, root_of
+from mlx_parallm.kv.block_store import Blocks, integer_of
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import copied, held_arrays
 from mlx_parallm.kv.payload import Payload
 from mlx_parallm.kv.prefix import KEEP_TOKENS
-from mlx_parallm.kv.store import Blocks, integer_of
 from mlx_parallm.metrics import PrefixMetrics
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.lora import cuda_source
-from mlx_parallm.lora.cuda_source import BYTES, MAX_RANK, WARPS
-from mlx_parallm.lora.layers import LayerOutput, RopeParams
-from mlx_parallm.lora.rows import StackedLoRA
+from mlx_parallm.devices import cuda_lora_source as cuda_source
+from mlx_parallm.devices.cuda_lora_source import BYTES, MAX_RANK, WARPS
+from mlx_parallm.lora.hooks import LayerOutput, RopeParams
+from mlx_parallm.lora.row_adapters import StackedLoRA
 
 ENOUGH_BLOCKS = 128  # about as many as a large device runs side by side
 # Tokens times rank: each token reads its own columns, which in longer prompts takes longer than to start MLX's kernels.

@@ -12,9 +12,9 @@ import numpy as np
 from mlx_lm.models.activations import swiglu
 
 from mlx_parallm.host import to_numpy
+from mlx_parallm.lora.hooks import AdapterKernels, Adder, FusedKernels, LayerOutput, RopeParams
 from mlx_parallm.lora.kernel import add_adapters, add_and_gate, add_and_residual, add_and_rope, log2_inv_freq
-from mlx_parallm.lora.layers import AdapterKernels, Adder, FusedKernels, LayerOutput, RopeParams
-from mlx_parallm.lora.rows import Groups, StackedLoRA
+from mlx_parallm.lora.row_adapters import Groups, StackedLoRA
 
 log = logging.getLogger(__name__)
 

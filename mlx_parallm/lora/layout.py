@@ -13,10 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.lora.layers import ActiveAdapters, LoRAHook
-from mlx_parallm.lora.rows import Groups, Resident
+from mlx_parallm.lora.adapter import Adapter, AdapterError, Array, Target
+from mlx_parallm.lora.hooks import ActiveAdapters, LoRAHook
+from mlx_parallm.lora.row_adapters import Groups, Resident
 from mlx_parallm.lora.split import Split
-from mlx_parallm.lora.weights import Adapter, AdapterError, Array, Target
 
 RANK_STEP = 8  # ranks are padded to multiples of this
 

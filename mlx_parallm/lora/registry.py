@@ -16,10 +16,10 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mlx_parallm.arms import AutoSplit
 from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.lora.adapter import Adapter, AdapterError, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.lora.layout import Layout, PackedAdapter
-from mlx_parallm.lora.rows import AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
+from mlx_parallm.lora.row_adapters import AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
 from mlx_parallm.lora.traffic import Traffic
-from mlx_parallm.lora.weights import Adapter, AdapterError, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.types import AdapterRoute, AdapterVersion
 
 P = ParamSpec("P")

@@ -7,7 +7,7 @@ layers that are another rank's it does not have at all.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlx_parallm.lora.weights import Adapter, AdapterError, Part, Target
+from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.encoders import Settings
-from mlx_parallm.models.encoders.layers import Masks
+from mlx_parallm.models.encoders.encoder_layers import Masks
 from mlx_parallm.models.loader import apply_precision
 
 States = Callable[[mx.array, mx.array], mx.array]

@@ -18,8 +18,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_config
 from mlx_lm.utils import load as load_with_mlx_lm
 
+from mlx_parallm.devices.device import device_kind
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.gguf.convert import converted
 from mlx_parallm.models.hub import load_error, looks_like_a_path
 from mlx_parallm.models.language import LanguageModel, Vision

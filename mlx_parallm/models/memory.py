@@ -17,9 +17,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import DeviceKind, device_kind
 from mlx_parallm.errors import MemoryLimitError, ModelLoadError
 from mlx_parallm.metrics import MemoryPlan
-from mlx_parallm.models.device import DeviceKind, device_kind
 
 UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 LORA_RANK = 16  # of the adapters that room is kept for

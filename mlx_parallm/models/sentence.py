@@ -15,7 +15,7 @@ import numpy as np
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.encoders import Settings, Weights
-from mlx_parallm.models.encoders.layers import Array, DenseWeights
+from mlx_parallm.models.encoders.encoder_layers import Array, DenseWeights
 
 POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",

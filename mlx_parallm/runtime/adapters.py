@@ -9,10 +9,10 @@ from typing import Any
 
 from mlx_parallm.arms import Decision
 from mlx_parallm.errors import ConflictError, InvalidRequestError
-from mlx_parallm.lora.files import parse, parse_config, read_adapter, read_contents, usual_config
+from mlx_parallm.lora.adapter_files import parse, parse_config, read_adapter, read_contents, usual_config
 from mlx_parallm.runtime.checkpoint_adapters import CheckpointAdapters
 from mlx_parallm.runtime.pool import ModelPool
-from mlx_parallm.training.service import TrainingService
+from mlx_parallm.training.training_service import TrainingService
 from mlx_parallm.types import AdapterVersion
 
 REPLACED = (

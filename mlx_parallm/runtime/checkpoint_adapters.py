@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_parallm.errors import InvalidRequestError, ParallmError
-from mlx_parallm.lora.files import read_adapter
+from mlx_parallm.lora.adapter_files import read_adapter
 from mlx_parallm.lora.registry import Registry
-from mlx_parallm.training.checkpoints import NAME, STATE
-from mlx_parallm.training.session import Session
+from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.storage.checkpoints import NAME, STATE
 from mlx_parallm.types import AdapterVersion
 
 IDLE_SECONDS = 60.0  # after its last request a checkpoint leaves

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.devices.device import device_kind
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ModelNotFoundError, ParallmError, UnavailableError
-from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.hub import download, is_hub_id
 from mlx_parallm.models.kinds import kind_of
 from mlx_parallm.runtime.predicting import LocalPredictor
-from mlx_parallm.runtime.weights import weight_bytes
+from mlx_parallm.runtime.weight_files import weight_bytes
 from mlx_parallm.types import UNKNOWN, ModelState, ModelStatus
 
 MARKS = ("config.json", "network.json")  # a folder with one of these is a model

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import device_kind
 from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError
-from mlx_parallm.models.device import device_kind
 from mlx_parallm.runtime.entries import PoolEntry, kind_name, models_in, stamp_of
-from mlx_parallm.runtime.weights import weight_bytes
+from mlx_parallm.runtime.weight_files import weight_bytes
 
 LOOK_SECONDS = 1.0  # between two looks into the folder of models, where nobody asks for one that is not known
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import give_memory_back
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.engine.start import StartingEngine
 from mlx_parallm.errors import ConflictError
-from mlx_parallm.models.device import give_memory_back
 from mlx_parallm.models.kinds import Kind, kind_of
 from mlx_parallm.models.loader import load
 from mlx_parallm.models.memory import size_text

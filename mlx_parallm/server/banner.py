@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from mlx_parallm import __version__
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.runtime.client import ModelClient, RuntimeClient, TrainingClient
-from mlx_parallm.server.access import is_loopback
-from mlx_parallm.server.keys import KeyRing
+from mlx_parallm.server.auth.access import is_loopback
+from mlx_parallm.server.auth.keys import KeyRing
 from mlx_parallm.types import ModelStatus
 
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.runtime.client import RuntimeClient
-from mlx_parallm.server.access import AccessControl
-from mlx_parallm.server.models import ModelTable
+from mlx_parallm.server.auth.access import AccessControl
+from mlx_parallm.server.generation.preparation import GenerationService
+from mlx_parallm.server.generation.tokenizers import TokenizerPool
+from mlx_parallm.server.http.state import ServerState
+from mlx_parallm.server.model_table import ModelTable
 from mlx_parallm.server.predictors import PredictorTable
-from mlx_parallm.server.service import GenerationService
-from mlx_parallm.server.state import ServerState
-from mlx_parallm.server.tokenizers import TokenizerPool
 
 
 @dataclass(frozen=True, slots=True)

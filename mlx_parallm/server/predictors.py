@@ -16,11 +16,11 @@ from starlette.requests import Request
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, UnprocessableError
 from mlx_parallm.runtime.client import PredictorClient, RuntimeClient
-from mlx_parallm.server.caller import current_caller
-from mlx_parallm.server.disconnect import client_left
-from mlx_parallm.server.errors import ClientLeft
-from mlx_parallm.server.loading import acquire
-from mlx_parallm.server.models import DEFAULT, GENERATING
+from mlx_parallm.server.auth.caller import current_caller
+from mlx_parallm.server.http.disconnect import client_left
+from mlx_parallm.server.http.http_errors import ClientLeft
+from mlx_parallm.server.load_on_request import acquire
+from mlx_parallm.server.model_table import DEFAULT, GENERATING
 from mlx_parallm.types import PredictorInfo
 
 

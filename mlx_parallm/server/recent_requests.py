@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from mlx_parallm.server.request_state import state_of
+from mlx_parallm.server.http.request_state import state_of
 
 MAX_REQUESTS = 500
 READING = frozenset({"GET", "HEAD", "OPTIONS"})  # what open dashboards and probes ask for would push all else out

@@ -25,7 +25,7 @@ from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.grammar_process import PARSER_LIMITS, QUICK_SECONDS, SECONDS, GrammarProcess
 from mlx_parallm.text.parsers import harmony
 from mlx_parallm.text.parsers.calls import Tool
-from mlx_parallm.text.parsers.chat import Thinking
+from mlx_parallm.text.parsers.chat_parser import Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 
 # Room for any sensible indentation, but no endless run of spaces, which small models fall into.

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.text.parsers.calls import Tool
-from mlx_parallm.text.parsers.chat import Thinking
+from mlx_parallm.text.parsers.chat_parser import Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 
 # role, content, and for some: name, tool_calls, tool_call_id, reasoning_content. Content is a string, or with images

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_parallm.config.training import OptimizerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.host import to_numpy
-from mlx_parallm.training.model import Stacks
+from mlx_parallm.training.trainable_model import Stacks
 
 Parameters = dict[str, mx.array]
 Values = dict[str, mx.array]  # what a loss tells beside itself, by name

@@ -23,23 +23,23 @@ from mlx_parallm.errors import (
     ParallmError,
     UnavailableError,
 )
-from mlx_parallm.lora.files import read_adapter
-from mlx_parallm.lora.weights import Adapter
+from mlx_parallm.lora.adapter import Adapter
+from mlx_parallm.lora.adapter_files import read_adapter
 from mlx_parallm.text.detokenize import Vocabulary
-from mlx_parallm.training.answers import AnswerFile
-from mlx_parallm.training.atropos.client import AtroposClient, AtroposConfig
-from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig
-from mlx_parallm.training.checkpoints import Checkpoints
-from mlx_parallm.training.folder_lock import FolderLock
-from mlx_parallm.training.ledger import MAX_KEPT_TOKENS, Ledger, is_called
-from mlx_parallm.training.records import ChoiceKey, Record, RewardedRecord
-from mlx_parallm.training.reward_model import RewardModel, open_reward_model
-from mlx_parallm.training.rewards import Rewards
-from mlx_parallm.training.rollouts import Rollouts
-from mlx_parallm.training.session import Session
-from mlx_parallm.training.tasks import SCORERS
-from mlx_parallm.training.totals import Report
-from mlx_parallm.training.trajectories import Trajectory, check_reward
+from mlx_parallm.training.integrations.atropos.atropos_client import AtroposClient, AtroposConfig
+from mlx_parallm.training.integrations.atropos.process import AtroposProcess, EnvironmentConfig
+from mlx_parallm.training.rl.records import ChoiceKey, Record, RewardedRecord
+from mlx_parallm.training.rl.rollouts import Rollouts
+from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.totals import Report
+from mlx_parallm.training.rl.trajectories import Trajectory, check_reward
+from mlx_parallm.training.storage.checkpoints import Checkpoints
+from mlx_parallm.training.storage.folder_lock import FolderLock
+from mlx_parallm.training.storage.kept_answers import AnswerFile
+from mlx_parallm.training.storage.ledger import MAX_KEPT_TOKENS, Ledger, is_called
+from mlx_parallm.training.supervised.reward_model import RewardModel, open_reward_model
+from mlx_parallm.training.tasks.built_in import SCORERS
+from mlx_parallm.training.tasks.scorers import Rewards
 
 log = logging.getLogger(__name__)
 

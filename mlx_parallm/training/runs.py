@@ -15,28 +15,28 @@ from typing import Any, Generic
 from rich.console import Console
 
 from mlx_parallm.config.options import options_of
-from mlx_parallm.config.train import TrainConfig
+from mlx_parallm.config.train_config import TrainConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError, UnavailableError
-from mlx_parallm.lora.files import read_folder
-from mlx_parallm.lora.weights import Adapter
+from mlx_parallm.lora.adapter import Adapter
+from mlx_parallm.lora.adapter_files import read_folder
 from mlx_parallm.text.prompts import Prompts
-from mlx_parallm.training.checkpoints import peft_files
-from mlx_parallm.training.components import parse_components
-from mlx_parallm.training.datasets import Dataset, DatasetReader, split
-from mlx_parallm.training.environments import make_task_sampler
-from mlx_parallm.training.find_task import find_task
-from mlx_parallm.training.finetune import EpochConfig, FineTuning, check_free, save_adapter
-from mlx_parallm.training.loop import Loop
 from mlx_parallm.training.manager import TrainingManager
-from mlx_parallm.training.pairs import Pair, read_pairs
-from mlx_parallm.training.remote import RemotePolicy
 from mlx_parallm.training.report import LOG, Progress
-from mlx_parallm.training.reward_model import NAME, RewardModel
-from mlx_parallm.training.reward_trainer import RewardTrainer
-from mlx_parallm.training.session import Session
-from mlx_parallm.training.supervised import DPO, SFT, Item, Supervised, SupervisedConfig
-from mlx_parallm.training.tasks import Rows
+from mlx_parallm.training.rl.remote_policy import RemotePolicy
+from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.task_loop import Loop
+from mlx_parallm.training.storage.checkpoints import peft_files
+from mlx_parallm.training.supervised.datasets import Dataset, DatasetReader, split
+from mlx_parallm.training.supervised.finetune import EpochConfig, FineTuning, check_free, save_adapter
+from mlx_parallm.training.supervised.pairs import Pair, read_pairs
+from mlx_parallm.training.supervised.reward_model import NAME, RewardModel
+from mlx_parallm.training.supervised.reward_trainer import RewardTrainer
+from mlx_parallm.training.supervised.trainers import DPO, SFT, Item, Supervised, SupervisedConfig
+from mlx_parallm.training.tasks.built_in import Rows
+from mlx_parallm.training.tasks.components import parse_components
+from mlx_parallm.training.tasks.environments import make_task_sampler
+from mlx_parallm.training.tasks.find_task import find_task
 
 
 def train_policy(manager: TrainingManager, config: TrainConfig) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_parallm.server.key_files import changing
-from mlx_parallm.server.keys import Role, entry_of, new_key
+from mlx_parallm.server.auth.key_files import changing
+from mlx_parallm.server.auth.keys import Role, entry_of, new_key
 from tests.rights import ADAPTER_ROUTES, ALL, rights_of
 from tests.support.servers import ServerProcess, ours, running
 from tests.unit.test_adapters import written

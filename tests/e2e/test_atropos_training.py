@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig
+from mlx_parallm.training.integrations.atropos.process import AtroposProcess, EnvironmentConfig
 from tests.support import forked
 from tests.support.servers import ServerProcess, free_port, ours, running
 
@@ -226,7 +226,7 @@ def test_an_environment_that_is_done_stays_so(url: str, stand_in: Path, tmp_path
 def test_an_environment_does_not_outlive_a_server_that_is_killed(url: str, stand_in: Path, tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; "
-        "from mlx_parallm.training.atropos.process import AtroposProcess, EnvironmentConfig; "
+        "from mlx_parallm.training.integrations.atropos.process import AtroposProcess, EnvironmentConfig; "
         "config = EnvironmentConfig(sys.argv[1], sys.argv[2], sys.argv[2], Path(sys.argv[3])); "
         "AtroposProcess(config, lambda folder: None).start(); time.sleep(600)"
     )

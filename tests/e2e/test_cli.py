@@ -57,13 +57,13 @@ def test_help_names_the_options(command: list[str], words: list[str]) -> None:
 
 def test_help_is_quick_and_loads_no_mlx() -> None:
     heavy = ("mlx", "fastapi", "transformers", "httpx", "rich", "matplotlib")
-    code = f"import sys, mlx_parallm.cli; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, mlx_parallm.cli.main; print([name for name in {heavy} if name in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
 
 
 def test_the_serve_command_has_its_own_name() -> None:
-    code = "import sys; from mlx_parallm.cli import serve_main; sys.exit(serve_main(['--version']))"
+    code = "import sys; from mlx_parallm.cli.main import serve_main; sys.exit(serve_main(['--version']))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.stdout == f"mlx_parallm_serve {__version__}\n"
 

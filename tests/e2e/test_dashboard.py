@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from mlx_parallm.server.api.dashboard import RequestNotes, RolloutNotes, ServerSnapshot
-from mlx_parallm.server.schema import Error
+from mlx_parallm.server.http.schema import Error
 from tests.support.servers import ServerProcess
 
 

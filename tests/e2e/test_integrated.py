@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from mlx_parallm.config.training import LoRAConfig
-from mlx_parallm.training.checkpoints import adapter_files
-from mlx_parallm.training.model import TrainableModel
+from mlx_parallm.training.storage.checkpoints import adapter_files
+from mlx_parallm.training.trainable_model import TrainableModel
 from tests.support.servers import free_port
 from tests.tiny import tiny
 from tests.unit.test_adapters import written

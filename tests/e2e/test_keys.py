@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 
-from mlx_parallm.server.key_files import changing
-from mlx_parallm.server.keys import KeyLimits, Role, entry_of, new_key
+from mlx_parallm.server.auth.key_files import changing
+from mlx_parallm.server.auth.keys import KeyLimits, Role, entry_of, new_key
 from tests.support import forked
 from tests.support.servers import ServerProcess, ours, running
 from tests.unit.test_adapters import written

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_parallm.server.key_files import changing
-from mlx_parallm.server.keys import KeyLimits, Role, entry_of, new_key
+from mlx_parallm.server.auth.key_files import changing
+from mlx_parallm.server.auth.keys import KeyLimits, Role, entry_of, new_key
 from tests.support.hostile import HOSTILE, ROLLOUT, TEXT
 from tests.support.servers import ServerProcess, ours, running
 from tests.support.watch import Watch

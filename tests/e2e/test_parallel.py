@@ -254,7 +254,7 @@ def test_a_supervisor_starts_the_group_of_mlx_launch_again(llama: Folders, expec
     port, launch = free_port(), Path(sys.executable).with_name("mlx.launch")
     command = [str(launch), "-n", "2", "--backend", "ring", "--starting-port", str(free_port()), "--"]
     command += [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(port), "--model-path", str(llama.model)]
-    supervisor = subprocess.Popen([sys.executable, "-m", "mlx_parallm.cluster.parallel_supervisor", *command])
+    supervisor = subprocess.Popen([sys.executable, "-m", "mlx_parallm.cluster.parallel.supervisor", *command])
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
             wait_healthy(client)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_parallm.terminal.download import RemoteFile, download
+from mlx_parallm.cli.download import RemoteFile, download
 from tests.support.embedding_folders import write_model
 from tests.support.servers import ServerProcess, free_port, ours, running
 from tests.support.stub_hub import MODEL, running_hub

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mlx_parallm.lora.files import read_folder
+from mlx_parallm.lora.adapter_files import read_folder
 from tests.e2e.test_train_command import command, finish, last
 from tests.support import forked
 from tests.support.servers import ServerProcess, free_port, ours, running

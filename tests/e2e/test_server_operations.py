@@ -19,10 +19,10 @@ import pytest
 from openai import OpenAI
 
 from mlx_parallm.server import api
-from mlx_parallm.server.api.openai.models import Model, ModelList
+from mlx_parallm.server.api.openai.model_routes import Model, ModelList
 from mlx_parallm.server.api.ops import DebugMetrics, MetricsSummary
 from mlx_parallm.server.api.tokens import Tokens
-from mlx_parallm.server.schema import EXAMPLES, AnswerBody
+from mlx_parallm.server.http.schema import EXAMPLES, AnswerBody
 from tests.support import forked
 from tests.support.servers import ServerProcess, free_port, ours, running
 

@@ -33,7 +33,7 @@ def first(tiny_folder: Path) -> Iterator[ServerProcess]:
 
 
 def join(address: str, *flags: str) -> "subprocess.Popen[str]":
-    serve = [sys.executable, "-c", "from mlx_parallm.cli import serve_main; raise SystemExit(serve_main())"]
+    serve = [sys.executable, "-c", "from mlx_parallm.cli.main import serve_main; raise SystemExit(serve_main())"]
     found = [*serve, "--mode", "inference", "--connect-to", address, *flags]
     return subprocess.Popen(found, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

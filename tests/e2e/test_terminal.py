@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.terminal.recommend import prospects
+from mlx_parallm.cli.recommend import prospects
 from tests.support import forked
 from tests.support.servers import ServerProcess
 

@@ -15,8 +15,8 @@ import pytest
 
 from mlx_parallm.client import InferenceClient
 from mlx_parallm.http_client import tls_context
-from mlx_parallm.server.key_files import changing
-from mlx_parallm.server.keys import KeyLimits, entry_of, new_key
+from mlx_parallm.server.auth.key_files import changing
+from mlx_parallm.server.auth.keys import KeyLimits, entry_of, new_key
 from tests.support import forked
 from tests.support.servers import ServerProcess, free_port, ours, running
 from tests.unit.test_adapters import written

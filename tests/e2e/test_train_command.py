@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from mlx_parallm.common_words import WORDS
-from mlx_parallm.lora.files import read_folder
-from mlx_parallm.training.checkpoints import Checkpoints
-from mlx_parallm.training.tasks import Problem, Task
+from mlx_parallm.lora.adapter_files import read_folder
+from mlx_parallm.training.storage.checkpoints import Checkpoints
+from mlx_parallm.training.tasks.built_in import Problem, Task
 from tests.support import forked
 from tests.support.servers import free_port
 

@@ -18,7 +18,7 @@ from mlx_parallm.server.api.training.answers import (
     TrainingStatus,
     Updated,
 )
-from mlx_parallm.server.schema import Error
+from mlx_parallm.server.http.schema import Error
 from tests.e2e.http import Api
 from tests.support.servers import ours, running
 

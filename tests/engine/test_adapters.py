@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.errors import ModelNotFoundError
-from mlx_parallm.lora.files import read_folder
-from mlx_parallm.lora.weights import AdapterError
+from mlx_parallm.lora.adapter import AdapterError
+from mlx_parallm.lora.adapter_files import read_folder
 from tests.engine.harness import Bare, Driver, bare_with, driver
 from tests.engine.test_parity import GPU
 from tests.tiny import tiny
@@ -133,8 +133,8 @@ def test_other_caches(kind: str, tmp_path: Path) -> None:
     """A batch through mlx-lm's caches; the adapter is on the attention layers that this model has."""
     model = tiny(kind)
     module = model.module
+    from mlx_parallm.lora.adapter import Adapter, Part
     from mlx_parallm.lora.layout import Layout
-    from mlx_parallm.lora.weights import Adapter, Part
 
     targets = {path: target for path, target in Layout(module).targets.items() if path.endswith("q_proj")}
     key = mx.random.key(3)

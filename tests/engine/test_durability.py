@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import InvalidRequestError, UnavailableError
-from mlx_parallm.training.checkpoints import Checkpoints
-from mlx_parallm.training.journal import Journal
-from mlx_parallm.training.session import Session
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.trajectories import Trajectory
+from mlx_parallm.training.storage.checkpoints import Checkpoints
+from mlx_parallm.training.storage.journal import Journal
 from tests.engine.test_session import GREEDY, PROMPTS, hold, random_trajectories, school
 
 RARELY = {"checkpoint_interval": 10_000}

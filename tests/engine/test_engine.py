@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import AllocatorCache
 from mlx_parallm.engine import build
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.recovery import MAX_FAULTS
@@ -21,7 +22,6 @@ from mlx_parallm.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from mlx_parallm.models.device import AllocatorCache
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.text.grammar import json_grammar
 from tests.engine.harness import Bare, driver, no_engine_runs

@@ -7,18 +7,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.config.train import LoopConfig
+from mlx_parallm.config.train_config import LoopConfig
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.text.prompts import Message
-from mlx_parallm.training.batches import PaddedPrompts
-from mlx_parallm.training.environments import Calculator, Environment, EnvironmentTask, EpisodeSampler, evaluate
-from mlx_parallm.training.find_task import find_task
-from mlx_parallm.training.loop import Loop, ScoredAnswer
-from mlx_parallm.training.model import answer_logits
-from mlx_parallm.training.objectives import chosen_logprobs
-from mlx_parallm.training.tasks import Problem
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.rl.batches import PaddedPrompts
+from mlx_parallm.training.rl.objectives import chosen_logprobs
+from mlx_parallm.training.rl.task_loop import Loop, ScoredAnswer
+from mlx_parallm.training.rl.trajectories import Trajectory
+from mlx_parallm.training.tasks.built_in import Problem
+from mlx_parallm.training.tasks.environments import Calculator, Environment, EnvironmentTask, EpisodeSampler, evaluate
+from mlx_parallm.training.tasks.find_task import find_task
+from mlx_parallm.training.trainable_model import answer_logits
 from tests.engine.test_session import School, school
 
 

@@ -15,8 +15,8 @@ from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.models import kinds
 from mlx_parallm.runtime.startup import Runtime, start
 from mlx_parallm.server import api
-from mlx_parallm.server.app import create_app
-from mlx_parallm.server.state import Dispatcher
+from mlx_parallm.server.http.app import create_app
+from mlx_parallm.server.http.state import Dispatcher
 from tests.tiny import save_tiny, tiny
 
 EXTENDING = Path(__file__).parents[2] / "docs" / "EXTENDING.md"

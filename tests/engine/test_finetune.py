@@ -9,10 +9,10 @@ import pytest
 
 from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.lora.files import read_folder
-from mlx_parallm.training.datasets import Example
-from mlx_parallm.training.finetune import EpochConfig, FineTuning, RunReport, check_free, save_adapter
-from mlx_parallm.training.supervised import SFT, SupervisedConfig
+from mlx_parallm.lora.adapter_files import read_folder
+from mlx_parallm.training.supervised.datasets import Example
+from mlx_parallm.training.supervised.finetune import EpochConfig, FineTuning, RunReport, check_free, save_adapter
+from mlx_parallm.training.supervised.trainers import SFT, SupervisedConfig
 from tests.engine.harness import Driver, driver
 from tests.engine.test_supervised import examples
 

@@ -15,15 +15,15 @@ from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.server.api.anthropic.writer import MessageOptions, MessageWriter
 from mlx_parallm.server.api.responses.bodies import ResponseBody
 from mlx_parallm.server.api.responses.writer import ResponsesWriter
-from mlx_parallm.server.call import ChatTurn, GenerationCall
-from mlx_parallm.server.caller import ANYBODY, Caller
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate
-from mlx_parallm.server.generation import AnswerNames, Generation
-from mlx_parallm.server.keys import Key, KeyLimits
-from mlx_parallm.server.models import ServedModel
-from mlx_parallm.server.rates import KeyUsage
-from mlx_parallm.server.state import Dispatcher
-from mlx_parallm.server.tokenizers import TokenizedPrompts
+from mlx_parallm.server.auth.caller import ANYBODY, Caller
+from mlx_parallm.server.auth.keys import Key, KeyLimits
+from mlx_parallm.server.auth.rates import KeyUsage
+from mlx_parallm.server.generation.call import ChatTurn, GenerationCall
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate
+from mlx_parallm.server.generation.http_call import AnswerNames, Generation
+from mlx_parallm.server.generation.tokenizers import TokenizedPrompts
+from mlx_parallm.server.http.state import Dispatcher
+from mlx_parallm.server.model_table import ServedModel
 from mlx_parallm.text.prompts import Conversation
 from mlx_parallm.types import Delta
 from tests.e2e.anthropic_events import joined, read

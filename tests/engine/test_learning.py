@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.config.train import LoopConfig
+from mlx_parallm.config.train_config import LoopConfig
 from mlx_parallm.config.training import Alarms, LoRAConfig, RLConfig
 from mlx_parallm.models.loader import load
-from mlx_parallm.training.environments import make_task_sampler
-from mlx_parallm.training.find_task import find_task
-from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.loop import Loop, StepReport
-from mlx_parallm.training.rewards import Rewards
-from mlx_parallm.training.rollouts import Rollouts
-from mlx_parallm.training.session import Session
-from mlx_parallm.training.tasks import Problem, Task
+from mlx_parallm.training.rl.rollouts import Rollouts
+from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.task_loop import Loop, StepReport
+from mlx_parallm.training.storage.ledger import Ledger
+from mlx_parallm.training.tasks.built_in import Problem, Task
+from mlx_parallm.training.tasks.environments import make_task_sampler
+from mlx_parallm.training.tasks.find_task import find_task
+from mlx_parallm.training.tasks.scorers import Rewards
 from tests.engine.harness import driver_of
 
 pytestmark = pytest.mark.slow

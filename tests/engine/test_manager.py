@@ -8,9 +8,9 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.manager import TrainingManager
-from mlx_parallm.training.reward_model import RewardModel
-from mlx_parallm.training.service import TrainingService
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.rl.trajectories import Trajectory
+from mlx_parallm.training.supervised.reward_model import RewardModel
+from mlx_parallm.training.training_service import TrainingService
 from tests.engine.test_reward_model import LORA, stirred, texts
 from tests.engine.test_session import PROMPTS, school
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.devices.profile import DeviceProfile
 from tests.engine.harness import Bare, Driver, driver
 from tests.tiny import tiny
 

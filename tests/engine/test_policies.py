@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_parallm.engine.device_profile import DeviceProfile
+from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import ModelNotFoundError
-from mlx_parallm.lora.files import read_folder
+from mlx_parallm.lora.adapter import Adapter, AdapterError
+from mlx_parallm.lora.adapter_files import read_folder
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED
-from mlx_parallm.lora.weights import Adapter, AdapterError
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import AdapterRoute
 from tests.engine.harness import Answer, Bare, Driver, bare_with, driver, logprob

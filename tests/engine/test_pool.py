@@ -22,7 +22,7 @@ from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFound
 from mlx_parallm.models import kinds
 from mlx_parallm.runtime.entries import PoolEntry
 from mlx_parallm.runtime.startup import Runtime, start
-from mlx_parallm.runtime.weights import weight_bytes
+from mlx_parallm.runtime.weight_files import weight_bytes
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import Delta, ModelStatus, Request
 from tests.tiny import save_tiny, tiny

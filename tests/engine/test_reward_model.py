@@ -14,11 +14,11 @@ from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError, ParallmError
 from mlx_parallm.steps import run_through
 from mlx_parallm.text.prompts import Prompts
-from mlx_parallm.training import reward_model
-from mlx_parallm.training.checkpoints import ADAPTER, Checkpoints
-from mlx_parallm.training.pairs import Pair, read_pairs
-from mlx_parallm.training.reward_model import RewardModel, open_reward_model
-from mlx_parallm.training.reward_trainer import RewardTrainer
+from mlx_parallm.training.storage.checkpoints import ADAPTER, Checkpoints
+from mlx_parallm.training.supervised import reward_model
+from mlx_parallm.training.supervised.pairs import Pair, read_pairs
+from mlx_parallm.training.supervised.reward_model import RewardModel, open_reward_model
+from mlx_parallm.training.supervised.reward_trainer import RewardTrainer
 from tests.engine.harness import as_served, driver
 from tests.tiny import tiny, tiny_tokenizer
 

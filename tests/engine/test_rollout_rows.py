@@ -8,9 +8,9 @@ import pytest
 
 from mlx_parallm.errors import ContextLengthError, QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.sampling_params import SamplingParams
-from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.records import Record
-from mlx_parallm.training.rollouts import RolloutClient, Rollouts
+from mlx_parallm.training.rl.records import Record
+from mlx_parallm.training.rl.rollouts import RolloutClient, Rollouts
+from mlx_parallm.training.storage.ledger import Ledger
 from mlx_parallm.types import Request
 from tests.engine.harness import Driver, Pending, driver
 

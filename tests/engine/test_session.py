@@ -12,26 +12,26 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.config.train import LoopConfig
+from mlx_parallm.config.train_config import LoopConfig
 from mlx_parallm.config.training import Alarms, LoRAConfig, RLConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnavailableError
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.models.loader import load
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.text.prompts import Conversation, Prompts
-from mlx_parallm.training.batches import PaddedPrompts
-from mlx_parallm.training.checkpoints import Checkpoints
-from mlx_parallm.training.components import parse_components
-from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.loop import Loop, StepReport, TaskSampler
-from mlx_parallm.training.model import answer_logits
-from mlx_parallm.training.objectives import chosen_logprobs
-from mlx_parallm.training.records import Record
-from mlx_parallm.training.rewards import Rewards
-from mlx_parallm.training.rollouts import Rollouts
-from mlx_parallm.training.session import Session
-from mlx_parallm.training.tasks import Problem, Rows, Task
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.rl.batches import PaddedPrompts
+from mlx_parallm.training.rl.objectives import chosen_logprobs
+from mlx_parallm.training.rl.records import Record
+from mlx_parallm.training.rl.rollouts import Rollouts
+from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.task_loop import Loop, StepReport, TaskSampler
+from mlx_parallm.training.rl.trajectories import Trajectory
+from mlx_parallm.training.storage.checkpoints import Checkpoints
+from mlx_parallm.training.storage.ledger import Ledger
+from mlx_parallm.training.tasks.built_in import Problem, Rows, Task
+from mlx_parallm.training.tasks.components import parse_components
+from mlx_parallm.training.tasks.scorers import Rewards
+from mlx_parallm.training.trainable_model import answer_logits
 from tests.engine.harness import Answer, Driver, as_served, driver_of
 
 LORA = LoRAConfig(rank=4, alpha=8)

@@ -13,14 +13,14 @@ from safetensors.numpy import load_file
 
 from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.errors import ConfigError, ParallmError
-from mlx_parallm.lora.weights import Adapter, Part
+from mlx_parallm.lora.adapter import Adapter, Part
 from mlx_parallm.models.language import LanguageModel
 from mlx_parallm.steps import run_through
-from mlx_parallm.training import supervised
 from mlx_parallm.training.budget import MemoryUse
-from mlx_parallm.training.datasets import Example, Preference
-from mlx_parallm.training.model import can_pack
-from mlx_parallm.training.supervised import DPO, SFT, Supervised, SupervisedConfig
+from mlx_parallm.training.supervised import trainers as supervised
+from mlx_parallm.training.supervised.datasets import Example, Preference
+from mlx_parallm.training.supervised.trainers import DPO, SFT, Supervised, SupervisedConfig
+from mlx_parallm.training.trainable_model import can_pack
 from tests.engine.harness import as_served
 from tests.tiny import tiny, tiny_tokenizer
 

@@ -13,14 +13,14 @@ from mlx_parallm.config.algorithms import ALGORITHMS
 from mlx_parallm.config.training import LoRAConfig, RLConfig, TrainingConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.steps import run_through
-from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts
 from mlx_parallm.training.budget import Pace
 from mlx_parallm.training.learner import Refused
-from mlx_parallm.training.model import PromptCache, TrainableModel, answer_logits, can_share_prompts
-from mlx_parallm.training.objectives import chosen_logprobs, entropy
-from mlx_parallm.training.policy_loss import LossTotals
-from mlx_parallm.training.trainer import Outcome, Trainer
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.rl.batches import Batch, Micro, PaddedPrompts
+from mlx_parallm.training.rl.objectives import chosen_logprobs, entropy
+from mlx_parallm.training.rl.policy_loss import LossTotals
+from mlx_parallm.training.rl.trainer import Outcome, Trainer
+from mlx_parallm.training.rl.trajectories import Trajectory
+from mlx_parallm.training.trainable_model import PromptCache, TrainableModel, answer_logits, can_share_prompts
 from tests.engine.harness import as_served
 from tests.tiny import tiny
 

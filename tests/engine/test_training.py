@@ -9,8 +9,8 @@ from mlx.utils import tree_flatten
 from mlx_parallm.config.training import LoRAConfig, Objective
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.training.model import TrainableModel, shared_tree
-from mlx_parallm.training.objectives import chosen_logprobs, losses
+from mlx_parallm.training.rl.objectives import chosen_logprobs, losses
+from mlx_parallm.training.trainable_model import TrainableModel, shared_tree
 from tests.engine.harness import as_served, driver_of
 from tests.tiny import KINDS, tiny
 

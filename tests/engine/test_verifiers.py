@@ -10,10 +10,10 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.sampling_params import SamplingParams
-from mlx_parallm.training.environments import EpisodeSampler
-from mlx_parallm.training.find_task import find_task
-from mlx_parallm.training.tasks import Task
-from mlx_parallm.training.verifiers_env import MANY_TURNS, VerifiersEpisode, VerifiersTask
+from mlx_parallm.training.integrations.verifiers_env import MANY_TURNS, VerifiersEpisode, VerifiersTask
+from mlx_parallm.training.tasks.built_in import Task
+from mlx_parallm.training.tasks.environments import EpisodeSampler
+from mlx_parallm.training.tasks.find_task import find_task
 from tests.engine.test_session import school
 
 INSTALLED = importlib.util.find_spec("verifiers") is not None

@@ -16,8 +16,8 @@ from mlx_vlm import load as load_peer
 from mlx_vlm import stream_generate
 from PIL import Image
 
-from mlx_parallm.engine.device_profile import DeviceProfile
-from mlx_parallm.lora.weights import Adapter, Part
+from mlx_parallm.devices.profile import DeviceProfile
+from mlx_parallm.lora.adapter import Adapter, Part
 from mlx_parallm.models.loader import load
 from mlx_parallm.types import PromptImages
 from tests.engine.harness import Driver, Pending, driver_of

@@ -21,8 +21,9 @@ from mlx_parallm.server import api
 
 PYTHON = (sys.executable, "-m", "mlx_parallm")  # how the commands begin that can be forked
 IMPORTED = (
-    *("mlx_parallm.cli", "mlx_parallm.serve", "mlx_parallm.runtime.startup", "mlx_parallm.engine.start"),
-    *("mlx_parallm.server.app", "mlx_parallm.integrated", "mlx_parallm.training.loop", "mlx_lm.models.llama"),
+    *("mlx_parallm.cli.main", "mlx_parallm.serve", "mlx_parallm.runtime.startup", "mlx_parallm.engine.start"),
+    *("mlx_parallm.server.http.app", "mlx_parallm.integrated", "mlx_parallm.training.rl.task_loop"),
+    "mlx_lm.models.llama",
     *(
         found.name
         for package in (api, kinds)
@@ -112,7 +113,7 @@ def _command(arguments: Sequence[str], stdout: str, stderr: str, environment: Ma
         os.dup2(file, number)
         os.close(file)
     sys.argv = [PYTHON[-1], *arguments]
-    from mlx_parallm.cli import main
+    from mlx_parallm.cli.main import main
 
     code = main(list(arguments))
     for stream in (sys.stdout, sys.stderr):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mlx_parallm.training.objectives import Objective
+from mlx_parallm.training.rl.objectives import Objective
 
 Doubles = npt.NDArray[np.float64]
 

@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.server.access import (
+from mlx_parallm.server.api import route_table
+from mlx_parallm.server.auth.access import (
     AccessControl,
     Authentication,
     OriginGuard,
@@ -18,10 +19,9 @@ from mlx_parallm.server.access import (
     is_loopback,
     is_loopback_address,
 )
-from mlx_parallm.server.api import route_table
-from mlx_parallm.server.keys import Key, KeyLimits, KeyRing, Role
-from mlx_parallm.server.logins import COOKIE, Logins
-from mlx_parallm.server.request_state import state_of
+from mlx_parallm.server.auth.keys import Key, KeyLimits, KeyRing, Role
+from mlx_parallm.server.auth.logins import COOKIE, Logins
+from mlx_parallm.server.http.request_state import state_of
 from tests.rights import ADMIN, ALL, OPEN, TRAINER, USER, rights_of
 
 ROUTES = route_table()

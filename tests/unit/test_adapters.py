@@ -17,19 +17,19 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors.numpy import save
 
+from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.native.products import adapted_products, low_rank_adder
+from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.batching import slot_cache
-from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.patch import add_hooks, fuse_blocks
 from mlx_parallm.lora import kernel
-from mlx_parallm.lora.files import from_peft, parse, parse_config, read_folder, usual_config
+from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target, check_fit, check_name, with_paths_of
+from mlx_parallm.lora.adapter_files import from_peft, parse, parse_config, read_folder, usual_config
+from mlx_parallm.lora.hooks import AdapterKernels, FusedKernels, RopeParams
 from mlx_parallm.lora.kernel_check import adds_right, checked_adder, checked_fused
-from mlx_parallm.lora.layers import AdapterKernels, FusedKernels, RopeParams
 from mlx_parallm.lora.layout import Layout
-from mlx_parallm.lora.rows import BASE, AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
-from mlx_parallm.lora.weights import Adapter, AdapterError, Part, Target, check_fit, check_name, with_paths_of
-from mlx_parallm.models.device import device_kind
+from mlx_parallm.lora.row_adapters import BASE, AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
 from mlx_parallm.models.forward import Forward
-from mlx_parallm.models.native.products import adapted_products, low_rank_adder
 from tests.tiny import tiny
 
 LIMIT = 1 << 24

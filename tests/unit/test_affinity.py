@@ -3,8 +3,8 @@
 import json
 import random
 
-from mlx_parallm.cluster.affinity import AffinityRouter, PromptPrefix
-from mlx_parallm.cluster.prompts import MAX_HASHES, prompt_digest
+from mlx_parallm.cluster.replicas.affinity import AffinityRouter, PromptPrefix
+from mlx_parallm.cluster.replicas.prompt_hashes import MAX_HASHES, prompt_digest
 
 
 def text(*hashes: int) -> PromptPrefix:

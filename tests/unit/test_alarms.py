@@ -6,7 +6,7 @@ import pytest
 
 from mlx_parallm.config.training import Alarms
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.training.alarms import PolicyMonitor
+from mlx_parallm.training.rl.alarms import PolicyMonitor
 
 CALM = (1.0, 0.9, 1.1, 1.0, 0.95)
 

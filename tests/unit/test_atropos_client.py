@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError, UnavailableError
-from mlx_parallm.training.atropos.batches import trajectories_of
-from mlx_parallm.training.atropos.client import AtroposClient, AtroposConfig
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.integrations.atropos.atropos_batches import trajectories_of
+from mlx_parallm.training.integrations.atropos.atropos_client import AtroposClient, AtroposConfig
+from mlx_parallm.training.rl.trajectories import Trajectory
 
 TOKENS = [5, 6, 7, 8, 9]
 M = -100

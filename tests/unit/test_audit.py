@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.server.audit import AuditLog
-from mlx_parallm.server.request_state import enter, route_name
-from mlx_parallm.server.route_table import UNKNOWN, Route, RouteTable, not_ours
-from mlx_parallm.server.tokenizers import TokenizedPrompts, own_images
+from mlx_parallm.server.auth.audit import AuditLog
+from mlx_parallm.server.generation.tokenizers import TokenizedPrompts, own_images
+from mlx_parallm.server.http.request_state import enter, route_name
+from mlx_parallm.server.http.route_table import UNKNOWN, Route, RouteTable, not_ours
 from mlx_parallm.types import ImageInput, PromptImages
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.config.algorithms import ALGORITHMS
-from mlx_parallm.training.batches import Batch, Micro, PaddedPrompts, Shape
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.rl.batches import Batch, Micro, PaddedPrompts, Shape
+from mlx_parallm.training.rl.trajectories import Trajectory
 from tests.unit.reference_objectives import reference_advantages, reference_weights
 
 

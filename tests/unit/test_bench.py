@@ -10,7 +10,7 @@ from typing import TypeVar
 import orjson
 import pytest
 
-from mlx_parallm.bench import (
+from mlx_parallm.bench.load_test import (
     LoadResult,
     LoadSpec,
     Percentiles,
@@ -21,7 +21,7 @@ from mlx_parallm.bench import (
     percentile,
     run_load,
 )
-from mlx_parallm.bench_cli import as_dict, notes, parse_list, parse_span, rows
+from mlx_parallm.cli.bench_command import as_dict, notes, parse_list, parse_span, rows
 from mlx_parallm.errors import ConfigError, UnavailableError
 from mlx_parallm.http_client import ChunkedDecoder, Endpoint, EventParser, WireError, send
 

@@ -8,11 +8,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_parallm.kv.blocks import Chain
+from mlx_parallm.kv.block_pool import Chain
+from mlx_parallm.kv.block_store import BlockStore, Packing, Side
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.prefix import KEEP_TOKENS, BlockPrefix
 from mlx_parallm.kv.snapshots import SnapshotPrefix
-from mlx_parallm.kv.store import BlockStore, Packing, Side
 
 SIZE = 32
 SIDE = Side(2, 8, mx.float32)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.kv.blocks import NEAREST, BlockPool, Chain, Match, root_of
+from mlx_parallm.kv.block_pool import NEAREST, BlockPool, Chain, Match, root_of
 
 ROOT = root_of("model", "")
 

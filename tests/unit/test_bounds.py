@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mlx_parallm.cli.recommend import BITS, EFFICIENCY, MODELS, prospects
 from mlx_parallm.config.options import parse_bool, parse_bytes
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError
-from mlx_parallm.runtime.weights import weight_bytes
+from mlx_parallm.runtime.weight_files import weight_bytes
 from mlx_parallm.sampling_params import MAX_STOP_CHARS, MAX_STOPS, SamplingParams, check_sampling
-from mlx_parallm.server import routing
-from mlx_parallm.terminal.recommend import BITS, EFFICIENCY, MODELS, prospects
+from mlx_parallm.server.http import routing
 from mlx_parallm.text.prompts import CHECKED_CHARACTERS, Prompts
 from mlx_parallm.validation import check_ids
 from tests.unit.vocabularies import byte_level

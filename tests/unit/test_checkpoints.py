@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.lora.files import read_folder
-from mlx_parallm.lora.weights import Adapter, Part
-from mlx_parallm.training.checkpoints import ARRAYS, Checkpoints, adapter_files, check_new_name, peft_files
-from mlx_parallm.training.journal import Journal
-from mlx_parallm.training.session_store import SessionState
+from mlx_parallm.lora.adapter import Adapter, Part
+from mlx_parallm.lora.adapter_files import read_folder
+from mlx_parallm.training.storage.checkpoints import ARRAYS, Checkpoints, adapter_files, check_new_name, peft_files
+from mlx_parallm.training.storage.journal import Journal
+from mlx_parallm.training.storage.session_store import SessionState
 
 ARRAY = {"parameters.a": np.arange(12, dtype=np.float32).reshape(3, 4)}
 

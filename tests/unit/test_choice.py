@@ -2,9 +2,9 @@
 
 import pytest
 
-from mlx_parallm.server.choices import ChoiceStream, Collected
+from mlx_parallm.server.generation.choices import ChoiceStream, Collected
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
-from mlx_parallm.text.parsers.chat import ChatParser, Thinking
+from mlx_parallm.text.parsers.chat_parser import ChatParser, Thinking
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.types import Delta, TokenLogprob
 from tests.unit.vocabularies import byte_level

@@ -9,14 +9,14 @@ from typing import Any
 import orjson
 import pytest
 
-from mlx_parallm.cluster import views
-from mlx_parallm.cluster.changes import KEPT_WEIGHTS, Change, SharedState, decode
-from mlx_parallm.cluster.links import pack_hashes, read_error, unpack_hashes, write_error
-from mlx_parallm.cluster.replica import FrontLink, Replica
-from mlx_parallm.cluster.replicated import ReplicatedPool, ReplicatedPredictor
+from mlx_parallm.cluster.replicas import views
+from mlx_parallm.cluster.replicas.changes import KEPT_WEIGHTS, Change, SharedState, decode
+from mlx_parallm.cluster.replicas.links import pack_hashes, read_error, unpack_hashes, write_error
+from mlx_parallm.cluster.replicas.replica import FrontLink, Replica
+from mlx_parallm.cluster.replicas.replicated import ReplicatedPool, ReplicatedPredictor
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ModelNotFoundError, ParallmError
-from mlx_parallm.lora.weights import AdapterError
+from mlx_parallm.lora.adapter import AdapterError
 from mlx_parallm.metrics import PREFIX, EngineMetrics
 from mlx_parallm.models.kinds import policy
 from mlx_parallm.server.api.ops import MetricsSummary

@@ -6,8 +6,8 @@ from typing import Any
 import orjson
 import pytest
 
-from mlx_parallm.cluster import views
-from mlx_parallm.cluster.dashboard import EventMerger, send_merged, whole_history, whole_snapshot
+from mlx_parallm.cluster.replicas import views
+from mlx_parallm.cluster.replicas.joined_dashboard import EventMerger, send_merged, whole_history, whole_snapshot
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.server.api import route_table
 from mlx_parallm.server.dashboard.snapshot import Reading, cache, memory, points, rates
@@ -120,7 +120,7 @@ def stream(size: int, *snapshots: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("size", [7, 100_000])
 async def test_event_streams_become_one(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.cluster.dashboard.SECONDS", 0.05)
+    monkeypatch.setattr("mlx_parallm.cluster.replicas.joined_dashboard.SECONDS", 0.05)
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:

@@ -1,6 +1,6 @@
 """How many replicas run, by the requests in flight."""
 
-from mlx_parallm.cluster.scaling import UP_SECONDS, Scaling
+from mlx_parallm.cluster.replicas.scaling import UP_SECONDS, Scaling
 
 
 def run(scaling: Scaling, load: list[int], current: int, start: float = 0.0) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.cli import main
+from mlx_parallm.cli.main import main
 from tests.support.recording import RecordingServer, recording_server
 
 KEY = "sk-test"
@@ -192,7 +192,7 @@ def counters(**fields: Any) -> dict[str, Any]:
 def test_top_tells_what_happened_between_two_looks(server: RecordingServer, run: Any) -> None:
     from rich.console import Console
 
-    from mlx_parallm.terminal.top import view
+    from mlx_parallm.cli.top import view
 
     later = counters(generated_tokens=300, prompt_tokens=80, cached_tokens=100)
     later |= {"background": {"seconds": 1.5}, "predictions": {"seconds": 0.2}}

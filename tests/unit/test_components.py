@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.training.components import parse_components
-from mlx_parallm.training.tasks import TASKS
+from mlx_parallm.training.tasks.built_in import TASKS
+from mlx_parallm.training.tasks.components import parse_components
 
 LENGTH = TASKS["length"]
 

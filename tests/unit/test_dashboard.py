@@ -8,15 +8,15 @@ import pytest
 from mlx_parallm.metrics import EngineMetrics, Histogram, MemoryPlan
 from mlx_parallm.policy_spans import PolicySpan
 from mlx_parallm.server.api import route_table
-from mlx_parallm.server.caller import Caller
-from mlx_parallm.server.dashboard.files import PageFiles
-from mlx_parallm.server.dashboard.rollouts import token_texts
+from mlx_parallm.server.auth.caller import Caller
+from mlx_parallm.server.auth.keys import Key
+from mlx_parallm.server.dashboard.page_files import PageFiles
+from mlx_parallm.server.dashboard.recent_rollouts import token_texts
 from mlx_parallm.server.dashboard.snapshot import RecentPercentiles, cache, memory, rates, read
-from mlx_parallm.server.keys import Key
+from mlx_parallm.server.http.request_state import AnswerSummary, enter
 from mlx_parallm.server.recent_requests import RecentRequests
-from mlx_parallm.server.request_state import AnswerSummary, enter
-from mlx_parallm.training.recent import MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS, RecentGroups
-from mlx_parallm.training.trajectories import Trajectory
+from mlx_parallm.training.rl.recent import MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS, RecentGroups
+from mlx_parallm.training.rl.trajectories import Trajectory
 from tests.tiny import tiny_tokenizer
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.text.prompts import Prompts
-from mlx_parallm.training.datasets import DatasetReader, Example, read_rows, split
+from mlx_parallm.training.supervised.datasets import DatasetReader, Example, read_rows, split
 from tests.tiny import tiny_tokenizer
 
 USER, ASSISTANT = "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.models.device import AllocatorCache, device_kind
+from mlx_parallm.devices.device import AllocatorCache, device_kind
 
 MB = 1 << 20
 

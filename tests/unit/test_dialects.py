@@ -9,12 +9,12 @@ from pydantic_core import PydanticCustomError
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, ParallmError, QueueFullError
 from mlx_parallm.server.api import route_table
-from mlx_parallm.server.api.anthropic.body import CountTokensBody, MessagesBody
+from mlx_parallm.server.api.anthropic.bodies import CountTokensBody, MessagesBody
 from mlx_parallm.server.api.ollama.bodies import OllamaChatBody, OllamaOptions
 from mlx_parallm.server.api.ollama.durations import read_keep_alive
 from mlx_parallm.server.api.ollama.names import shown
-from mlx_parallm.server.error_shapes import Failure
-from mlx_parallm.server.errors import validation_error
+from mlx_parallm.server.http.error_shapes import Failure
+from mlx_parallm.server.http.http_errors import validation_error
 from mlx_parallm.text.parsers.calls import read_arguments
 
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}

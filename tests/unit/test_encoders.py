@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models.encoders import Encoder, layers, load_encoder, packed
+from mlx_parallm.models.encoders import Encoder, load_encoder, packed
+from mlx_parallm.models.encoders import encoder_layers as layers
 from tests.support.random_weights import random_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
 
-from mlx_parallm.server.exact_paths import ExactPaths
+from mlx_parallm.server.http.exact_paths import ExactPaths
 
 
 def _client(root_path: str = "") -> TestClient:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.cli import main
+from mlx_parallm.cli.main import main
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.kinds import network, policy
 from mlx_parallm.models.networks.torch_file import read_torch, state_dict

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.training.folder_lock import FolderLock
+from mlx_parallm.training.storage.folder_lock import FolderLock
 
 HOLD = """
 import sys, time

@@ -15,9 +15,9 @@ aiohttp = pytest.importorskip("aiohttp")
 
 from aiohttp import web  # noqa: E402
 
-from mlx_parallm.cluster.front import Front  # noqa: E402
-from mlx_parallm.cluster.links import PREFIX_HEADER, SECRET_HEADER, knows_secret  # noqa: E402
-from mlx_parallm.cluster.members import Member, Members  # noqa: E402
+from mlx_parallm.cluster.replicas.front import Front  # noqa: E402
+from mlx_parallm.cluster.replicas.links import PREFIX_HEADER, SECRET_HEADER, knows_secret  # noqa: E402
+from mlx_parallm.cluster.replicas.members import Member, Members  # noqa: E402
 from mlx_parallm.config import ServeConfig  # noqa: E402
 
 SECRET = "between us"

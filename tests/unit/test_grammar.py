@@ -29,7 +29,7 @@ from mlx_parallm.text.grammar import (
 )
 from mlx_parallm.text.parsers import harmony
 from mlx_parallm.text.parsers.calls import Tool
-from mlx_parallm.text.parsers.chat import Thinking, chat_parser
+from mlx_parallm.text.parsers.chat_parser import Thinking, chat_parser
 from mlx_parallm.text.parsers.formats.deepseek import MARKS as DEEPSEEK_MARKS
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 from tests.tiny import tiny

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.text.parsers import harmony
-from mlx_parallm.text.parsers.chat import Thinking
+from mlx_parallm.text.parsers.chat_parser import Thinking
 from mlx_parallm.text.parsers.harmony import HarmonyParser, is_harmony
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 from tests.unit.vocabularies import byte_level

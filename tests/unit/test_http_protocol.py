@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from mlx_parallm.server import http_protocol
-from mlx_parallm.server.http_protocol import uvicorn_config
+from mlx_parallm.server.http import http_protocol
+from mlx_parallm.server.http.http_protocol import uvicorn_config
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n"

@@ -4,13 +4,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.devices.cuda_placing import collector, placer
+from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.batching import batch_cache
-from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.patch import let_caches_attend
-from mlx_parallm.kv.inplace import collector, placer
+from mlx_parallm.kv.block_store import BlockStore, Packing
 from mlx_parallm.kv.slots import SlotCache
-from mlx_parallm.kv.store import BlockStore, Packing
-from mlx_parallm.models.device import device_kind
 from mlx_parallm.models.forward import Forward
 from tests.tiny import tiny
 

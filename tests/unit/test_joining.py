@@ -11,12 +11,13 @@ import httpx
 import orjson
 import pytest
 
-from mlx_parallm.cluster import extra, joining
-from mlx_parallm.cluster.joining import JoinRoute, RayAddress, find_cluster
+from mlx_parallm.cluster.replicas import joining
+from mlx_parallm.cluster.replicas import ray_setup as extra
+from mlx_parallm.cluster.replicas.joining import JoinRoute, RayAddress, find_cluster
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.server.access import AccessControl
 from mlx_parallm.server.api.ops import CLUSTER_PATH
+from mlx_parallm.server.auth.access import AccessControl
 
 HERE = RayAddress("10.0.0.1:6379", "secret", "2.50.0", joining.platform.python_version())
 

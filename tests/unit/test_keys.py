@@ -8,11 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.cli import main
+from mlx_parallm.cli.main import main
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.server.key_files import changing
-from mlx_parallm.server.keys import LOOK_SECONDS, PREFIX, Key, KeyLimits, KeyRing, entry_of, keys_of, new_key, read_keys
+from mlx_parallm.server.auth.key_files import changing
+from mlx_parallm.server.auth.keys import (
+    LOOK_SECONDS,
+    PREFIX,
+    Key,
+    KeyLimits,
+    KeyRing,
+    entry_of,
+    keys_of,
+    new_key,
+    read_keys,
+)
 
 SUFFIXES = (".json", ".toml", ".yaml")
 
@@ -203,7 +213,7 @@ def test_keys_that_are_added_together_are_all_there(tmp_path: Path) -> None:
 
 
 def test_the_command_needs_no_web_framework() -> None:
-    code = "import mlx_parallm.server.keys, sys; sys.exit('starlette' in sys.modules or 'mlx' in sys.modules)"
+    code = "import mlx_parallm.server.auth.keys, sys; sys.exit('starlette' in sys.modules or 'mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
 
 

@@ -5,9 +5,9 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_parallm.devices.cuda_attention import attend
+from mlx_parallm.devices.device import device_kind
 from mlx_parallm.engine.patch import let_caches_attend
-from mlx_parallm.kv.attention import attend
-from mlx_parallm.models.device import device_kind
 from tests.tiny import tiny
 
 TOKENS = mx.array([[5, 9, 2, 6]])

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from mlx_parallm.server import api, errors
-from mlx_parallm.server.schema import MAX_NAMES, Body
+from mlx_parallm.server import api
+from mlx_parallm.server.http import http_errors as errors
+from mlx_parallm.server.http.schema import MAX_NAMES, Body
 
 MANY = 3000
 WRONG: dict[str, Any] = {

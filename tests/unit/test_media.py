@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, QueueFullError
-from mlx_parallm.server.call import ImageSource
+from mlx_parallm.server.generation.call import ImageSource
 from mlx_parallm.server.media.addresses import is_public
 from mlx_parallm.server.media.decode import decode
 from mlx_parallm.server.media.fetch import Fetcher
-from mlx_parallm.server.media.loader import MediaLoader, data_of
+from mlx_parallm.server.media.media_loader import MediaLoader, data_of
 from mlx_parallm.types import ImageInput
 
 Image = pytest.importorskip("PIL.Image")

@@ -19,14 +19,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_parallm import heap
 from mlx_parallm.errors import PayloadTooLargeError
-from mlx_parallm.server import freed_memory
 from mlx_parallm.server.api import route_table
-from mlx_parallm.server.caller import Caller
-from mlx_parallm.server.errors import CLIENT_LEFT
-from mlx_parallm.server.keys import Key
-from mlx_parallm.server.logs import request_id
-from mlx_parallm.server.middleware import BodyLimit, RequestLog
-from mlx_parallm.server.request_state import state_of
+from mlx_parallm.server.auth.caller import Caller
+from mlx_parallm.server.auth.keys import Key
+from mlx_parallm.server.http import freed_memory
+from mlx_parallm.server.http.http_errors import CLIENT_LEFT
+from mlx_parallm.server.http.logs import request_id
+from mlx_parallm.server.http.middleware import BodyLimit, RequestLog
+from mlx_parallm.server.http.request_state import state_of
 
 ROUTES = route_table()
 

@@ -10,18 +10,18 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
+from mlx_parallm.devices.native import kernels
+from mlx_parallm.devices.native.native_layers import Embedding, Linear
+from mlx_parallm.devices.native.token_draws import drawer
+from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.batching import slot_cache
-from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.patch import attach_adapters, use_native_kernels
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.engine.sampling import Sampler, log_sum_exp
+from mlx_parallm.lora.adapter import Adapter, Part
 from mlx_parallm.lora.layout import Layout
-from mlx_parallm.lora.rows import GroupedLoRA
-from mlx_parallm.lora.weights import Adapter, Part
+from mlx_parallm.lora.row_adapters import GroupedLoRA
 from mlx_parallm.models.forward import Forward
-from mlx_parallm.models.native import kernels
-from mlx_parallm.models.native.draws import drawer
-from mlx_parallm.models.native.layers import Embedding, Linear
 from mlx_parallm.sampling_params import SamplingParams
 from tests.tiny import tiny
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.config.algorithms import ALGORITHMS
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.training.objectives import (
+from mlx_parallm.training.rl.objectives import (
     Objective,
     advantages,
     chosen_logprobs,

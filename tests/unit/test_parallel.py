@@ -9,18 +9,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.cluster.parallel import GroupMember, group_config
-from mlx_parallm.cluster.parallel_channel import BEAT, Channel, Message
-from mlx_parallm.cluster.parallel_layers import runs_of, split_model, way_to_split
-from mlx_parallm.cluster.parallel_leading import Leading, lead_parts
+from mlx_parallm.cluster.parallel.channel import BEAT, Channel, Message
+from mlx_parallm.cluster.parallel.leading import Leading, lead_parts
+from mlx_parallm.cluster.parallel.rank_group import GroupMember, group_config
+from mlx_parallm.cluster.parallel.split_layers import runs_of, split_model, way_to_split
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.batching import batch_cache
-from mlx_parallm.engine.device_profile import DeviceProfile
 from mlx_parallm.engine.patch import attach_adapters
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target
 from mlx_parallm.lora.split import Split
-from mlx_parallm.lora.weights import Adapter, AdapterError, Part, Target
 from mlx_parallm.models.forward import Forward
 from tests.tiny import tiny
 

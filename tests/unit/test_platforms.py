@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm import paths, platforms
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.training import checkpoints
+from mlx_parallm.training.storage import checkpoints
 
 
 def test_the_cache_is_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError, ModelNotFoundError
 from mlx_parallm.models.kinds import kind_of, policy
 from mlx_parallm.models.kinds.policy import PolicyPredictor
-from mlx_parallm.models.networks import heads
-from mlx_parallm.models.networks.draws import normals, uniforms
+from mlx_parallm.models.networks import policy_heads as heads
+from mlx_parallm.models.networks.distribution_draws import normals, uniforms
 from mlx_parallm.runtime.policy_weights import roll_back, update_weights
 from mlx_parallm.signature import ActInput, ActOutput
 from mlx_parallm.tensors import Array, dump_safetensors, parse_safetensors

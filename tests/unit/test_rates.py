@@ -6,9 +6,9 @@ import random
 import pytest
 
 from mlx_parallm.errors import PermissionDeniedError, RateLimitError
-from mlx_parallm.server.caller import ANYBODY, Caller
-from mlx_parallm.server.keys import Key, KeyLimits
-from mlx_parallm.server.rates import KeyUsage, RateLimits, SlidingWindow, duration
+from mlx_parallm.server.auth.caller import ANYBODY, Caller
+from mlx_parallm.server.auth.keys import Key, KeyLimits
+from mlx_parallm.server.auth.rates import KeyUsage, RateLimits, SlidingWindow, duration
 
 
 class Clock:

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import ModelNotFoundError
-from mlx_parallm.lora.layers import AdapterKernels
+from mlx_parallm.lora.adapter import Adapter, AdapterError, Part
+from mlx_parallm.lora.hooks import AdapterKernels
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import KEPT_VERSIONS, MAX_PINNED, STACKS_KEPT, Registry, Version
-from mlx_parallm.lora.rows import GroupedLoRA, StackedLoRA
-from mlx_parallm.lora.weights import Adapter, AdapterError, Part
+from mlx_parallm.lora.row_adapters import GroupedLoRA, StackedLoRA
 from mlx_parallm.types import AdapterRoute
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mlx_parallm.sampling_params import SamplingParams
-from mlx_parallm.training.remote import RemotePolicy
+from mlx_parallm.training.rl.remote_policy import RemotePolicy
 from tests.support.recording import recording_server
 
 SAMPLE: dict[str, Any] = {

@@ -11,9 +11,9 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.training import report
-from mlx_parallm.training.finetune import RunReport
-from mlx_parallm.training.loop import StepReport
 from mlx_parallm.training.report import LOG, PLOT, Progress, chosen_boards, plot, read_log
+from mlx_parallm.training.rl.task_loop import StepReport
+from mlx_parallm.training.supervised.finetune import RunReport
 
 NEWS = [
     RunReport(0, 0.0, held_out={"loss": 2.0}),

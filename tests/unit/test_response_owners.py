@@ -2,8 +2,8 @@
 
 import orjson
 
-from mlx_parallm.cluster import response_owners
-from mlx_parallm.cluster.response_owners import ResponseOwners
+from mlx_parallm.cluster.replicas import response_owners
+from mlx_parallm.cluster.replicas.response_owners import ResponseOwners
 from mlx_parallm.server.api import route_table
 
 ROUTES = route_table()

@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 
 from mlx_parallm.errors import InvalidRequestError, NotFoundError, UnavailableError
 from mlx_parallm.server.api.responses.bodies import ResponseBody
-from mlx_parallm.server.api.responses.conversation import PlacedItem, PromptMessage, prompt_messages, shortened
+from mlx_parallm.server.api.responses.input_items import PlacedItem, PromptMessage, prompt_messages, shortened
 from mlx_parallm.server.api.responses.items import InputItem, stored_items
 from mlx_parallm.server.api.responses.output import OutputBuilder
-from mlx_parallm.server.api.responses.store import FILE_NAME, ResponseStore, StoredResponse
+from mlx_parallm.server.api.responses.response_store import FILE_NAME, ResponseStore, StoredResponse
 from mlx_parallm.text.parsers.calls import CallDelta, Piece
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.engine.rows import Job, Reader, Row
 from mlx_parallm.engine.scheduler import FETCH_SECONDS, MIN_PIECE, Limits, Scheduler, wants_prompt_logprobs
-from mlx_parallm.kv.blocks import Chain, Match
+from mlx_parallm.kv.block_pool import Chain, Match
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import ImageInput, PromptImages, Request
 

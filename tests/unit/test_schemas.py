@@ -15,7 +15,7 @@ from mlx_parallm.server.api.openai.chat import ChatBody, chat_call
 from mlx_parallm.server.api.openai.common import GenerationBody
 from mlx_parallm.server.api.openai.completions import CompletionBody
 from mlx_parallm.server.api.tokens import TokenizeBody
-from mlx_parallm.server.errors import validation_error
+from mlx_parallm.server.http.http_errors import validation_error
 from mlx_parallm.text.prompts import Conversation
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from mlx_parallm.errors import QueueFullError
-from mlx_parallm.server.tokenizers import MAX_SLOW_GRAMMARS, TokenizerPool
+from mlx_parallm.server.generation.tokenizers import MAX_SLOW_GRAMMARS, TokenizerPool
 
 
 async def test_few_wait_and_those_that_left_are_not_compiled() -> None:

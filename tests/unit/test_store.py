@@ -3,8 +3,8 @@
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.kv import store as module
-from mlx_parallm.kv.store import BlockStore, Packing, Side
+from mlx_parallm.kv import block_store as module
+from mlx_parallm.kv.block_store import BlockStore, Packing, Side
 
 SIZE = 4
 SIDES = [Side(2, 32, mx.float32), Side(2, 64, mx.float32)] * 3  # keys and values of different width

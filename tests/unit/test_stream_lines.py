@@ -2,7 +2,7 @@
 
 import json
 
-from mlx_parallm.server.responses import event, one_line
+from mlx_parallm.server.generation.responses import event, one_line
 
 
 def test_no_reader_ends_a_line_within() -> None:

@@ -1,6 +1,6 @@
 """Commands and options are what they were; `tests/surface.py` says how to change them."""
 
-from mlx_parallm.cli import command_parser
+from mlx_parallm.cli.main import command_parser
 from mlx_parallm.config import ServeConfig, TrainConfig
 from tests import surface
 

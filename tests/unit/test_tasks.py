@@ -15,9 +15,9 @@ import pytest
 
 from mlx_parallm.config.training import BUILT_IN_SCORERS
 from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.training.find_task import find_task
-from mlx_parallm.training.rewards import MAX_HANGING, Item, Rewards, load_function
-from mlx_parallm.training.tasks import SCORERS, TASKS, Rows, Task
+from mlx_parallm.training.tasks.built_in import SCORERS, TASKS, Rows, Task
+from mlx_parallm.training.tasks.find_task import find_task
+from mlx_parallm.training.tasks.scorers import MAX_HANGING, Item, Rewards, load_function
 
 
 @pytest.mark.parametrize("name", list(TASKS))
@@ -149,7 +149,7 @@ def test_problems_of_reasoning_gym_are_those_of_a_seed_and_have_its_scores(monke
 def test_tasks_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
-        "from mlx_parallm.training.tasks import Problem, Task\n"
+        "from mlx_parallm.training.tasks.built_in import Problem, Task\n"
         "class Echo(Task):\n"
         "    name = 'echo'\n"
         "    def problem(self, random, level): return Problem(({'role': 'user', 'content': str(random.random())},))\n"

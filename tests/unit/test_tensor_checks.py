@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import InvalidRequestError, UnprocessableError
-from mlx_parallm.server.tensors import pieces, read_tensor, read_tensors, written
+from mlx_parallm.server.tensor_bodies import pieces, read_tensor, read_tensors, written
 from mlx_parallm.signature import Axis, Signature, TensorSpec
 from mlx_parallm.tensors import TensorError, dump_safetensors, parse_safetensors
 

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.api.scoring.bodies import ClassifyBody, RerankBody, ScoreBody
+from mlx_parallm.server.generation.text_inputs import EncodedText, TextPair, Truncation, encode_texts, numbered
+from mlx_parallm.server.generation.tokenizers import TokenizerPool
 from mlx_parallm.server.predictors import ServedPredictor
-from mlx_parallm.server.text_inputs import EncodedText, TextPair, Truncation, encode_texts, numbered
-from mlx_parallm.server.tokenizers import TokenizerPool
 from mlx_parallm.types import ClassifierInfo
 from tests.support.classifiers import LETTERS, word_piece
 

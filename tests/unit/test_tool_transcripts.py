@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.text.parsers.calls import Piece
-from mlx_parallm.text.parsers.chat import Parser, Thinking, chat_parser
+from mlx_parallm.text.parsers.chat_parser import Parser, Thinking, chat_parser
 from mlx_parallm.text.parsers.formats.deepseek import MARKS as DEEPSEEK_MARKS
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 from tests.golden.tool_transcripts import FORMATS, TOOLS, Format, Transcript

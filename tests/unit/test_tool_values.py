@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.text.parsers.blocks import (
+from mlx_parallm.text.parsers.call_blocks import (
     JSON_QUOTES,
     NAME,
     NO_QUOTES,

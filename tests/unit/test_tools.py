@@ -8,11 +8,11 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, mistral, pythonic, qwen3_coder
 
-from mlx_parallm.server.choices import ChoiceStream, Collected
+from mlx_parallm.server.generation.choices import ChoiceStream, Collected
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.text.parsers import harmony
 from mlx_parallm.text.parsers.calls import CallDelta, Piece
-from mlx_parallm.text.parsers.chat import ChatParser, Parser, Thinking, chat_parser
+from mlx_parallm.text.parsers.chat_parser import ChatParser, Parser, Thinking, chat_parser
 from mlx_parallm.text.parsers.formats.deepseek import MARKS as DEEPSEEK_MARKS
 from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.types import Delta

@@ -12,9 +12,9 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import QueueFullError
 from mlx_parallm.server.api.training import MAX_WAITING, TrainingRoutes
 from mlx_parallm.server.api.training.bodies import CheckpointBody, FeedbackBody, UpdateBody
-from mlx_parallm.server.caller import Caller, current_caller
-from mlx_parallm.server.errors import ClientLeft
-from mlx_parallm.server.keys import Key
+from mlx_parallm.server.auth.caller import Caller, current_caller
+from mlx_parallm.server.auth.keys import Key
+from mlx_parallm.server.http.http_errors import ClientLeft
 from mlx_parallm.types import FeedbackReport, UpdateReport
 
 

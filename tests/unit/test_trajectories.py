@@ -12,10 +12,10 @@ from mlx_parallm.engine.rows import Row
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.policy_spans import PolicySpan
 from mlx_parallm.sampling_params import SamplingParams
-from mlx_parallm.training.buffer import Buffer
-from mlx_parallm.training.ledger import Ledger
-from mlx_parallm.training.records import TOKENS_OF_NAMES, ChoiceKey, PackedRecord, Record
-from mlx_parallm.training.trajectories import Trajectory, prompt_group
+from mlx_parallm.training.rl.buffer import Buffer
+from mlx_parallm.training.rl.records import TOKENS_OF_NAMES, ChoiceKey, PackedRecord, Record
+from mlx_parallm.training.rl.trajectories import Trajectory, prompt_group
+from mlx_parallm.training.storage.ledger import Ledger
 from mlx_parallm.types import AnswerNames, Request
 
 

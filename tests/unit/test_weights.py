@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mlx_parallm.runtime.weights import weight_bytes
+from mlx_parallm.runtime.weight_files import weight_bytes
 
 
 @pytest.mark.parametrize("name", ["F64", "I64", "U64", "I32", "U32", "F32", "F16", "I16", "U16", "I8", "U8", "BOOL"])

@@ -12,9 +12,9 @@ import mlx.core as mx
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.encoders import bert, distilbert, modernbert, nomic_bert
-from mlx_parallm.models.encoders.layers import Encoder
+from mlx_parallm.models.encoders.encoder_layers import Encoder
+from mlx_parallm.models.encoders.encoder_weights import Settings, Weights
 from mlx_parallm.models.encoders.packed import packed_encoder
-from mlx_parallm.models.encoders.weights import Settings, Weights
 
 FAMILIES: dict[str, ModuleType] = {
     name: module for module in (bert, distilbert, modernbert, nomic_bert) for name in module.MODEL_TYPES

@@ -1,7 +1,7 @@
 """BERT, and RoBERTa with its kin, whose positions begin behind that of the padding token."""
 
-from mlx_parallm.models.encoders.layers import ACTIVATION_NAMES, Embeddings, Encoder, EncoderLayer
-from mlx_parallm.models.encoders.weights import Settings, Weights
+from mlx_parallm.models.encoders.encoder_layers import ACTIVATION_NAMES, Embeddings, Encoder, EncoderLayer
+from mlx_parallm.models.encoders.encoder_weights import Settings, Weights
 
 MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert")
 PREFIXES = ("", "bert.", "roberta.", "camembert.", "model.")

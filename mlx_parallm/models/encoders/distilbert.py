@@ -1,7 +1,7 @@
 """DistilBERT: BERT without token types and pooler, under names of its own."""
 
-from mlx_parallm.models.encoders.layers import ACTIVATION_NAMES, Embeddings, Encoder, EncoderLayer
-from mlx_parallm.models.encoders.weights import Settings, Weights
+from mlx_parallm.models.encoders.encoder_layers import ACTIVATION_NAMES, Embeddings, Encoder, EncoderLayer
+from mlx_parallm.models.encoders.encoder_weights import Settings, Weights
 
 MODEL_TYPES = ("distilbert",)
 PREFIXES = ("", "distilbert.", "model.")

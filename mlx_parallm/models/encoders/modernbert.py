@@ -1,7 +1,7 @@
 """ModernBERT: norms before the layers, rotary positions, gated MLPs; most layers see only what is near a token."""
 
-from mlx_parallm.models.encoders.layers import ACTIVATION_NAMES, Embeddings, Encoder, EncoderLayer, Rotary
-from mlx_parallm.models.encoders.weights import Settings, Weights
+from mlx_parallm.models.encoders.encoder_layers import ACTIVATION_NAMES, Embeddings, Encoder, EncoderLayer, Rotary
+from mlx_parallm.models.encoders.encoder_weights import Settings, Weights
 
 MODEL_TYPES = ("modernbert",)
 PREFIXES = ("", "model.")

@@ -1,7 +1,7 @@
 """Nomic's BERT: rotary positions and gated MLPs in BERT's order of norms. Configs are transformers' or Nomic's own."""
 
-from mlx_parallm.models.encoders.layers import ACTIVATION_NAMES, Embeddings, Encoder, EncoderLayer, Rotary
-from mlx_parallm.models.encoders.weights import Settings, Weights
+from mlx_parallm.models.encoders.encoder_layers import ACTIVATION_NAMES, Embeddings, Encoder, EncoderLayer, Rotary
+from mlx_parallm.models.encoders.encoder_weights import Settings, Weights
 
 MODEL_TYPES = ("nomic_bert",)
 PREFIXES = ("", "bert.", "nomic_bert.", "model.")

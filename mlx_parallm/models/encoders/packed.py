@@ -10,11 +10,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.devices.native import kernels
+from mlx_parallm.devices.native.gemm import matrix_product
+from mlx_parallm.devices.native.pointers import Sizes, pointer
 from mlx_parallm.host import numpy_view
-from mlx_parallm.models.encoders.layers import Array, DenseWeights, Embeddings, Encoder, EncoderLayer, NormWeights
-from mlx_parallm.models.native import kernels
-from mlx_parallm.models.native.gemm import matrix_product
-from mlx_parallm.models.native.pointers import Sizes, pointer
+from mlx_parallm.models.encoders.encoder_layers import (
+    Array,
+    DenseWeights,
+    Embeddings,
+    Encoder,
+    EncoderLayer,
+    NormWeights,
+)
 from mlx_parallm.steps import Steps
 
 GROUP = 2048  # tokens that go through all layers together: what they need stays in the processor's cache

@@ -12,14 +12,14 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_parallm.devices.padding import padded_shape, warm_up_shapes
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.host import to_numpy
+from mlx_parallm.models.classification_heads import Backbone, ClassificationHead, load_head
 from mlx_parallm.models.decoders import DecoderStates, load_decoder
 from mlx_parallm.models.encoders import Encoder, is_encoder, load_encoder
-from mlx_parallm.models.encoders.weights import Settings, Weights
-from mlx_parallm.models.heads import Backbone, ClassificationHead, load_head
+from mlx_parallm.models.encoders.encoder_weights import Settings, Weights
 from mlx_parallm.models.kinds import Predictor
-from mlx_parallm.models.padding import padded_shape, warm_up_shapes
 from mlx_parallm.models.sentence import module_kind
 from mlx_parallm.models.text_tokenizer import TokenizerConfig, text_tokenizer
 from mlx_parallm.steps import LazySteps, run_through

@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.devices.padding import padded_shape, warm_up_shapes
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.decoders import DecoderStates, load_decoder
 from mlx_parallm.models.encoders import Encoder, Settings, is_encoder, load_encoder
 from mlx_parallm.models.kinds import Predictor
-from mlx_parallm.models.padding import padded_shape, warm_up_shapes
 from mlx_parallm.models.sentence import SentenceFolder, module_kind, modules_of, normalized, pool, read_sentence_folder
 from mlx_parallm.models.text_tokenizer import text_tokenizer
 from mlx_parallm.steps import LazySteps, run_through

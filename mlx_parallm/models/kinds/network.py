@@ -14,8 +14,8 @@ import numpy as np
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.models.networks.definition import read_definition, read_file
-from mlx_parallm.models.networks.files import read_weights
 from mlx_parallm.models.networks.graph import Graph, fit_tensors
+from mlx_parallm.models.networks.network_files import read_weights
 from mlx_parallm.signature import NetworkInfo
 from mlx_parallm.tensors import Array, TensorError
 

@@ -14,10 +14,10 @@ from mlx_parallm.config import nearest
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError, ModelNotFoundError
 from mlx_parallm.models.kinds.network import NetworkPredictor
 from mlx_parallm.models.networks.definition import read_definition, read_file
-from mlx_parallm.models.networks.files import read_weights
 from mlx_parallm.models.networks.graph import Graph, fit_tensors
-from mlx_parallm.models.networks.heads import ActionHead, RowSeeds, read_head
 from mlx_parallm.models.networks.layer import Weights
+from mlx_parallm.models.networks.network_files import read_weights
+from mlx_parallm.models.networks.policy_heads import ActionHead, RowSeeds, read_head
 from mlx_parallm.signature import ActInput, ActOutput, PolicyInfo, TensorSpec
 from mlx_parallm.tensors import DTYPES, Array, TensorError
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import mlx.core as mx
 
 from mlx_parallm.models.networks.layer import Layer, Shape, ShapeError, Takes, Weights, axis_of, check_features
-from mlx_parallm.models.networks.options import choice, count, flag, integer, integers, number
+from mlx_parallm.models.networks.layer_options import choice, count, flag, integer, integers, number
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.networks.layer import Layer, Shape, ShapeError, Weights, check_features, check_rank
-from mlx_parallm.models.networks.options import count, flag, sizes
+from mlx_parallm.models.networks.layer_options import count, flag, sizes
 
 LAYOUTS = {1: "(batch, channels, length)", 2: "(batch, channels, height, width)"}
 

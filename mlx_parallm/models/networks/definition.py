@@ -11,7 +11,7 @@ from mlx_parallm.config import nearest
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.networks import basic, convolution, recurrent
 from mlx_parallm.models.networks.layer import Layer
-from mlx_parallm.models.networks.options import MAX_SIZE, read_options
+from mlx_parallm.models.networks.layer_options import MAX_SIZE, read_options
 from mlx_parallm.signature import BATCH, MAX_AXIS, Axis, TensorSpec
 from mlx_parallm.tensors import DTYPES
 

@@ -19,9 +19,9 @@ from mlx_parallm.models.kinds.network import load as load_network
 from mlx_parallm.models.kinds.policy import load as load_policy
 from mlx_parallm.models.kinds.policy import read_policy
 from mlx_parallm.models.networks.definition import FILE, read_definition
-from mlx_parallm.models.networks.files import WEIGHTS
 from mlx_parallm.models.networks.graph import IGNORED, Graph, fit_tensors
 from mlx_parallm.models.networks.layer import Shape
+from mlx_parallm.models.networks.network_files import WEIGHTS
 from mlx_parallm.models.networks.torch_file import read_torch, state_dict
 from mlx_parallm.tensors import Array, TensorError, dump_safetensors, parse_safetensors
 

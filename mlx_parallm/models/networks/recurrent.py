@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.networks.layer import Layer, Shape, ShapeError, Weights, check_features
-from mlx_parallm.models.networks.options import count, flag, number
+from mlx_parallm.models.networks.layer_options import count, flag, number
 
 State = tuple[mx.array, ...]  # (batch, hidden_size) each: h, and for an LSTM c
 

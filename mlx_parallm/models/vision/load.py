@@ -14,8 +14,8 @@ from mlx_lm.utils import load_tokenizer
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.vision.encoder import ImageEncoder
 from mlx_parallm.models.vision.families import FAMILIES
-from mlx_parallm.models.vision.language import ImageTextModel
 from mlx_parallm.models.vision.processor import ImageProcessor
+from mlx_parallm.models.vision.vision_language import ImageTextModel
 
 INSTALL = "pip install 'mlx-parallm[vision]'"
 

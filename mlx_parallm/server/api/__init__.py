@@ -12,7 +12,7 @@ from types import ModuleType
 from fastapi import APIRouter
 
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.route_table import Route, RouteTable, not_ours
+from mlx_parallm.server.http.route_table import Route, RouteTable, not_ours
 
 # Pages that FastAPI serves itself.
 DOCUMENTS = ("/docs", "/docs/oauth2-redirect", "/openapi.json", "/static-offline-docs/{name:path}")

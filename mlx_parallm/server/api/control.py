@@ -11,13 +11,13 @@ from starlette.responses import Response
 
 from mlx_parallm import __version__
 from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestTimeoutError
-from mlx_parallm.server.caller import current_caller
+from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import DEFAULT, adapter_names
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schema import AnswerBody, Body, Status
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.schema import AnswerBody, Body, Status
+from mlx_parallm.server.model_table import DEFAULT, adapter_names
 from mlx_parallm.types import PauseMode
 
 PauseModeName = Literal["abort", "wait", "keep", "in_place", "retract"]

@@ -12,14 +12,14 @@ from starlette.responses import Response, StreamingResponse
 from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.dashboard.feed import LiveFeed
-from mlx_parallm.server.dashboard.files import PAGE, PageFiles
-from mlx_parallm.server.dashboard.rollouts import describe
+from mlx_parallm.server.dashboard.page_files import PAGE, PageFiles
+from mlx_parallm.server.dashboard.recent_rollouts import describe
 from mlx_parallm.server.dashboard.snapshot import Snapshots
-from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import add_routes
+from mlx_parallm.server.http.schema import AnswerBody
 from mlx_parallm.server.recent_requests import MAX_REQUESTS
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import add_routes
-from mlx_parallm.server.schema import AnswerBody
 
 EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 COUNT = "At most so many, the newest first"

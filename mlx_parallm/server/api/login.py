@@ -12,16 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import AuthenticationError, InvalidRequestError
-from mlx_parallm.server.access import AccessControl, session_token
-from mlx_parallm.server.caller import Caller, current_caller
+from mlx_parallm.server.auth.access import AccessControl, session_token
+from mlx_parallm.server.auth.caller import Caller, current_caller
+from mlx_parallm.server.auth.keys import Role
+from mlx_parallm.server.auth.logins import COOKIE
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.keys import Role
-from mlx_parallm.server.logins import COOKIE
-from mlx_parallm.server.request_state import state_of
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schema import AnswerBody, Body, Status
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.request_state import state_of
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.schema import AnswerBody, Body, Status
 
 
 class LoginBody(Body):

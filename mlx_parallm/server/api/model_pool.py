@@ -8,11 +8,11 @@ from starlette.responses import Response
 
 from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import BASE, DEFAULT
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schema import AnswerBody, Body
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.schema import AnswerBody, Body
+from mlx_parallm.server.model_table import BASE, DEFAULT
 from mlx_parallm.types import ModelStatus
 
 

@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.chat_messages import ChatMessages, ToolDefinition, conversation
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import ServedModel
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schema import MAX_TOOLS, AnswerBody, Body, TokenId, few
+from mlx_parallm.server.generation.chat_messages import ChatMessages, ToolDefinition, conversation
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.schema import MAX_TOOLS, AnswerBody, Body, TokenId, few
+from mlx_parallm.server.model_table import ServedModel
 from mlx_parallm.validation import check_ids
 
 MAX_TEXT = 1 << 20  # characters to tokenise at once: about a second's work

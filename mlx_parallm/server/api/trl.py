@@ -18,16 +18,16 @@ from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
 from mlx_parallm.server.api.openai.completions import CompletionBody, completion_call
 from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.api.ops import Flushed, Health, Operations
-from mlx_parallm.server.chat_messages import ChatMessages, ToolDefinition, conversation
-from mlx_parallm.server.choices import Collected
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.responses import Collector
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.sampling import SampledBody, samples, sampling_field
-from mlx_parallm.server.schema import MAX_PROMPTS, MAX_TOOLS, AnswerBody, Status, read_prompt
-from mlx_parallm.server.service import answer_name
+from mlx_parallm.server.generation.chat_messages import ChatMessages, ToolDefinition, conversation
+from mlx_parallm.server.generation.choices import Collected
+from mlx_parallm.server.generation.preparation import answer_name
+from mlx_parallm.server.generation.responses import Collector
+from mlx_parallm.server.generation.sampling_fields import SampledBody, samples, sampling_field
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.schema import MAX_PROMPTS, MAX_TOOLS, AnswerBody, Status, read_prompt
 from mlx_parallm.types import TokenLogprob
 
 TRL_TOKENS = 16  # unless a body says how many

@@ -9,7 +9,7 @@ import orjson
 
 from mlx_parallm.errors import QueueFullError
 from mlx_parallm.server.dashboard.snapshot import Snapshots, points
-from mlx_parallm.server.state import ServerState
+from mlx_parallm.server.http.state import ServerState
 
 log = logging.getLogger(__name__)
 

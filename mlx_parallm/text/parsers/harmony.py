@@ -16,7 +16,7 @@ from typing import Literal
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.text.detokenize import Prefixes
-from mlx_parallm.text.parsers.blocks import JSON_QUOTES, NO_QUOTES, Scanner
+from mlx_parallm.text.parsers.call_blocks import JSON_QUOTES, NO_QUOTES, Scanner
 from mlx_parallm.text.parsers.calls import Calls, Piece, Tool
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")

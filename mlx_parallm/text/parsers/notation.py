@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlx_parallm.text.parsers.blocks import JSON_HEAD, NO_QUOTES, Head, Quoting
+from mlx_parallm.text.parsers.call_blocks import JSON_HEAD, NO_QUOTES, Head, Quoting
 from mlx_parallm.text.parsers.calls import Tool, ToolCall
 
 

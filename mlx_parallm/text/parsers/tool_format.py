@@ -15,7 +15,7 @@ from typing import Any, Literal
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.text.parsers import harmony
-from mlx_parallm.text.parsers.blocks import PYTHON_QUOTES, CallBlock, JsonBlock, TextBlock
+from mlx_parallm.text.parsers.call_blocks import PYTHON_QUOTES, CallBlock, JsonBlock, TextBlock
 from mlx_parallm.text.parsers.calls import Calls, Tool, ToolCall
 from mlx_parallm.text.parsers.formats import NOTATIONS, deepseek, hermes, llama
 from mlx_parallm.text.parsers.formats.pythonic import read_python

@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from mlx_parallm.server.api.adapters.bodies import AdapterChanged, AdapterList, Switched, UpdateWeightsBody
 from mlx_parallm.server.api.adapters.endpoints import RAW_TYPES, Adapters
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.route_table import TENSORS_WANTED, Route, Uploads
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.server.http.route_table import TENSORS_WANTED, Route, Uploads
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.schema import AnswerBody
 
 UPLOAD_TYPES = frozenset({"multipart/form-data", *RAW_TYPES})
 UPLOAD_FORM = {

@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from mlx_parallm.arms import CONFIDENCE, MIN_REWARDS
 from mlx_parallm.sampling_params import INT64
-from mlx_parallm.server.schema import AnswerBody, Body
+from mlx_parallm.server.http.schema import AnswerBody, Body
 from mlx_parallm.types import MAX_VERSION
 
 

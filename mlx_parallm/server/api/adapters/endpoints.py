@@ -28,10 +28,10 @@ from mlx_parallm.server.api.adapters.bodies import (
     VllmLoadBody,
     VllmUnloadBody,
 )
-from mlx_parallm.server.caller import current_caller
+from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import BASE, GENERATING, ServedModel, adapter_names, is_number, parse_label
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.model_table import BASE, GENERATING, ServedModel, adapter_names, is_number, parse_label
 from mlx_parallm.signature import WeightsVersion
 from mlx_parallm.types import MAX_VERSION, UNNAMED_ADAPTER, AdapterRoute, AdapterVersion
 

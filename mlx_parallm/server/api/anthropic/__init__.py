@@ -6,17 +6,17 @@ from starlette.responses import Response
 
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.server.api.anthropic.answers import MessageAnswer, TokenCount
-from mlx_parallm.server.api.anthropic.body import CountTokensBody, MessagesBody
+from mlx_parallm.server.api.anthropic.bodies import CountTokensBody, MessagesBody
 from mlx_parallm.server.api.anthropic.errors import ANTHROPIC
 from mlx_parallm.server.api.anthropic.writer import MessageOptions, MessageWriter
-from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.request_state import state_of
-from mlx_parallm.server.responses import respond
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.service import answer_name
+from mlx_parallm.server.generation.call import GenerationCall
+from mlx_parallm.server.generation.preparation import answer_name
+from mlx_parallm.server.generation.responses import respond
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.request_state import state_of
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
 
 EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.api.anthropic.blocks import (
+from mlx_parallm.server.api.anthropic.content_blocks import (
     AnyMessage,
     AssistantTurn,
     ImageBlock,
@@ -20,7 +20,7 @@ from mlx_parallm.server.api.anthropic.blocks import (
     ToolUseBlock,
     UserMessage,
 )
-from mlx_parallm.server.call import ImageSource
+from mlx_parallm.server.generation.call import ImageSource
 from mlx_parallm.text.prompts import Message
 
 # A line that Claude Code puts before its system prompt. It says nothing to a model, and differs in every request, so

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mlx_parallm.server.api.anthropic.answers import AnthropicError
-from mlx_parallm.server.error_shapes import ErrorShape, Failure
+from mlx_parallm.server.http.error_shapes import ErrorShape, Failure
 
 # Anthropic's names for kinds of errors, by the status that they come with.
 TYPES = {

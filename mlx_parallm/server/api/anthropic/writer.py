@@ -8,10 +8,10 @@ from typing import Any
 
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.api.anthropic.errors import anthropic_error
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.error_shapes import Failure
-from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.responses import one_line
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.generation.responses import one_line
+from mlx_parallm.server.http.error_shapes import Failure
 from mlx_parallm.text.parsers.calls import CallDelta, read_arguments
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "abort": "pause_turn"}

@@ -17,11 +17,11 @@ from mlx_parallm.server.api.generate.vllm import VllmBody, VllmWriter
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import completion_call
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.request_state import state_of
-from mlx_parallm.server.responses import respond
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.service import GenerationService, answer_name
+from mlx_parallm.server.generation.preparation import GenerationService, answer_name
+from mlx_parallm.server.generation.responses import respond
+from mlx_parallm.server.http.request_state import state_of
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
 
 SGLANG_FIELDS = ("text", "input_ids", "sampling_params", "input_embeds")
 OUR_FIELDS = ("policy_version", "step_id", "request_id")

@@ -18,9 +18,9 @@ from mlx_parallm.sampling_params import MAX_LOGPROBS
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import CompletionBody
 from mlx_parallm.server.api.openai.writer import finite
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.http.schema import AnswerBody
 from mlx_parallm.types import TokenLogprob
 
 

@@ -11,11 +11,11 @@ from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS, SHARED
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.structure import StructureBody, structure_of
 from mlx_parallm.server.api.openai.writer import finite
-from mlx_parallm.server.call import GenerationCall
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.sampling import SampledBody, samples, sampling_field
-from mlx_parallm.server.schema import Body, TokenId, read_prompt
+from mlx_parallm.server.generation.call import GenerationCall
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.generation.sampling_fields import SampledBody, samples, sampling_field
+from mlx_parallm.server.http.schema import Body, TokenId, read_prompt
 
 
 @samples(

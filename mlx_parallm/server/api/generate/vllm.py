@@ -9,10 +9,10 @@ from pydantic_core import PydanticCustomError
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import CompletionBody
 from mlx_parallm.server.api.openai.writer import finite
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.responses import one_line
-from mlx_parallm.server.schema import read_prompt
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.generation.responses import one_line
+from mlx_parallm.server.http.schema import read_prompt
 from mlx_parallm.types import TokenLogprob
 
 

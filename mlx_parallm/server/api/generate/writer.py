@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.responses import DONE, event
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.generation.responses import DONE, event
 
 
 class GenerateWriter:

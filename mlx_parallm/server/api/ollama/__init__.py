@@ -19,14 +19,14 @@ from mlx_parallm.server.api.ollama.answers import (
     OllamaTags,
     OllamaVersion,
 )
-from mlx_parallm.server.api.ollama.embeddings import OllamaEmbeddings
+from mlx_parallm.server.api.ollama.embed import OllamaEmbeddings
 from mlx_parallm.server.api.ollama.errors import OLLAMA
 from mlx_parallm.server.api.ollama.generation import OllamaGeneration
-from mlx_parallm.server.api.ollama.models import OllamaModels
+from mlx_parallm.server.api.ollama.model_routes import OllamaModels
 from mlx_parallm.server.api.ollama.names import ModelNames
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
 
 LINES = {"application/x-ndjson": {"schema": {"type": "string"}}}
 # What Ollama does with files of models.

@@ -7,8 +7,8 @@ from pydantic_core import PydanticCustomError
 
 from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS, SamplingParams
 from mlx_parallm.server.api.ollama.durations import KeepAlive
-from mlx_parallm.server.sampling import SampledBody, samples, sampling_field
-from mlx_parallm.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, few
+from mlx_parallm.server.generation.sampling_fields import SampledBody, samples, sampling_field
+from mlx_parallm.server.http.schema import MAX_MESSAGES, MAX_TOOLS, Body, few
 
 
 @samples(

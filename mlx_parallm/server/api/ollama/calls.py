@@ -5,8 +5,8 @@ from typing import Any
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage
-from mlx_parallm.server.call import ChatTurn, GenerationCall, ImageSource, Structure
-from mlx_parallm.server.models import ServedModel
+from mlx_parallm.server.generation.call import ChatTurn, GenerationCall, ImageSource, Structure
+from mlx_parallm.server.model_table import ServedModel
 from mlx_parallm.text.grammar import json_grammar
 from mlx_parallm.text.prompts import Conversation, Message
 

@@ -10,10 +10,10 @@ from mlx_parallm.server.api.ollama.calls import chat_call, generate_call
 from mlx_parallm.server.api.ollama.names import ModelNames
 from mlx_parallm.server.api.ollama.writer import ChatLines, PromptLines, RequestTimes, now
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.models import ServedModel
-from mlx_parallm.server.responses import respond
-from mlx_parallm.server.service import answer_name
+from mlx_parallm.server.generation.preparation import answer_name
+from mlx_parallm.server.generation.responses import respond
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.model_table import ServedModel
 
 
 class OllamaGeneration:

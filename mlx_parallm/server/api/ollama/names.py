@@ -6,8 +6,8 @@ from starlette.requests import Request
 
 from mlx_parallm.errors import PermissionDeniedError
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.models import DEFAULT, GENERATING, adapter_names
-from mlx_parallm.server.request_state import state_of
+from mlx_parallm.server.http.request_state import state_of
+from mlx_parallm.server.model_table import DEFAULT, GENERATING, adapter_names
 from mlx_parallm.types import ModelStatus
 
 LATEST = ":latest"

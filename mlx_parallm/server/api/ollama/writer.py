@@ -9,10 +9,10 @@ from typing import Any
 
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.api.ollama.errors import ollama_error
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.error_shapes import Failure
-from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.responses import one_line
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.generation.responses import one_line
+from mlx_parallm.server.http.error_shapes import Failure
 from mlx_parallm.text.parsers.calls import CallDelta, read_arguments
 from mlx_parallm.types import TokenLogprob
 

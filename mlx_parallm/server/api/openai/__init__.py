@@ -6,10 +6,10 @@ from mlx_parallm.server.api.openai.chat import ChatRoutes
 from mlx_parallm.server.api.openai.chat_answers import ChatCompletion
 from mlx_parallm.server.api.openai.completions import CompletionAnswer, CompletionRoutes
 from mlx_parallm.server.api.openai.embeddings import EmbeddingAnswer, EmbeddingRoutes
-from mlx_parallm.server.api.openai.models import Model, ModelList, ModelRoutes
+from mlx_parallm.server.api.openai.model_routes import Model, ModelList, ModelRoutes
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
 
 ROUTES = (
     Route("/v1/completions", "POST", CompletionRoutes.complete, CompletionAnswer, "Continue text", streams=True),

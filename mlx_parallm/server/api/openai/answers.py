@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.server.http.schema import AnswerBody
 
 REWARDS = "One for each choice, in the last chunk of a stream whose answers are scored"
 

@@ -11,13 +11,13 @@ from starlette.responses import Response
 from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
 from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
 from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, finite, prompt_logprobs
-from mlx_parallm.server.call import ChatTurn, GenerationCall
-from mlx_parallm.server.chat_messages import ChatMessage, TemplateBody, conversation, image_sources
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.responses import event, respond
-from mlx_parallm.server.schema import Body
-from mlx_parallm.server.service import GenerationService, answer_name
+from mlx_parallm.server.generation.call import ChatTurn, GenerationCall
+from mlx_parallm.server.generation.chat_messages import ChatMessage, TemplateBody, conversation, image_sources
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.generation.preparation import GenerationService, answer_name
+from mlx_parallm.server.generation.responses import event, respond
+from mlx_parallm.server.http.schema import Body
 from mlx_parallm.text.parsers.calls import CallDelta
 from mlx_parallm.types import TokenLogprob
 

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from mlx_parallm.server.api.openai.answers import REWARDS, PolicyAnswer, PolicyChoice, PromptLogprobs, Usage
-from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.server.http.schema import AnswerBody
 
 
 class TopLogprob(AnswerBody):

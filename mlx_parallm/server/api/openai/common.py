@@ -9,9 +9,9 @@ from pydantic_core import PydanticCustomError
 from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.api.openai.structure import StructureBody, structure_of
 from mlx_parallm.server.api.openai.writer import ResponseOptions
-from mlx_parallm.server.call import GenerationCall
-from mlx_parallm.server.sampling import SamplingBody, sampling_field
-from mlx_parallm.server.schema import Body, TokenId
+from mlx_parallm.server.generation.call import GenerationCall
+from mlx_parallm.server.generation.sampling_fields import SamplingBody, sampling_field
+from mlx_parallm.server.http.schema import Body, TokenId
 
 MAX_METADATA = 65_536  # bytes
 

@@ -15,9 +15,9 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.embedding_vectors import Vector, check_dimensions, cut, prompt_text
+from mlx_parallm.server.generation.text_inputs import MAX_INPUTS, TruncationBody, encode_texts, numbered
+from mlx_parallm.server.http.schema import AnswerBody, read_prompts
 from mlx_parallm.server.predictors import ServedPredictor
-from mlx_parallm.server.schema import AnswerBody, read_prompts
-from mlx_parallm.server.text_inputs import MAX_INPUTS, TruncationBody, encode_texts, numbered
 from mlx_parallm.types import EmbeddingInfo
 
 MANY_NUMBERS = 1 << 16  # from here on an answer is written off the event loop; a millisecond or two

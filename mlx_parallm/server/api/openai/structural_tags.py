@@ -10,7 +10,7 @@ from llguidance import StructTag
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.server.schema import MAX_TOOLS, Body
+from mlx_parallm.server.http.schema import MAX_TOOLS, Body
 from mlx_parallm.text.grammar import choice_grammar, json_grammar, pattern_grammar, tagged_grammar
 
 Mark = str

@@ -9,8 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.openai.structural_tags import StructuralTag
-from mlx_parallm.server.call import Structure
-from mlx_parallm.server.schema import Body
+from mlx_parallm.server.generation.call import Structure
+from mlx_parallm.server.http.schema import Body
 from mlx_parallm.text.grammar import choice_grammar, json_grammar, regex_grammar
 
 GRAMMARS: dict[str, Callable[[Any], str]] = {

@@ -12,9 +12,9 @@ from typing import Any
 import orjson
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.responses import DONE, event, one_line
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.generation.responses import DONE, event, one_line
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.types import TokenLogprob
 

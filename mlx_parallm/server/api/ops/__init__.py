@@ -15,10 +15,10 @@ from mlx_parallm.errors import NotFoundError
 from mlx_parallm.metrics import EngineMetrics
 from mlx_parallm.server.api.ops.metrics import EngineCollector, PoolCollector, TrainingCollector, debug_summary
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import add_routes
-from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import add_routes
+from mlx_parallm.server.http.schema import AnswerBody
 
 log = logging.getLogger(__name__)
 

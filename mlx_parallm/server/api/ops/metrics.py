@@ -44,7 +44,7 @@ from mlx_parallm.metrics import (
     metrics_of,
 )
 from mlx_parallm.runtime.client import RuntimeClient, TrainingClient
-from mlx_parallm.server.models import ModelTable
+from mlx_parallm.server.model_table import ModelTable
 
 ENGINE = metrics_of(EngineMetrics)
 PREFIX_CACHE = metrics_of(PrefixMetrics, "prefix_cache_")

@@ -8,9 +8,9 @@ from mlx_parallm.server.api.predict.act import ActRoutes
 from mlx_parallm.server.api.predict.bodies import ActBody, Acted, PredictBody, Predicted
 from mlx_parallm.server.api.predict.predict import PredictRoutes
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.route_table import TENSORS_WANTED, Route, Uploads
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.schema import Body
+from mlx_parallm.server.http.route_table import TENSORS_WANTED, Route, Uploads
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.schema import Body
 from mlx_parallm.tensors import SAFETENSORS_TYPES
 
 BINARY = {"schema": {"type": "string", "format": "binary"}}

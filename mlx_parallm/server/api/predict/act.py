@@ -14,11 +14,11 @@ from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.policy_spans import as_lists, spans_between
 from mlx_parallm.server.api.predict.bodies import ActBody
 from mlx_parallm.server.api.predict.predict import json_of, off_loop, query, validated
-from mlx_parallm.server.caller import current_caller
+from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.server.sessions import HiddenStateStore, SessionState
-from mlx_parallm.server.tensors import (
+from mlx_parallm.server.tensor_bodies import (
     is_safetensors,
     join,
     parse_body,

@@ -6,7 +6,7 @@ from pydantic import AliasChoices, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.sampling_params import INT64
-from mlx_parallm.server.schema import AnswerBody, Body
+from mlx_parallm.server.http.schema import AnswerBody, Body
 
 MAX_SESSIONS = 4096  # of a request
 ENCODED = {"data": "AACAPwAAAEAAAEBAAACAQA==", "shape": [1, 4], "dtype": "float32"}

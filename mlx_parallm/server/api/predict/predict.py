@@ -12,8 +12,8 @@ from starlette.responses import Response
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.predict.bodies import PredictBody
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.schema import Body
-from mlx_parallm.server.tensors import (
+from mlx_parallm.server.http.schema import Body
+from mlx_parallm.server.tensor_bodies import (
     is_safetensors,
     join,
     parse_body,

@@ -15,12 +15,12 @@ from fastapi import APIRouter
 
 from mlx_parallm.paths import user_cache
 from mlx_parallm.server.api.responses.answers import InputItemList, InputTokenCount, ResponseAnswer, ResponseDeleted
+from mlx_parallm.server.api.responses.response_store import ResponseStore
 from mlx_parallm.server.api.responses.routes import ResponseRoutes
-from mlx_parallm.server.api.responses.store import ResponseStore
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.error_shapes import OPENAI
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.error_shapes import OPENAI
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
 
 SHAPE = replace(OPENAI, named_events=True)
 STORED = "/v1/responses/{response_id}"

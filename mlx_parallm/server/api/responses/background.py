@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.api.responses.writer import Response, ResponsesWriter
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.generation import Generation
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.http_call import Generation
 
 
 class BackgroundResponse:

@@ -7,8 +7,8 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
 from mlx_parallm.server.api.responses.items import Identity, InputItem, problem
 from mlx_parallm.server.api.responses.tools import ToolBody, ToolChoiceBody, ToolUse, offered_tools
-from mlx_parallm.server.sampling import SamplingBody
-from mlx_parallm.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, few
+from mlx_parallm.server.generation.sampling_fields import SamplingBody
+from mlx_parallm.server.http.schema import MAX_MESSAGES, MAX_TOOLS, Body, few
 
 MAX_ITEMS = MAX_MESSAGES  # of a conversation
 LOGPROBS = "message.output_text.logprobs"

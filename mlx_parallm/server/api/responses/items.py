@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.server.schema import Body
+from mlx_parallm.server.http.schema import Body
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 ENCODED = "parallm:"  # begins reasoning that this server has encoded

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from mlx_parallm.server.api.responses.conversation import encode_reasoning
+from mlx_parallm.server.api.responses.input_items import encode_reasoning
 from mlx_parallm.server.api.responses.items import new_id
 from mlx_parallm.server.api.responses.tools import OfferedTool, ToolUse
 from mlx_parallm.text.parsers.calls import CallDelta, Piece

@@ -14,17 +14,17 @@ from starlette.responses import Response as HttpResponse
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, NotFoundError, ParallmError, UnavailableError
 from mlx_parallm.server.api.responses.background import BackgroundResponse
 from mlx_parallm.server.api.responses.bodies import MAX_ITEMS, ResponseBody
-from mlx_parallm.server.api.responses.conversation import PlacedItem, PromptMessage, prompt_messages, shortened
+from mlx_parallm.server.api.responses.input_items import PlacedItem, PromptMessage, prompt_messages, shortened
 from mlx_parallm.server.api.responses.items import InputItem, InputMessage, ItemReference, read_item, stored_items
-from mlx_parallm.server.api.responses.store import Item, ResponseStore, StoredResponse
+from mlx_parallm.server.api.responses.response_store import Item, ResponseStore, StoredResponse
 from mlx_parallm.server.api.responses.writer import Response, ResponsesWriter
-from mlx_parallm.server.call import ChatTurn, GenerationCall, Structure
-from mlx_parallm.server.caller import current_caller
-from mlx_parallm.server.errors import JSONResponse
-from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.request_state import state_of
-from mlx_parallm.server.responses import respond
-from mlx_parallm.server.service import GenerationService
+from mlx_parallm.server.auth.caller import current_caller
+from mlx_parallm.server.generation.call import ChatTurn, GenerationCall, Structure
+from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.generation.preparation import GenerationService
+from mlx_parallm.server.generation.responses import respond
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.request_state import state_of
 from mlx_parallm.text.grammar import json_grammar
 from mlx_parallm.text.prompts import Conversation, check_template_kwargs
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from mlx_parallm.server.api.responses.items import problem
-from mlx_parallm.server.schema import MAX_TOOLS, Body
+from mlx_parallm.server.http.schema import MAX_TOOLS, Body
 from mlx_parallm.text.parsers.calls import Tool
 
 # Codex and its kin send these by default: the model is not offered them, and never calls them.

@@ -8,10 +8,10 @@ from mlx_parallm.errors import ParallmError, QueueFullError
 from mlx_parallm.server.api.responses.bodies import ENCRYPTED, ResponseBody
 from mlx_parallm.server.api.responses.output import OutputBuilder
 from mlx_parallm.server.api.responses.tools import ToolChoiceBody
-from mlx_parallm.server.choices import ChoiceStream, ChoiceUpdate, Collected
-from mlx_parallm.server.generation import Generation
-from mlx_parallm.server.responses import one_line
-from mlx_parallm.server.schema import Body
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.generation.responses import one_line
+from mlx_parallm.server.http.schema import Body
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.calls import Piece
 from mlx_parallm.types import TokenLogprob

@@ -17,15 +17,15 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.scoring.answers import Classifications, Ranking, Scored
 from mlx_parallm.server.api.scoring.bodies import ClassifyBody, RerankBody, RewardBody, ScoreBody
 from mlx_parallm.server.api.scoring.labels import classification, entities, probabilities
-from mlx_parallm.server.api.scoring.pairs import score_pairs
-from mlx_parallm.server.api.scoring.rewards import RewardModels
-from mlx_parallm.server.caller import current_caller
+from mlx_parallm.server.api.scoring.reward_route import RewardModels
+from mlx_parallm.server.api.scoring.text_pairs import score_pairs
+from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.errors import JSONResponse
+from mlx_parallm.server.generation.text_inputs import EncodedText, encode_texts, numbered
+from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
 from mlx_parallm.server.predictors import ServedPredictor
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
-from mlx_parallm.server.text_inputs import EncodedText, encode_texts, numbered
 from mlx_parallm.types import ClassifierInfo, EmbeddingInfo, PredictorInfo
 
 CLASSIFIERS = ("classifier", "reward")

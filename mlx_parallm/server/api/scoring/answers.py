@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.server.http.schema import AnswerBody
 
 USAGE: dict[str, Any] = {"prompt_tokens": 14, "total_tokens": 14}
 

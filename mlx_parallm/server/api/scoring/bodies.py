@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.server.chat_messages import ChatMessages
-from mlx_parallm.server.schema import Body
-from mlx_parallm.server.text_inputs import MAX_INPUTS, TextInputs, TextPair, TruncationBody
+from mlx_parallm.server.generation.chat_messages import ChatMessages
+from mlx_parallm.server.generation.text_inputs import MAX_INPUTS, TextInputs, TextPair, TruncationBody
+from mlx_parallm.server.http.schema import Body
 
 CHAT: list[Any] = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 

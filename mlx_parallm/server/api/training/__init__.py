@@ -41,15 +41,15 @@ from mlx_parallm.server.api.training.bodies import (
     RolloutBody,
     UpdateBody,
 )
-from mlx_parallm.server.caller import Caller, current_caller
-from mlx_parallm.server.chat_messages import conversation
+from mlx_parallm.server.auth.caller import Caller, current_caller
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.disconnect import client_left, unless_left
-from mlx_parallm.server.errors import ClientLeft, JSONResponse
-from mlx_parallm.server.limits import completion_length
-from mlx_parallm.server.models import ServedModel, adapter_names
-from mlx_parallm.server.route_table import Route
-from mlx_parallm.server.routing import JSONRoute, add_routes
+from mlx_parallm.server.generation.chat_messages import conversation
+from mlx_parallm.server.generation.limits import completion_length
+from mlx_parallm.server.http.disconnect import client_left, unless_left
+from mlx_parallm.server.http.http_errors import ClientLeft, JSONResponse
+from mlx_parallm.server.http.route_table import Route
+from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.model_table import ServedModel, adapter_names
 from mlx_parallm.types import RolloutCall, RolloutSample
 from mlx_parallm.validation import check_ids
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mlx_parallm.server.schema import AnswerBody
+from mlx_parallm.server.http.schema import AnswerBody
 
 
 class Updated(AnswerBody):

@@ -5,8 +5,8 @@ from typing import Any
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_parallm.server.chat_messages import ChatMessages
-from mlx_parallm.server.schema import MAX_TOKENS, Body
+from mlx_parallm.server.generation.chat_messages import ChatMessages
+from mlx_parallm.server.http.schema import MAX_TOKENS, Body
 from mlx_parallm.types import TrajectoryInput
 
 MAX_TRAJECTORIES = 4096

@@ -2,7 +2,7 @@
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.text.parsers.blocks import JSON_HEAD, NAME, Head
+from mlx_parallm.text.parsers.call_blocks import JSON_HEAD, NAME, Head
 from mlx_parallm.text.parsers.notation import Notation
 from mlx_parallm.text.parsers.templates import chat_template
 

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from mlx_parallm.text.parsers.blocks import Quoting
+from mlx_parallm.text.parsers.call_blocks import Quoting
 from mlx_parallm.text.parsers.calls import Tool, ToolCall
 from mlx_parallm.text.parsers.notation import Notation
 from mlx_parallm.text.parsers.values import literal, string_end, tool_call

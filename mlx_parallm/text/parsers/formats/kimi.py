@@ -2,7 +2,7 @@
 
 import re
 
-from mlx_parallm.text.parsers.blocks import JSON_HEAD, Head
+from mlx_parallm.text.parsers.call_blocks import JSON_HEAD, Head
 from mlx_parallm.text.parsers.notation import Notation
 from mlx_parallm.text.parsers.tags import tags
 from mlx_parallm.text.parsers.values import literal

@@ -3,7 +3,7 @@
 import regex
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.text.parsers.blocks import JSON_HEAD, PYTHON_QUOTES
+from mlx_parallm.text.parsers.call_blocks import JSON_HEAD, PYTHON_QUOTES
 from mlx_parallm.text.parsers.formats.pythonic import read_python
 from mlx_parallm.text.parsers.notation import Notation
 from mlx_parallm.text.parsers.templates import chat_template, shows_tools

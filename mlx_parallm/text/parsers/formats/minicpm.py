@@ -1,6 +1,6 @@
 """MiniCPM's calls: <function name="…"> with a <param name="…"> for each argument, its value perhaps in CDATA."""
 
-from mlx_parallm.text.parsers.blocks import Quoting
+from mlx_parallm.text.parsers.call_blocks import Quoting
 from mlx_parallm.text.parsers.notation import Notation
 from mlx_parallm.text.parsers.tags import CDATA, QUOTED, QUOTED_KEY, stripped_text, tags
 

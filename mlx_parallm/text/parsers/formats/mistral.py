@@ -1,6 +1,6 @@
 """Mistral's calls: [TOOL_CALLS] with a list of JSON objects, or name[ARGS]{…}."""
 
-from mlx_parallm.text.parsers.blocks import JSON_HEAD, NAME, Head
+from mlx_parallm.text.parsers.call_blocks import JSON_HEAD, NAME, Head
 from mlx_parallm.text.parsers.notation import Notation
 
 NOTATIONS = {

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Sequence
 
-from mlx_parallm.text.parsers.blocks import PYTHON_QUOTES
+from mlx_parallm.text.parsers.call_blocks import PYTHON_QUOTES
 from mlx_parallm.text.parsers.calls import Tool, ToolCall
 from mlx_parallm.text.parsers.notation import Notation
 from mlx_parallm.text.parsers.values import parse_python, python_value, string_end, tool_call

@@ -1,0 +1,1 @@
+"""The load test behind `parallm bench`."""

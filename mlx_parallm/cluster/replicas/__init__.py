@@ -1,0 +1,1 @@
+"""Several servers of the same models behind one front, on Ray."""

@@ -1,0 +1,49 @@
+"""How the engine works on each kind of device: choices that change speed, never answers. Read once at start."""
+
+from dataclasses import dataclass
+
+from mlx_parallm.devices.device import DeviceKind
+
+PROMPT_STEP = 128  # tokens: where prompts are computed in round shapes, all sizes are multiples of this
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    steps_in_flight: int  # steps that are started before the first of them is read
+    compiled: bool  # trace a decode step once per shape, instead of building its graph each time
+    view_step: int  # attention reads whole multiples of so many tokens
+    max_padding: float  # prompts are computed together while padding adds at most this share
+    round_prompts: bool  # compute prompts in few, round shapes
+    fused: bool = False  # decode with our own attention kernel
+    match_step: int = 1  # a cached beginning is used to the last whole multiple of so many tokens
+    pass_tokens: int = 0  # a pass takes as long as computing so many tokens, however few it computes
+    min_match: int = 1  # a cached beginning of a prompt is used from so many tokens on
+
+    @classmethod
+    def of(cls, kind: DeviceKind) -> "DeviceProfile":
+        if kind == "cpu":
+            # A step runs while it is being started: there is nothing to gain ahead. A pass costs some 24 tokens' time.
+            return cls(
+                steps_in_flight=0,
+                compiled=False,
+                view_step=32,
+                max_padding=0.15,
+                round_prompts=False,
+                min_match=8,
+            )
+        if kind == "metal":
+            return cls(
+                steps_in_flight=1, compiled=True, view_step=128, max_padding=0.2, round_prompts=False, min_match=32
+            )
+        # CUDA plans attention anew for every shape, which takes longer than to compute some padding.
+        return cls(
+            steps_in_flight=2,
+            compiled=True,
+            view_step=128,
+            max_padding=0.5,
+            round_prompts=True,
+            fused=True,
+            match_step=PROMPT_STEP,
+            pass_tokens=4 * PROMPT_STEP,
+            min_match=PROMPT_STEP,
+        )

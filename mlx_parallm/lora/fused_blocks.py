@@ -1,0 +1,260 @@
+"""Attention, MLP and whole blocks that compute their layers together and own the kernels for it.
+
+Layers that read the same inputs (queries, keys and values; gate and up) are one product, or one kernel that adds rows'
+adapters. On CUDA, where a decode step is bound by the number of kernels that it starts, those kernels also do what
+follows: RoPE, swiglu, the sum with the residual.
+
+A block takes the place of a layer whose `__call__` has the very code of one of mlx-lm's classes below: Llama's form, in
+which most of its architectures are written. Other layers stay as they are, each with its own hook. `engine.patch` puts
+the blocks into a model.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import deepseek_v3, llama, qwen3
+from mlx_lm.models.activations import swiglu as mlx_swiglu
+from mlx_lm.models.rope_utils import Llama3RoPE
+
+from mlx_parallm.lora.hooks import LayerOutput, LoRAHook, RopeParams
+from mlx_parallm.lora.kernel import log2_inv_freq
+
+PLAIN_ATTENTION: Sequence[Any] = (llama.Attention,)
+NORMED_ATTENTION: Sequence[Any] = (qwen3.Attention,)  # queries and keys are normed before RoPE
+SWIGLU_MLPS: Sequence[Any] = (llama.MLP, deepseek_v3.DeepseekV3MLP)
+BLOCKS: Sequence[Any] = (llama.TransformerBlock,)
+
+
+class JointProjections:
+    """Layers that read the same inputs, computed together."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = tuple(layers)
+        self._hooks: list[LoRAHook] = [layer.hook for layer in layers]
+        self.active = self._hooks[0].active
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        """Each layer's output for x with the rows' adapters."""
+        products = self._multiplied(x)
+        return self.add(x, self.base_products(x)) if products is None else products
+
+    def base_products(self, x: mx.array) -> list[mx.array]:
+        return [layer.base_product(x) for layer in self._layers]
+
+    def outputs(self, ys: Sequence[mx.array]) -> list[LayerOutput]:
+        """As the kernels take them."""
+        return [(y, hook.group, hook.number) for y, hook in zip(ys, self._hooks, strict=True)]
+
+    def all_have_lora_alone(self) -> bool:
+        return all(hook.has_lora_alone() for hook in self._hooks)
+
+    def some_have_lora_none_dora(self) -> bool:
+        row_adapters = self.active.row_adapters
+        groups = [hook.group for hook in self._hooks]
+        return all(map(row_adapters.without_dora, groups)) and any(map(row_adapters.has, groups))
+
+    def add(self, x: mx.array, ys: Sequence[mx.array]) -> list[mx.array]:
+        """The rows' adapters added to the layers' outputs ys."""
+        row_adapters, sums = self.active.row_adapters, list(ys)
+        adapted = [place for place, hook in enumerate(self._hooks) if row_adapters.has(hook.group)]
+        by_kernel = self._added_by_kernel(x, ys) if adapted else {}
+        for place in adapted:
+            total = by_kernel.get(place)
+            hook, layer = self._hooks[place], self._layers[place]
+            sums[place] = hook.add_by_operations(x, ys[place], layer) if total is None else total
+        return sums
+
+    def _added_by_kernel(self, x: mx.array, ys: Sequence[mx.array]) -> dict[int, mx.array]:
+        """By one kernel for all layers that LoRA alone changes: their sums, by the layers' places here."""
+        add, outputs = self.active.kernels.add, self.outputs(ys)
+        places = [place for place, hook in enumerate(self._hooks) if hook.has_lora_alone()]
+        if add is None or not places:
+            return {}
+        sums = add(x, [outputs[place] for place in places], self.active.row_adapters)
+        return {} if sums is None else dict(zip(places, sums, strict=True))
+
+    def _multiplied(self, x: mx.array) -> list[mx.array] | None:
+        """By one kernel that also multiplies, except what DoRA changes; None where there is none for this pass."""
+        row_adapters, multiply = self.active.row_adapters, self.active.kernels.multiply
+        if multiply is None:
+            return None
+        hooks = self._hooks
+        together = [place for place, hook in enumerate(hooks) if row_adapters.without_dora(hook.group)]
+        if not together:
+            return None
+        layers = [(self._layers[place], hooks[place].group, hooks[place].number) for place in together]
+        products = multiply(x, layers, row_adapters)
+        if products is None:
+            return None
+        by_place = dict(zip(together, products, strict=True))
+        return [by_place[place] if place in by_place else layer(x) for place, layer in enumerate(self._layers)]
+
+
+class OutputProjection:
+    """The last layer of attention or MLP, whose output is added to the block's residual."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._hook: LoRAHook = layer.hook
+
+    def __call__(self, x: mx.array, residual: mx.array | None) -> mx.array:
+        if residual is None:
+            return self._hook.linear(x, self._layer)
+        return self._hook.linear_and_residual(x, self._layer, residual)
+
+
+class FusedMLP:
+    """down(swiglu(gate(x), up(x)))"""
+
+    def __init__(self, mlp: Any) -> None:
+        self._gate_and_up = JointProjections([mlp.gate_proj, mlp.up_proj])
+        self._down = OutputProjection(mlp.down_proj)
+        self._swiglu = type(mlp).__call__.__globals__["swiglu"]  # which may be bound to a kernel of ours
+        fused = self._gate_and_up.active.kernels.fused
+        self._gate_kernel = fused.gate if fused is not None and self._swiglu is mlx_swiglu else None
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        return self._down(self._gated(x), residual)
+
+    def _gated(self, x: mx.array) -> mx.array:
+        projections = self._gate_and_up
+        if self._gate_kernel is not None and projections.all_have_lora_alone():
+            ys = projections.base_products(x)
+            gated = self._gate_kernel(x, projections.outputs(ys), projections.active.row_adapters)
+            if gated is not None:
+                return gated
+            gate, up = projections.add(x, ys)
+        else:
+            gate, up = projections(x)
+        product: mx.array = self._swiglu(gate, up)
+        return product
+
+
+class FusedAttention:
+    """Queries, keys and values together, RoPE, attention, and the layer behind it."""
+
+    def __init__(self, attention: Any, norms: tuple[Any, Any] | None) -> None:
+        self._projections = JointProjections([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._output = OutputProjection(attention.o_proj)
+        self._heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
+        self._norms = (*norms, None) if norms is not None else (None, None, None)
+        self._rope, self._scale = attention.rope, attention.scale
+        self._attend = type(attention).__call__.__globals__["scaled_dot_product_attention"]  # maybe the cache's own
+        fused = self._projections.active.kernels.fused
+        self._rope_params = _rope_params(attention) if fused is not None and norms is None else None
+        self._rope_kernel = fused.rope if fused is not None else None
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, residual: mx.array | None = None) -> mx.array:
+        queries, keys, values = self._rotated_heads(x, 0 if cache is None else cache.offset)
+        if cache is not None:
+            keys, values = cache.update_and_fetch(keys, values)
+        attended = self._attend(queries, keys, values, cache=cache, scale=self._scale, mask=mask)
+        return self._output(attended.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1), residual)
+
+    def _rotated_heads(self, x: mx.array, offset: Any) -> Sequence[mx.array]:
+        """Queries, keys and values (B, heads, T, width), the first two at their positions."""
+        projections = self._projections
+        if self._can_rotate_by_kernel(x, offset):
+            ys = projections.base_products(x)
+            heads = self._rotated_by_kernel(x, ys, offset)
+            if heads is not None:
+                return heads
+            ys = projections.add(x, ys)
+        else:
+            ys = projections(x)
+        queries, keys, values = map(self._split, ys, self._heads, self._norms)
+        return self._rope(queries, offset=offset), self._rope(keys, offset=offset), values
+
+    def _can_rotate_by_kernel(self, x: mx.array, offset: Any) -> bool:
+        if self._rope_params is None or x.shape[1] != 1 or not isinstance(offset, mx.array):
+            return False
+        return self._projections.some_have_lora_none_dora()
+
+    def _rotated_by_kernel(self, x: mx.array, ys: Sequence[mx.array], offsets: mx.array) -> list[mx.array] | None:
+        assert self._rope_kernel is not None
+        assert self._rope_params is not None
+        outputs, row_adapters = self._projections.outputs(ys), self._projections.active.row_adapters
+        return self._rope_kernel(x, outputs, row_adapters, self._rope_params, offsets)
+
+    @staticmethod
+    def _split(y: mx.array, heads: int, norm: Any) -> mx.array:
+        """(B, T, heads * width) -> (B, heads, T, width)"""
+        split = y.reshape(*y.shape[:2], heads, -1)
+        return (split if norm is None else norm(split)).transpose(0, 2, 1, 3)
+
+
+class FusedBlock:
+    """A block whose attention and MLP add the residual themselves."""
+
+    def __init__(self, block: Any) -> None:
+        self._attention: FusedAttention = block.self_attn.fused
+        self._mlp: FusedMLP = block.mlp.fused
+        self._attention_norm, self._mlp_norm = block.input_layernorm, block.post_attention_layernorm
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        h = self._attention(self._attention_norm(x), mask, cache, residual=x)
+        return self._mlp(self._mlp_norm(h), residual=h)
+
+
+def fused_part(layer: Any) -> FusedAttention | FusedMLP | None:
+    """What takes the place of an attention or MLP layer; None where it has another form, or no hooks."""
+    if _has_code_of(layer, SWIGLU_MLPS) and _have_hooks(layer, ("gate_proj", "up_proj", "down_proj")):
+        return FusedMLP(layer)
+    if not _have_hooks(layer, ("q_proj", "k_proj", "v_proj", "o_proj")):
+        return None
+    if _has_code_of(layer, PLAIN_ATTENTION):
+        return FusedAttention(layer, norms=None)
+    return FusedAttention(layer, norms=(layer.q_norm, layer.k_norm)) if _has_code_of(layer, NORMED_ATTENTION) else None
+
+
+def fused_block(layer: Any) -> FusedBlock | None:
+    """What takes the place of a block whose attention and MLP are fused; None where it has another form."""
+    if not _has_code_of(layer, BLOCKS):
+        return None
+    fused = isinstance(getattr(layer.self_attn, "fused", None), FusedAttention)
+    return FusedBlock(layer) if fused and isinstance(getattr(layer.mlp, "fused", None), FusedMLP) else None
+
+
+@functools.cache
+def fused_class(original: Any) -> type:
+    """The same layer, computed by what it has in `fused`."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        output: mx.array = self.fused(*args, **kwargs)
+        return output
+
+    return type(original.__name__, (original,), {"__call__": call})
+
+
+def _have_hooks(layer: nn.Module, names: Sequence[str]) -> bool:
+    return all(hasattr(layer.get(name), "hook") for name in names)
+
+
+def _has_code_of(layer: Any, classes: Sequence[Any]) -> bool:
+    """Whether it computes as one of these: line for line the same, maybe with other functions bound to global names."""
+    kind: Any = type(layer)
+    code = _code(kind)
+    return code is not None and any(code == _code(known) for known in classes)
+
+
+@functools.cache
+def _code(kind: Any) -> tuple[Any, ...] | None:
+    code = getattr(kind.__call__, "__code__", None)
+    return None if code is None else (code.co_code, code.co_names, code.co_consts, code.co_varnames)
+
+
+def _rope_params(attention: Any) -> RopeParams | None:
+    """None where RoPE does not rotate whole heads by halves."""
+    rope = attention.rope
+    if type(rope) not in (nn.RoPE, Llama3RoPE) or rope.traditional:
+        return None
+    if attention.k_proj["weight"].shape[0] != attention.n_kv_heads * rope.dims or rope.dims % 2:
+        return None
+    if isinstance(rope, Llama3RoPE):
+        inv_freq = 1.0 / rope._freqs.astype(mx.float32)
+        mx.eval(inv_freq)  # else a trace computes it at every step
+        return RopeParams(inv_freq, in_log2=False)
+    return RopeParams(log2_inv_freq(rope.base, rope.dims // 2), in_log2=True) if rope.scale == 1.0 else None

@@ -1,0 +1,1 @@
+"""Who may call: keys, roles, their limits, sign-in, the audit log."""

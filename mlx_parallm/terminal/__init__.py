@@ -1,1 +1,0 @@
-"""Commands for people at a terminal: models, top, connect, launch, pull, recommend, completion."""

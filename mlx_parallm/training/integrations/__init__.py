@@ -1,0 +1,1 @@
+"""Training with other projects: Atropos and verifiers."""

@@ -1,0 +1,1 @@
+"""Policies that learn from rewards: rollouts, trajectories, objectives, updates and their sessions."""

@@ -1,0 +1,1 @@
+"""Training on disk: checkpoints, journals, completions that may still be rewarded."""

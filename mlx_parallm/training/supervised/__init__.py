@@ -1,0 +1,1 @@
+"""Training from examples: SFT, DPO and reward models, with the reading of their data."""

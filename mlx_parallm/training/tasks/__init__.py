@@ -1,0 +1,1 @@
+"""What is to be learnt: problems, their scores, environments of several turns."""

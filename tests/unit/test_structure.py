@@ -1,7 +1,7 @@
 """The package's own shape: small files and functions, one meaning for a name, no import cycles."""
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +9,15 @@ import grimp
 import pytest
 
 from mlx_parallm.server.api import route_table
+from tests import file_tree
 
 PACKAGE = Path(__file__).parents[2] / "mlx_parallm"
 MAX_FILE = 400  # lines
 MAX_FUNCTION = 50
+MAX_IN_FOLDER = 20
+MAX_SHARED_NAMES = 12  # of files: those that every dialect has, as bodies.py
+MAX_ARGUMENTS = 7
+BY_KIND = ("api", "formats")  # folders with a file per kind
 
 
 def modules() -> Iterator[tuple[str, ast.Module, int]]:
@@ -51,6 +56,21 @@ def test_a_class_name_means_one_class() -> None:
 @pytest.mark.long
 def test_every_module_says_what_it_owns() -> None:
     assert [name for name, tree, _ in modules() if not ast.get_docstring(tree)] == []
+
+
+def test_folders_are_small() -> None:
+    counts = Counter(path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    large = {str(folder): count for folder, count in counts.items() if count > MAX_IN_FOLDER}
+    assert {name: count for name, count in large.items() if not name.endswith(BY_KIND) and name != "."} == {}
+
+
+def test_a_file_s_name_is_used_once() -> None:
+    counts = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
+    assert sum(count > 1 for count in counts.values()) <= MAX_SHARED_NAMES
+
+
+def test_the_list_of_files_is_that_of_the_docstrings() -> None:
+    file_tree.check()
 
 
 def test_paths_of_routes_stand_in_their_dialects_alone() -> None:

@@ -25,8 +25,8 @@ from rich.table import Table
 
 from mlx_parallm.devices.device import device_kind, device_name
 from mlx_parallm.devices.profile import DeviceProfile
-from mlx_parallm.engine.batching import slot_cache
-from mlx_parallm.engine.patch import patch_layers, use_device_kernels
+from mlx_parallm.engine.compute.batching import slot_cache
+from mlx_parallm.engine.compute.patch import patch_layers, use_device_kernels
 from mlx_parallm.lora.adapter import Adapter, Part
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry, Version

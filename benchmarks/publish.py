@@ -32,7 +32,7 @@ from rich.table import Table
 from mlx_parallm.client import InferenceClient, Sample
 from mlx_parallm.common_words import WORDS
 from mlx_parallm.devices.device import device_kind
-from mlx_parallm.engine.sampling import log_sum_exp
+from mlx_parallm.engine.compute.sampling import log_sum_exp
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.models.loader import load

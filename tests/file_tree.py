@@ -1,6 +1,6 @@
 """docs/FILES.md: every file of the package with the first sentence of its docstring.
 
-    WRITE_SURFACE=1 .venv/bin/python -m pytest tests/unit/test_structure.py   writes it anew
+WRITE_SURFACE=1 .venv/bin/python -m pytest tests/unit/test_structure.py   writes it anew
 """
 
 import ast

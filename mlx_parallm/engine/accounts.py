@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from mlx_parallm.engine.compute.runner import Runner, Step
 from mlx_parallm.engine.live_requests import LiveRequests
-from mlx_parallm.engine.runner import Runner, Step
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.registry import Registry

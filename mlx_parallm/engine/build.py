@@ -11,23 +11,20 @@ from mlx_parallm.devices.device import AllocatorCache, device_kind
 from mlx_parallm.devices.native.token_draws import drawer
 from mlx_parallm.devices.profile import PROMPT_STEP, DeviceProfile
 from mlx_parallm.engine.accounts import Accounts
-from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.background import Background
-from mlx_parallm.engine.batching import batch_cache, check_room, prefix_cache, warm_blocks, warm_up
+from mlx_parallm.engine.compute.batching import batch_cache, check_room, prefix_cache, warm_blocks, warm_up
+from mlx_parallm.engine.compute.pass_contexts import PassContexts
+from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.delivery import Delivery, Outbox, Recording
-from mlx_parallm.engine.intake import Intake
+from mlx_parallm.engine.intake import Admission, Intake
 from mlx_parallm.engine.live_requests import LiveRequests
-from mlx_parallm.engine.pass_contexts import PassContexts
 from mlx_parallm.engine.pause import IdleState, Pause
 from mlx_parallm.engine.pipeline import StepPipeline
 from mlx_parallm.engine.policies import Policies
-from mlx_parallm.engine.preemption import Preemption
-from mlx_parallm.engine.prefix_lookup import PrefixLookup
+from mlx_parallm.engine.prefix_lookup import PrefixLookup, SsdTransfers
 from mlx_parallm.engine.ranks import DeviceParts, Ranks
-from mlx_parallm.engine.recovery import Recovery
-from mlx_parallm.engine.runner import Runner
+from mlx_parallm.engine.recovery import Preemption, Recovery
 from mlx_parallm.engine.scheduler import Limits, Scheduler
-from mlx_parallm.engine.ssd_transfers import SsdTransfers
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.prefix import Prefix

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.engine.rows import Reader, Row
-from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.errors import ParallmError, RequestTimeoutError
 from mlx_parallm.metrics import EngineMetrics

@@ -13,21 +13,70 @@ from typing import TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import device_name
 from mlx_parallm.engine.background import Background
-from mlx_parallm.engine.batching import check_room
 from mlx_parallm.engine.build import EngineParts
+from mlx_parallm.engine.compute.batching import check_room
 from mlx_parallm.engine.delivery import Recorder
-from mlx_parallm.engine.describe import describe
 from mlx_parallm.engine.thread import SHUTTING_DOWN
+from mlx_parallm.kv.batch import BatchCache
+from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics, MemoryPlan
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.memory import size_text
 from mlx_parallm.models.vision.processor import ImageProcessor
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.steps import Steps
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.types import OnDelta, PauseMode, Request
+
+
+def describe(
+    model: LanguageModel, cache: BatchCache, prefix: Prefix | None, plan: MemoryPlan, config: ServeConfig
+) -> list[tuple[str, str]]:
+    return [
+        ("model", f"{model.name} ({model.precision}, {size_text(model.weight_bytes)} of weights)"),
+        ("device", device_name()),
+        ("context", f"{model.context_length} tokens"),
+        ("batch", f"up to {config.batch.max_batch_size} answers at once, {cache.described}"),
+        ("exactness", _exactness(model.precision)),
+        ("memory", _memory(plan)),
+        ("cache", _cache(prefix, config)),
+    ]
+
+
+def _exactness(precision: str) -> str:
+    if precision == "float32":
+        return "an answer is the same alone and in a batch, token for token"
+    return f"in {precision}, rounding differs between batch sizes: an answer may differ from the one computed alone"
+
+
+def _memory(plan: MemoryPlan) -> str:
+    parts = {
+        "weights": plan.weights,
+        "running rows": plan.rows,
+        "cached prompts": plan.blocks,
+        "adapters": plan.adapters,
+        "training": plan.training,
+        "freed memory that MLX keeps": plan.kept,
+    }
+    told = ", ".join(f"{size_text(part)} {name}" for name, part in parts.items() if part)
+    return f"at most {size_text(plan.limit)} in all: {told}"
+
+
+def _cache(prefix: Prefix | None, config: ServeConfig) -> str:
+    if prefix is None:
+        return "prompts are not kept (--num-blocks 0)"
+    disk, kept = prefix.disk, f"prompts are kept in memory ({size_text(prefix.max_bytes)})"
+    if disk is None:
+        return f"{kept}; not on SSD{' (--no-ssd)' if not config.cache.ssd else ''}"
+    if disk.problem is not None:
+        return f"{kept}; not on SSD: {disk.problem}"
+    return f"{kept} and on SSD in {disk.folder} (at most {config.cache.ssd_max_bytes / 1e9:g} GB)"
+
 
 T = TypeVar("T")
 FLUSH_SECONDS = 30.0

@@ -6,9 +6,9 @@ The loop enters both between two steps; callers on other threads wait for them.
 import threading
 
 from mlx_parallm.engine.accounts import Accounts
+from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.delivery import Delivery
 from mlx_parallm.engine.pipeline import StepPipeline
-from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.types import PauseMode

@@ -9,8 +9,8 @@ import time
 from collections import deque
 
 from mlx_parallm.engine.accounts import Accounts
+from mlx_parallm.engine.compute.runner import Runner, Step, Token
 from mlx_parallm.engine.delivery import Delivery, Outbox
-from mlx_parallm.engine.runner import Runner, Step, Token
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.errors import GrammarError, UnprocessableError
 from mlx_parallm.metrics import EngineMetrics

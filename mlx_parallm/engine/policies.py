@@ -7,9 +7,9 @@ computed by then stays, so its keys and values are of several versions, and the 
 from collections.abc import Callable
 from typing import Any
 
+from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.rows import Job, Row
-from mlx_parallm.engine.runner import Runner
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.lora.registry import Registry, Version
 

@@ -13,21 +13,58 @@ from collections import deque
 from collections.abc import Callable
 
 from mlx_parallm.devices.device import give_memory_back
+from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.delivery import Delivery, Outbox
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.pipeline import StepPipeline
-from mlx_parallm.engine.preemption import Preemption
+from mlx_parallm.engine.prefix_lookup import PrefixLookup
 from mlx_parallm.engine.ranks import Ranks
-from mlx_parallm.engine.rows import Job
-from mlx_parallm.engine.runner import Runner
+from mlx_parallm.engine.rows import Job, Row
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import UnavailableError
+from mlx_parallm.kv.block_pool import Chain
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics
 
 log = logging.getLogger(__name__)
+
+
+class Preemption:
+    def __init__(self, scheduler: Scheduler, runner: Runner, lookup: PrefixLookup, metrics: EngineMetrics) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._lookup = lookup
+        self._metrics = metrics
+
+    def make_room(self) -> None:
+        """When the rows' next tokens would not fit, the last in line gives up its place and is computed again later.
+        So do rollouts that hold more places than they may while requests wait."""
+        running = self._scheduler.running
+        while len(running) > 1 and not self._runner.cache.fits(len(running), max(row.length for row in running) + 1):
+            self._preempt(self._scheduler.victim())
+        for row in self._scheduler.displaced():
+            self._preempt(row)
+
+    def _preempt(self, row: Row) -> None:
+        self._scheduler.running.remove(row)
+        self._runner.leave(row)
+        self.requeue(row)
+        self._metrics.preemptions += 1
+
+    def requeue(self, row: Row) -> None:
+        """A row without a place waits for one; what it has generated becomes part of its prompt."""
+        row.rewind()
+        if not row.tokens:
+            row.prompt_logprobs = None  # they are computed again
+        job = Job([row], row.prompt + row.tokens, row.priority, row.readers[0].arrival)
+        if row.chain is not None:
+            job.chain = Chain(row.chain.root, row.chain.size, list(row.chain.hashes)).extend(job.content)
+        else:  # it had moved to another adapter: all of it is computed anew, with that one alone
+            self._lookup.hash_blocks(job)
+        self._scheduler.requeue(job, row)
+
 
 MAX_FAULTS = 3
 FAULT_WINDOW_SECONDS = 60.0

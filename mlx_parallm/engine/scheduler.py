@@ -1,4 +1,4 @@
-"""What the next step computes, under a token budget; `turns` says who goes next. No MLX; the engine thread owns it.
+"""What the next step computes, under a token budget, and who goes next. No MLX; the engine thread owns it.
 
 `plan()` says what the next step computes: pieces of prompts under the budget, and one token for every running row.
 A long prompt is computed alone, piece by piece, with a decode step after each; short prompts of similar length are
@@ -8,11 +8,57 @@ beside the running rows waits at the head of the queue, so that rows behind it c
 
 import bisect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.engine.rows import Job, Plan, Prefill, Row
-from mlx_parallm.engine.turns import displaced, next_job
+
+Admissible = Callable[[Job, Sequence[Row], Sequence[Job]], bool]  # (job, rows that run, jobs admitted before it)
+
+
+def next_job(ready: Sequence[Job], beside: Sequence[Row], rollout_rows: int, started: Sequence[Job] = ()) -> Job | None:
+    """`beside`: rows that run, or are about to. `rollout_rows`: that rollouts may hold while requests wait. `started`:
+    jobs of this step, whose first tokens the prompts of more rollouts would hold up."""
+    if any(not job.rollout for job in (*ready, *started)):
+        held = sum(row.rollout for row in beside)
+        ready = [job for job in ready if not job.rollout or not held or held + len(job.rows) <= rollout_rows]
+    if len(ready) < 2:
+        return ready[0] if ready else None
+    return min(ready, key=_order(beside))
+
+
+def displaced(
+    ready: Sequence[Job], running: Sequence[Row], rollout_rows: int, budget: int, admissible: Admissible
+) -> list[Row]:
+    """Rows of rollouts whose places go to requests that wait, the newest first; `budget`: prompt tokens of a step."""
+    rollouts = sorted((row for row in running if row.rollout), key=lambda row: -row.order)
+    spare = rollouts[: max(len(rollouts) - rollout_rows, 0)]
+    leaving: list[Row] = []
+    admitted: list[Job] = []
+    for job in sorted((job for job in ready if not job.rollout), key=_order(running)) if spare else ():
+        wanted = next(
+            (
+                count
+                for count in range(len(leaving), len(spare) + 1)
+                if admissible(job, [row for row in running if row not in spare[:count]], admitted)
+            ),
+            None,
+        )
+        if wanted is None:
+            break
+        leaving = spare[:wanted]
+        admitted.append(job)
+        budget -= job.remaining
+        if budget <= 0:
+            break
+    return leaving
+
+
+def _order(beside: Sequence[Row]) -> Callable[[Job], tuple[int, bool, int, int]]:
+    rows = Counter(row.owner for row in beside)
+    return lambda job: (job.priority, job.number >= 0, rows[job.owner], job.number)
+
 
 BEGUN = 1 << 62  # requeued rows are numbered below every new job
 FETCH_SECONDS = 0.1  # between two looks at the clock, while nothing but the SSD is at work

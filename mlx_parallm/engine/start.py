@@ -17,11 +17,11 @@ from mlx_parallm.devices.device import AllocatorCache, device_kind, process_allo
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.build import BaseParts, LoadedModel, build
+from mlx_parallm.engine.compute.patch import patch_layers
 from mlx_parallm.engine.delivery import Outbox, StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.loop import EngineLoop
-from mlx_parallm.engine.patch import patch_layers
 from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ModelLoadError, ParallmError

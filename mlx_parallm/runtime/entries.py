@@ -1,26 +1,30 @@
 """What the pool knows of a model by its name, loaded or not, and which models a folder holds."""
 
 import contextlib
+import itertools
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.device import device_kind
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ModelNotFoundError, ParallmError, UnavailableError
+from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError, ParallmError, UnavailableError
 from mlx_parallm.models.hub import download, is_hub_id
 from mlx_parallm.models.kinds import kind_of
 from mlx_parallm.runtime.predicting import LocalPredictor
 from mlx_parallm.runtime.weight_files import weight_bytes
 from mlx_parallm.types import UNKNOWN, ModelState, ModelStatus
 
+LOOK_SECONDS = 1.0  # between two looks into the folder of models, where nobody asks for one that is not known
+MAX_SECONDS = 60.0  # between two looks
 MARKS = ("config.json", "network.json")  # a folder with one of these is a model
-
 Stamp = tuple[tuple[str, int, int], ...]  # name, time and size of each file of a model: whether they have changed
 
 
@@ -183,3 +187,157 @@ def _listed(folder: Path) -> list[Path]:
 
 def _is_model(path: Path) -> bool:
     return (path.suffix == ".gguf" and path.is_file()) or any((path / mark).is_file() for mark in MARKS)
+
+
+class Holds:
+    """What requests use, by the number that they release it with: another model may have the name by then."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, PoolEntry] = {}
+        self._numbers = itertools.count(1)
+
+    def begin(self, entry: PoolEntry, future: "Future[int]") -> None:
+        """Hands a model over, unless its client has left."""
+        if future.set_running_or_notify_cancel():
+            hold = next(self._numbers)
+            self._entries[hold] = entry
+            entry.users += 1
+            future.set_result(hold)
+
+    def end(self, hold: int) -> PoolEntry:
+        entry = self._entries.pop(hold)
+        entry.users -= 1
+        entry.used = time.monotonic()
+        return entry
+
+
+def pass_on(held: "Future[int]", release: Callable[[int], None], loaded: "Future[None]") -> None:
+    """A load holds nothing: it is done, or has failed."""
+    error = held.exception()
+    if error is None:
+        release(held.result())
+    if not loaded.set_running_or_notify_cancel():
+        return
+    if error is None:
+        loaded.set_result(None)
+    else:
+        loaded.set_exception(error)
+
+
+class KnownModels:
+    def __init__(self, config: ServeConfig) -> None:
+        self._named = config.named_models()
+        self._folder = None if config.model.model_dir is None else Path(config.model.model_dir).expanduser()
+        self._looked = -LOOK_SECONDS  # when, into the folder of models
+        self.entries = {name: PoolEntry(name, source, kind_name(source)) for name, source in self._named.items()}
+
+    def __iter__(self) -> Iterator[PoolEntry]:
+        return iter(list(self.entries.values()))
+
+    def find(self, name: str) -> PoolEntry:
+        """Looks into the folder for a name that is not known; ModelNotFoundError."""
+        if name not in self.entries:
+            self.look_into_folder()
+        if name not in self.entries:
+            known = ", ".join(self.entries) or "none"
+            raise ModelNotFoundError(f"there is no model {name!r} here; there is {known}", param="model")
+        return self.entries[name]
+
+    def find_or_add(self, name: str, source: str) -> PoolEntry:
+        """For a model at a path: the one that is known by this name, or a new one."""
+        self.look_into_folder()
+        known = self.entries.get(name)
+        if known is not None and known.source == source:
+            return known
+        if known is not None and (known.lasting or known.status not in ("unloaded", "failed")):
+            raise ConflictError(f"{name!r} is the model at {known.source}; take another name", param="model")
+        if not name.isprintable() or name != name.strip():
+            raise InvalidRequestError("a name has no control characters, and no spaces around it", param="model")
+        _check_path(source)
+        size = weight_bytes(source, device_kind())
+        entry = self.entries[name] = PoolEntry(name, source, kind_name(source), lasting=False, bytes=size)
+        return entry
+
+    def forget(self, entry: PoolEntry) -> None:
+        """Once it is unloaded, a model that was loaded by a path is no longer known."""
+        if not entry.lasting and entry.status == "unloaded" and not entry.waiting:
+            self.entries.pop(entry.name, None)
+
+    def look_into_folder(self, at_most_every: float = 0.0) -> None:
+        """Takes note of models that have come, have gone, or whose files have changed."""
+        if self._folder is None or time.monotonic() - self._looked < at_most_every:
+            return
+        self._looked = time.monotonic()
+        found = dict(models_in(self._folder))
+        for name, path in found.items():
+            entry = self.entries.setdefault(name, PoolEntry(name, path, "chat"))
+            idle = entry.status in ("unloaded", "failed") and not entry.waiting and name not in self._named
+            if idle and entry.source == path and (stamp := stamp_of(Path(path))) != entry.stamp:
+                entry.look_again(stamp)
+        for name, entry in list(self.entries.items()):
+            gone = entry.lasting and name not in self._named and name not in found
+            if gone and entry.status in ("unloaded", "failed") and not entry.waiting:
+                del self.entries[name]
+
+
+def _check_path(source: str) -> None:
+    """InvalidRequestError for what no file can be called."""
+    try:
+        os.stat(Path(source).expanduser())
+    except FileNotFoundError:  # a name on the hub perhaps
+        return
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InvalidRequestError(f"this is no path of a model: {reason}", param="path") from None
+
+
+class IdleWatch:
+    def __init__(
+        self,
+        changed: threading.Condition,
+        closing: threading.Event,
+        entries: Iterable[PoolEntry],
+        seconds: float | None,
+        may_leave: Callable[[PoolEntry], bool],
+        leave: Callable[[PoolEntry], None],
+    ) -> None:
+        """`changed` has the lock of the entries, with which `may_leave` and `leave` are called. `seconds`: after which
+        models leave that say nothing else; None: never."""
+        self._changed = changed
+        self._closing = closing
+        self._entries = entries
+        self._seconds = seconds
+        self._may_leave = may_leave
+        self._leave = leave
+        self._thread: threading.Thread | None = None
+
+    def seconds_of(self, entry: PoolEntry) -> float | None:
+        """After how many it leaves; None: never."""
+        return entry.keep_alive if entry.keep_alive is not None else self._seconds
+
+    def wake(self) -> None:
+        """When it has changed how long a model stays; the first time that any leaves at all."""
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="idle models", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _main(self) -> None:
+        with self._changed:
+            while not self._closing.is_set():
+                self._changed.wait(self._look())
+
+    def _look(self) -> float:
+        """Seconds until it is worth another look."""
+        waits = [MAX_SECONDS]
+        for entry in self._entries:
+            patience = self.seconds_of(entry)
+            if patience is None or entry.users or not self._may_leave(entry):
+                continue
+            left = entry.used + patience - time.monotonic()
+            if left > 0:
+                waits.append(left)
+            else:
+                self._leave(entry)
+        return min(waits)

@@ -10,31 +10,121 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.device import give_memory_back
+from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.engine.start import StartingEngine
-from mlx_parallm.errors import ConflictError
-from mlx_parallm.models.kinds import Kind, kind_of
+from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.errors import ConflictError, ModelLoadError, ParallmError
+from mlx_parallm.metrics import BackgroundMetrics, MemoryPlan
+from mlx_parallm.models.kinds import Kind, Predictor, kind_of
 from mlx_parallm.models.loader import load
 from mlx_parallm.models.memory import size_text
 from mlx_parallm.progress import Share, StartProgress, Tell, unknown
 from mlx_parallm.runtime.memory_shares import MemoryShares
-from mlx_parallm.runtime.predict_thread import PredictThread
-from mlx_parallm.runtime.predicting import LocalPredictor
-from mlx_parallm.runtime.starting import StartingPredictor
+from mlx_parallm.runtime.predicting import LocalPredictor, PredictionHost
+from mlx_parallm.steps import Steps
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class StartingPredictor:
+    """Call `load`, then `start`."""
+
+    def __init__(self, kind: Kind, folder: Path, host: PredictionHost, max_queue_size: int) -> None:
+        self._kind = kind
+        self._folder = folder
+        self._host = host
+        self._max_queue_size = max_queue_size
+        self._predictor: Predictor | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        return 0 if self._predictor is None else self._predictor.info.weight_bytes
+
+    def load(self) -> Predictor:
+        """Waits until the weights are in memory."""
+        self._predictor = self._on_host(partial(self._kind.load, self._folder))
+        return self._predictor
+
+    def start(self, plan: MemoryPlan) -> LocalPredictor:
+        """Warms it up, now that all have their `plan`; it has no share of its own."""
+        assert self._predictor is not None, "it is loaded first"
+        self._on_host(self._predictor.warm_up)
+        return LocalPredictor(self._predictor, self._host, self._max_queue_size)
+
+    def stop(self) -> None:
+        """Lets go of the weights."""
+        self._predictor = None
+
+    def _on_host(self, work: Callable[[], T]) -> T:
+        try:
+            return self._host.run(work)
+        except ParallmError:
+            raise
+        except Exception as error:
+            raise ModelLoadError(f"{self._folder} can't be loaded: {type(error).__name__}: {error}") from error
+
+
+class PredictThread:
+    def __init__(self) -> None:
+        self.metrics = BackgroundMetrics()
+        self._background = Background(0.5, self.metrics)
+        self._thread = EngineThread(self._main)
+        self._thread.start()
+
+    @property
+    def slice_seconds(self) -> float:
+        return self._background.slice_seconds
+
+    def predict(self, steps: "Steps[T]") -> "Future[T]":
+        future: Future[T] = Future()
+        if self._thread.stopping:
+            future.set_exception(self._thread.unavailable())
+        else:
+            self._thread.inbox.put(lambda: self._background.add(steps, future))
+        return future
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Has the thread do something short, and waits for it. Never on that thread itself."""
+
+        def step() -> Steps[T]:
+            yield from ()
+            return work()
+
+        return self.predict(step()).result()
+
+    def stop(self) -> None:
+        self._thread.stop()
+
+    def _main(self) -> None:
+        inbox = self._thread.inbox
+        while not self._thread.stopping:
+            if not self._background.waiting:
+                inbox.get()()
+            while not inbox.empty():
+                inbox.get()()
+            if self._background.due(serving=False) and not self._thread.stopping:
+                self._background.step(serving=False)
+        self._background.close()
+        self._thread.empty_inbox()
+        mx.synchronize()
+
 
 Model = Engine | LocalPredictor
 
-log = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 5.0  # for those that still refer to a model that leaves
 

@@ -30,10 +30,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.models.memory import size_text
 from mlx_parallm.progress import StartProgress, silent
-from mlx_parallm.runtime.entries import PoolEntry
-from mlx_parallm.runtime.holds import Holds, pass_on
-from mlx_parallm.runtime.idle_watch import IdleWatch
-from mlx_parallm.runtime.known_models import LOOK_SECONDS, KnownModels
+from mlx_parallm.runtime.entries import LOOK_SECONDS, Holds, IdleWatch, KnownModels, PoolEntry, pass_on
 from mlx_parallm.runtime.loading import Loader
 from mlx_parallm.runtime.memory_shares import MemoryShares
 from mlx_parallm.runtime.predicting import LocalPredictor

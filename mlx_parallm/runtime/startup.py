@@ -17,10 +17,9 @@ from mlx_parallm.errors import ConfigError, UnavailableError
 from mlx_parallm.lora.adapter_files import read_adapter
 from mlx_parallm.paths import user_cache
 from mlx_parallm.progress import StartProgress, silent
-from mlx_parallm.runtime.adapters import LocalAdapters
+from mlx_parallm.runtime.adapters import LocalAdapters, SplitFile
 from mlx_parallm.runtime.pool import ModelPool
 from mlx_parallm.runtime.predicting import LocalPredictor
-from mlx_parallm.runtime.split_file import SplitFile
 from mlx_parallm.training.manager import TrainingManager
 from mlx_parallm.training.training_service import TrainingService
 from mlx_parallm.types import UNNAMED_ADAPTER

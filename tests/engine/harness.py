@@ -19,9 +19,9 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.device import AllocatorCache, process_allocator_cache
 from mlx_parallm.devices.profile import DeviceProfile
+from mlx_parallm.engine.compute.patch import use_native_kernels
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.patch import use_native_kernels
 from mlx_parallm.engine.start import start_engine
 from mlx_parallm.engine.thread import engine_threads
 from mlx_parallm.models.language import LanguageModel

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.devices.profile import DeviceProfile
-from mlx_parallm.engine.batching import batch_cache
+from mlx_parallm.engine.compute.batching import batch_cache
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
 from tests.tiny import tiny, tiny_tokenizer

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mlx_parallm.arms import AutoSplit
-from mlx_parallm.runtime.checkpoint_adapters import CheckpointAdapters
-from mlx_parallm.runtime.split_file import SplitFile
+from mlx_parallm.runtime.adapters import CheckpointAdapters, SplitFile
 from mlx_parallm.types import AdapterRoute
 from tests.engine.test_session import school
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine import ssd_transfers
-from mlx_parallm.engine.batching import warm_blocks, warm_prompt_shapes
+from mlx_parallm.engine.compute.batching import warm_blocks, warm_prompt_shapes
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import disk, prefix, snapshots
 from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache

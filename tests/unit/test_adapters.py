@@ -20,8 +20,8 @@ from safetensors.numpy import save
 from mlx_parallm.devices.device import device_kind
 from mlx_parallm.devices.native.products import adapted_products, low_rank_adder
 from mlx_parallm.devices.profile import DeviceProfile
-from mlx_parallm.engine.batching import slot_cache
-from mlx_parallm.engine.patch import add_hooks, fuse_blocks
+from mlx_parallm.engine.compute.batching import slot_cache
+from mlx_parallm.engine.compute.patch import add_hooks, fuse_blocks
 from mlx_parallm.lora import kernel
 from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.lora.adapter_files import from_peft, parse, parse_config, read_folder, usual_config

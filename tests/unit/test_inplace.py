@@ -7,8 +7,8 @@ import pytest
 from mlx_parallm.devices.cuda_placing import collector, placer
 from mlx_parallm.devices.device import device_kind
 from mlx_parallm.devices.profile import DeviceProfile
-from mlx_parallm.engine.batching import batch_cache
-from mlx_parallm.engine.patch import let_caches_attend
+from mlx_parallm.engine.compute.batching import batch_cache
+from mlx_parallm.engine.compute.patch import let_caches_attend
 from mlx_parallm.kv.block_store import BlockStore, Packing
 from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.models.forward import Forward

@@ -7,7 +7,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.devices.cuda_attention import attend
 from mlx_parallm.devices.device import device_kind
-from mlx_parallm.engine.patch import let_caches_attend
+from mlx_parallm.engine.compute.patch import let_caches_attend
 from tests.tiny import tiny
 
 TOKENS = mx.array([[5, 9, 2, 6]])

@@ -14,10 +14,10 @@ from mlx_parallm.devices.native import kernels
 from mlx_parallm.devices.native.native_layers import Embedding, Linear
 from mlx_parallm.devices.native.token_draws import drawer
 from mlx_parallm.devices.profile import DeviceProfile
-from mlx_parallm.engine.batching import slot_cache
-from mlx_parallm.engine.patch import attach_adapters, use_native_kernels
+from mlx_parallm.engine.compute.batching import slot_cache
+from mlx_parallm.engine.compute.patch import attach_adapters, use_native_kernels
+from mlx_parallm.engine.compute.sampling import Sampler, log_sum_exp
 from mlx_parallm.engine.rows import Row
-from mlx_parallm.engine.sampling import Sampler, log_sum_exp
 from mlx_parallm.lora.adapter import Adapter, Part
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.row_adapters import GroupedLoRA

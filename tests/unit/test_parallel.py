@@ -15,8 +15,8 @@ from mlx_parallm.cluster.parallel.rank_group import GroupMember, group_config
 from mlx_parallm.cluster.parallel.split_layers import runs_of, split_model, way_to_split
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.profile import DeviceProfile
-from mlx_parallm.engine.batching import batch_cache
-from mlx_parallm.engine.patch import attach_adapters
+from mlx_parallm.engine.compute.batching import batch_cache
+from mlx_parallm.engine.compute.patch import attach_adapters
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target

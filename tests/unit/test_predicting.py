@@ -11,9 +11,8 @@ import pytest
 
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.models.kinds import Predictor
-from mlx_parallm.runtime.batch_times import FIRST_COST, MAX_COST, RECENT, BatchTimes
-from mlx_parallm.runtime.predict_thread import PredictThread
-from mlx_parallm.runtime.predicting import LocalPredictor
+from mlx_parallm.runtime.loading import PredictThread
+from mlx_parallm.runtime.predicting import FIRST_COST, MAX_COST, RECENT, BatchTimes, LocalPredictor
 from mlx_parallm.steps import LazySteps, Steps
 from mlx_parallm.types import PredictorInfo
 

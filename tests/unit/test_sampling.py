@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, log_sum_exp, scores_of
 from mlx_parallm.engine.rows import Row
-from mlx_parallm.engine.sampling import History, Sampled, Sampler, log_sum_exp, scores_of
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import TokenLogprob
 from tests.unit.reference_sampler import Context, Reference, reference

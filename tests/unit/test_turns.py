@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from mlx_parallm.engine.rows import Job, Row
-from mlx_parallm.engine.scheduler import Limits, Scheduler
-from mlx_parallm.engine.turns import displaced, next_job
+from mlx_parallm.engine.scheduler import Limits, Scheduler, displaced, next_job
 from mlx_parallm.sampling_params import SamplingParams
 
 

@@ -18,7 +18,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.device import device_kind
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.build import LoadedModel, device_parts
-from mlx_parallm.engine.patch import patch_layers
+from mlx_parallm.engine.compute.patch import patch_layers
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.engine.start import plan_engines
 from mlx_parallm.errors import ModelLoadError

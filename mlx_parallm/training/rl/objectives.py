@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from mlx_parallm.config.algorithms import ALGORITHMS, CLIPPED, RewardScaling
 from mlx_parallm.config.training import KLEstimator, Objective
-from mlx_parallm.engine.sampling import log_sum_exp
+from mlx_parallm.engine.compute.sampling import log_sum_exp
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]

@@ -24,8 +24,8 @@ from mlx_parallm.devices.cuda_attention import MIN_BLOCKS, attend
 from mlx_parallm.devices.device import device_kind
 from mlx_parallm.devices.native.functions import slot_attention
 from mlx_parallm.devices.profile import DeviceProfile
+from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.rows import Job, Prefill, Row
-from mlx_parallm.engine.runner import Runner
 from mlx_parallm.errors import MemoryLimitError, ModelLoadError
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.block_store import BlockStore, Packing

@@ -16,9 +16,9 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from mlx_parallm.devices.native.token_draws import Drawer
 from mlx_parallm.devices.profile import PROMPT_STEP
-from mlx_parallm.engine.pass_contexts import PassContexts
+from mlx_parallm.engine.compute.pass_contexts import PassContexts
+from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.rows import Job, Prefill, Row
-from mlx_parallm.engine.sampling import History, Sampled, Sampler, Scores, scores_of
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
 from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.batch import BatchCache

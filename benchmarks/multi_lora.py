@@ -23,8 +23,7 @@ import servers
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.devices.device import device_kind, device_name
-from mlx_parallm.devices.profile import DeviceProfile
+from mlx_parallm.devices.device import device_name, this_device
 from mlx_parallm.engine.compute.batching import slot_cache
 from mlx_parallm.engine.compute.patch import patch_layers, use_device_kernels
 from mlx_parallm.lora.adapter import Adapter, Part
@@ -49,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=int, help="in a turn (default: 8 on the CPU, 32 elsewhere)")
     add("--turns", type=int, help="default: 7 on the CPU, 21 elsewhere")
     args = parser.parse_args()
-    slow = device_kind() == "cpu"
+    slow = this_device().kind == "cpu"
     args.steps, args.turns = args.steps or (8 if slow else 32), args.turns or (7 if slow else 21)
     return args
 
@@ -72,7 +71,7 @@ class Batch:
     """Rows in slots, decoded with these adapters or those."""
 
     def __init__(self, forward: Forward, layers: int, rows: int, length: int) -> None:
-        tuning = DeviceProfile.of(device_kind())
+        tuning = this_device().profile
         self._forward = forward
         self._cache = slot_cache(layers, rows, 1 << 50, tuning)
         staged = self._cache.stage(1, length)
@@ -99,7 +98,7 @@ class Batch:
 
 def measure(args: argparse.Namespace, rows: int) -> dict[str, tuple[float, float]]:
     """Tokens a second, and the ratio to the bare model's just before and after."""
-    tuning = DeviceProfile.of(device_kind())
+    tuning = this_device().profile
     bare = load(args.model, name="model")
     use_device_kernels(bare.module, tuning)
     layers = len(bare.module.layers)

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from mlx_parallm.client import InferenceClient, Sample
 from mlx_parallm.common_words import WORDS
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.engine.compute.sampling import log_sum_exp
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.lora.layout import Layout
@@ -208,8 +208,8 @@ def main() -> int:
     exact = model.precision == "float32"
     bound = args.bound or (1e-4 if exact else 0.25)
     console.print(
-        f"{len(some)} answers computed again ({device_kind()}): |Δ logprob| mean {statistics.mean(right):.2e}, largest "
-        f"{max(right):.2e} (bound {bound:g}); with the version before theirs mean {statistics.mean(wrong):.2e}"
+        f"{len(some)} answers computed again ({this_device().kind}): |Δ logprob| mean {statistics.mean(right):.2e}, "
+        f"largest {max(right):.2e} (bound {bound:g}); with the version before theirs mean {statistics.mean(wrong):.2e}"
     )
     return int(bool(seen.failed) or max(right) > bound)
 

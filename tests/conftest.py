@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mlx_parallm  # noqa: F401  before any test module imports MLX
-from mlx_parallm.devices.device import give_memory_back
+from mlx_parallm.devices.freed_memory import give_memory_back
 from tests.support import log_check
 
 

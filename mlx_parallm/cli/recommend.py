@@ -64,13 +64,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from mlx_parallm.config import ServeConfig
     from mlx_parallm.config.options import parse_bytes
-    from mlx_parallm.devices.device import device_kind, device_name
+    from mlx_parallm.devices.device import device_name, this_device
     from mlx_parallm.models.memory import memory_limit
 
     options = {} if args.memory_limit is None else {"memory_limit": parse_bytes(args.memory_limit)}
     limit = memory_limit(ServeConfig.of(**options))
     rate = bandwidth()
-    width = 32 if device_kind() == "cpu" else BITS if device_kind() == "metal" else 16
+    width = this_device().weight_bits(BITS)
     found = prospects(limit, rate, width)
     if args.json:
         report = {"device": device_name(), "limit": limit, "bandwidth": rate, "models": [asdict(one) for one in found]}

@@ -1,71 +1,82 @@
-"""What MLX runs on here, and what becomes of freed memory."""
+"""What MLX runs on here, as one object: whoever must know what differs between the CPU, Metal and CUDA reads it."""
 
-import threading
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm import heap
-
-DeviceKind = Literal["cpu", "metal", "cuda"]
+from mlx_parallm.devices.profile import DeviceKind, DeviceProfile
 
 
-def device_kind() -> DeviceKind:
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of device: choices that change speed and memory, never answers."""
+
+    kind: DeviceKind
+    profile: DeviceProfile  # how the engine works on it
+    float32: bool  # it is slow with anything else, so that weights become float32 when they are loaded
+    keeps_quantised: bool  # quantised weights are its fast form; else they are expanded
+    native: bool  # C kernels of our own, where there is a compiler
+    cuda: bool  # CUDA kernels of our own
+    builds_kernels: bool  # at their first use, so that a start uses them once
+    plans_shapes: bool  # each new shape costs tens of milliseconds
+    kept_share: int  # one part in so many of the memory at hand is kept for what comes next,
+    kept_of_rows: int  # and no more than one part in so many of what rows may hold
+
+    def weight_bits(self, stored: float) -> float:
+        """Of a weight in memory that has so many bits in its file, where it is quantised there."""
+        if self.keeps_quantised:
+            return stored
+        return 32 if self.float32 else 16
+
+
+DEVICES: Mapping[DeviceKind, Device] = {
+    "cpu": Device(
+        "cpu",
+        DeviceProfile.of("cpu"),
+        float32=True,
+        keeps_quantised=False,
+        native=True,
+        cuda=False,
+        builds_kernels=False,
+        plans_shapes=False,
+        kept_share=12,
+        kept_of_rows=8,
+    ),
+    "metal": Device(
+        "metal",
+        DeviceProfile.of("metal"),
+        float32=False,
+        keeps_quantised=True,
+        native=False,
+        cuda=False,
+        builds_kernels=True,
+        plans_shapes=False,
+        kept_share=6,
+        kept_of_rows=4,
+    ),
+    "cuda": Device(
+        "cuda",
+        DeviceProfile.of("cuda"),
+        float32=False,
+        keeps_quantised=False,
+        native=False,
+        cuda=True,
+        builds_kernels=True,
+        plans_shapes=True,
+        kept_share=6,
+        kept_of_rows=4,
+    ),
+}
+
+
+def this_device() -> Device:
+    """MLX's default device."""
     if mx.default_device().type == mx.DeviceType.cpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
+        return DEVICES["cpu"]
+    return DEVICES["metal" if mx.metal.is_available() else "cuda"]
 
 
 def device_name() -> str:
     info = mx.device_info()
-    return f"{info.get('device_name', info.get('architecture', 'unknown'))} ({device_kind()})"
-
-
-def give_memory_back() -> None:
-    """Hands freed memory to the system: what MLX keeps for later, and what glibc's allocator keeps of that."""
-    mx.clear_cache()
-    heap.trim()
-
-
-class AllocatorCache:
-    """Freed memory that MLX keeps for what comes next: the whole process's, so there is one of these.
-
-    MLX takes a freed buffer back while it keeps less than its limit, and lets hardly anything that it keeps go for it.
-    At the limit it is full of sizes that nobody asks for, and every step asks the system for its memory anew and frees
-    it again. So the limit is kept out of reach: near it, what has lain there longest goes.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._asked: dict[object, int] = {}
-        self._limit = 0
-        self._before = 0  # MLX's limit before anybody asked
-
-    def allow(self, owner: object, size: int) -> None:
-        """So much may be kept; of several that ask, the one that needs most decides."""
-        with self._lock:
-            first = not self._asked
-            self._asked[owner] = size
-            self._limit = max(self._asked.values())
-            before = mx.set_cache_limit(self._limit)
-            self._before = before if first else self._before
-
-    def release(self, owner: object) -> None:
-        """This one needs nothing any more; behind the last, the limit is what it was before the first."""
-        with self._lock:
-            if self._asked.pop(owner, None) is not None:
-                self._limit = max(self._asked.values(), default=self._before)
-                mx.set_cache_limit(self._limit)
-        give_memory_back()
-
-    def trim(self) -> None:
-        """To be called often: it costs nothing where there is nothing to do."""
-        if mx.get_cache_memory() <= self._limit // 4 * 3:
-            return
-        with self._lock:
-            mx.set_cache_limit(self._limit // 2)
-            mx.array(0)  # some allocators look at the limit when they are asked for memory
-            mx.set_cache_limit(self._limit)
-
-
-process_allocator_cache = AllocatorCache()
+    return f"{info.get('device_name', info.get('architecture', 'unknown'))} ({this_device().kind})"

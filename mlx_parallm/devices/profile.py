@@ -1,9 +1,9 @@
 """How the engine works on each kind of device: choices that change speed, never answers. Read once at start."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from mlx_parallm.devices.device import DeviceKind
-
+DeviceKind = Literal["cpu", "metal", "cuda"]
 PROMPT_STEP = 128  # tokens: where prompts are computed in round shapes, all sizes are multiples of this
 
 

@@ -17,13 +17,14 @@ import numpy as np
 
 from mlx_parallm import __version__
 from mlx_parallm.blas import loaded
-from mlx_parallm.devices.device import device_kind, device_name
+from mlx_parallm.devices.device import device_name, this_device
+from mlx_parallm.devices.machine_memory import available_memory, cgroup_room, largest_memory, usable_memory
 from mlx_parallm.devices.native import kernels
 from mlx_parallm.doctor.findings import Finding, look
 from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.payload import Payload
-from mlx_parallm.models.memory import available_memory, cgroup_room, largest_memory, size_text, usable_memory
+from mlx_parallm.models.memory import size_text
 from mlx_parallm.paths import user_cache
 from mlx_parallm.platforms import OPEN_FILES, check_python, raise_open_files
 
@@ -49,7 +50,7 @@ def examine(port: int, ssd_folder: Path) -> Iterator[Finding]:
 
 
 def _chip() -> Finding:
-    return Finding("chip", device_name(), numbers={"backend": device_kind(), "cores": os.cpu_count()})
+    return Finding("chip", device_name(), numbers={"backend": this_device().kind, "cores": os.cpu_count()})
 
 
 def _platform() -> Finding:
@@ -63,16 +64,16 @@ def _platform() -> Finding:
 
 
 def _memory() -> Finding:
-    kind, room = device_kind(), cgroup_room()
+    device, room = this_device(), cgroup_room()
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     numbers = {
         "total": total,
         "available": available_memory(),
         "container_room": room,
-        "planned": usable_memory(kind),
-        "most": largest_memory(kind),
+        "planned": usable_memory(device),
+        "most": largest_memory(device),
     }
-    if kind == "metal":
+    if device.kind == "metal":
         numbers["working_set"] = int(mx.device_info()["max_recommended_working_set_size"])
     found = f"{size_text(total)} in all, {size_text(numbers['available'] or 0)} available"
     found += f", of which {size_text(numbers['planned'] or 0)} would be used"
@@ -97,7 +98,7 @@ def _versions() -> Finding:
 
 
 def _blas() -> Finding:
-    if device_kind() != "cpu" or platform.system() != "Linux":
+    if this_device().kind != "cpu" or platform.system() != "Linux":
         return Finding("BLAS", "not needed here")
     library = loaded()
     if library is None:
@@ -107,7 +108,7 @@ def _blas() -> Finding:
 
 
 def _kernels() -> Finding:
-    if device_kind() != "cpu":
+    if not this_device().native:
         return Finding("kernels", "not needed here")
     if kernels() is not None:
         return Finding("kernels", "our own for the CPU, built")

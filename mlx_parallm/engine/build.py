@@ -7,7 +7,8 @@ come in three groups, each built from those before it: what needs no model, what
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.devices.device import AllocatorCache, device_kind
+from mlx_parallm.devices.device import this_device
+from mlx_parallm.devices.freed_memory import AllocatorCache
 from mlx_parallm.devices.native.token_draws import drawer
 from mlx_parallm.devices.profile import PROMPT_STEP, DeviceProfile
 from mlx_parallm.engine.accounts import Accounts
@@ -133,7 +134,7 @@ def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> Co
         before_wait=base.outbox.flush,
         round_prompts=profile.round_prompts,
         prefix=prefix,
-        draw=drawer() if device_kind() == "cpu" and not profile.compiled else None,
+        draw=drawer() if this_device().native and not profile.compiled else None,
         contexts=PassContexts(
             adapters, None if model.vision is None else model.vision.encoder, base.metrics.adapter_seconds.observe
         ),
@@ -163,7 +164,7 @@ def device_parts(
     check_room(cache, plan, model.context_length)
     warm_up(forward, layout, cache, model.vocab_size, profile)
     prefix = prefix_cache(model, cache, config, plan.blocks, profile)
-    if prefix is not None and prefix.store is not None and device_kind() == "cuda":
+    if prefix is not None and prefix.store is not None and this_device().plans_shapes:
         warm_blocks(forward, cache, prefix, PROMPT_STEP)
     return DeviceParts(forward, cache, prefix)
 

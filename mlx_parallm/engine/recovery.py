@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from mlx_parallm.devices.device import give_memory_back
+from mlx_parallm.devices.freed_memory import give_memory_back
 from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.delivery import Delivery, Outbox
 from mlx_parallm.engine.live_requests import LiveRequests

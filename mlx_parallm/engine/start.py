@@ -13,7 +13,9 @@ from typing import TypeVar
 import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.devices.device import AllocatorCache, device_kind, process_allocator_cache
+from mlx_parallm.devices.device import this_device
+from mlx_parallm.devices.freed_memory import AllocatorCache, process_allocator_cache
+from mlx_parallm.devices.machine_memory import wire_memory
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.build import BaseParts, LoadedModel, build
@@ -27,7 +29,7 @@ from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ModelLoadError, ParallmError
 from mlx_parallm.metrics import EngineMetrics, MemoryPlan
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.memory import LORA_RANK, plan_memory, wire_memory
+from mlx_parallm.models.memory import LORA_RANK, plan_memory
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class StartingEngine:
     def _bring_up(self) -> EngineLoop | None:
         """Loads and builds, and tells whoever waits for that; None where it has failed or was stopped."""
         try:
-            profile = self._profile or DeviceProfile.of(device_kind())
+            profile = self._profile or this_device().profile
             profile = profile if self._ranks is None else self._ranks.profile(profile)
             model = self._load()
             split = None if self._ranks is None else self._ranks.adapter_split

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_config
 from mlx_lm.utils import load as load_with_mlx_lm
 
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.gguf.convert import converted
 from mlx_parallm.models.hub import load_error, looks_like_a_path
@@ -173,12 +173,12 @@ def apply_precision(module: nn.Module, dtype: str, split: Callable[[nn.Module], 
 
 
 def _fast_dtype(module: nn.Module) -> str:
-    device = device_kind()
-    if device == "cpu":
+    device = this_device()
+    if device.float32:
         return "float32"
     if not _quantized_bits(module):
         return "stored"
-    return "quantized" if device == "metal" else "bfloat16"
+    return "quantized" if device.keeps_quantised else "bfloat16"
 
 
 def _quantized_bits(module: nn.Module) -> set[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError, ParallmError, UnavailableError
 from mlx_parallm.models.hub import download, is_hub_id
@@ -68,7 +68,7 @@ class PoolEntry:
     @property
     def size(self) -> int:
         """Bytes of its weights; 0: not known."""
-        return self.bytes or (weight_bytes(self.path, device_kind()) if self.path is not None else 0)
+        return self.bytes or (weight_bytes(self.path, this_device()) if self.path is not None else 0)
 
     @property
     def needs_download(self) -> bool:
@@ -77,7 +77,7 @@ class PoolEntry:
     def download(self) -> None:
         """Fetches a model of the hub, and looks at its files; ModelLoadError."""
         folder = str(download(str(self.source)))
-        self.downloaded, self.kind, self.bytes = folder, kind_name(folder), weight_bytes(folder, device_kind())
+        self.downloaded, self.kind, self.bytes = folder, kind_name(folder), weight_bytes(folder, this_device())
 
     def without_path(self, message: str) -> str:
         """A message for the log, which does not say where users have their files."""
@@ -105,7 +105,7 @@ class PoolEntry:
 
     def look_again(self, stamp: Stamp) -> None:
         """Reads its files again after they have changed; a failure to load them may be outdated, too."""
-        self.stamp, self.kind, self.bytes = stamp, kind_name(self.source), weight_bytes(str(self.source), device_kind())
+        self.stamp, self.kind, self.bytes = stamp, kind_name(self.source), weight_bytes(str(self.source), this_device())
         self.status, self.error = "unloaded", None
 
     def describe(self, held: int, idle_seconds: float | None) -> ModelStatus:
@@ -254,7 +254,7 @@ class KnownModels:
         if not name.isprintable() or name != name.strip():
             raise InvalidRequestError("a name has no control characters, and no spaces around it", param="model")
         _check_path(source)
-        size = weight_bytes(source, device_kind())
+        size = weight_bytes(source, this_device())
         entry = self.entries[name] = PoolEntry(name, source, kind_name(source), lasting=False, bytes=size)
         return entry
 

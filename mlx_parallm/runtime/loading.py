@@ -19,7 +19,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.devices.device import give_memory_back
+from mlx_parallm.devices.freed_memory import give_memory_back
 from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine

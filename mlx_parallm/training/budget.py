@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.models.memory import available_memory
+from mlx_parallm.devices.machine_memory import available_memory
 
 MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
 TOO_LONG = 0.67  # of the time that a micro-batch should take, over the time it took

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.devices.device import AllocatorCache, process_allocator_cache
+from mlx_parallm.devices.freed_memory import AllocatorCache, process_allocator_cache
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.patch import use_native_kernels
 from mlx_parallm.engine.delivery import deliver

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.devices.device import AllocatorCache
+from mlx_parallm.devices.freed_memory import AllocatorCache
 from mlx_parallm.engine import build
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.recovery import MAX_FAULTS

@@ -17,7 +17,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors.numpy import save
 
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.native.products import adapted_products, low_rank_adder
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.batching import slot_cache
@@ -258,7 +258,7 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
 
     expected = outputs(plain, layout)
     for one, other in zip(outputs(fused, fused_layout), expected, strict=True):
-        assert mx.allclose(one, other, atol=1e-4 if device_kind() == "cpu" else 0.1)  # CUDA's products are rounder
+        assert mx.allclose(one, other, atol=1e-4 if this_device().kind == "cpu" else 0.1)  # CUDA's products are rounder
     known = kind != "gemma3"
     assert [bool(count) for count in counts.values()] == [known, known, known and kind != "qwen3"]
 
@@ -276,7 +276,7 @@ def test_a_kernels_trial_knows_right_from_wrong(dtype: mx.Dtype) -> None:
     assert not adds_right(dtype, [32], lambda x, layers, row_adapters: [y for y, *_ in layers])
 
 
-@pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")
+@pytest.mark.skipif(this_device().kind != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
     assert checked_fused(dtype) is not None
@@ -326,7 +326,7 @@ def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
     assert kernel.add_and_rope(x, [*layers, (second, 1, 0)], wide, turn, offsets[: rows // 3]) is None
 
 
-@pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")
+@pytest.mark.skipif(this_device().kind != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_kernel_adds_each_rows_own(count: int, dtype: mx.Dtype) -> None:

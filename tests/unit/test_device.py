@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.devices.device import AllocatorCache, device_kind
+from mlx_parallm.devices.device import this_device
+from mlx_parallm.devices.freed_memory import AllocatorCache
 
 MB = 1 << 20
 
@@ -37,7 +38,7 @@ def use(*sizes: int) -> int:
 STEP = [5] * 6
 
 
-@pytest.mark.skipif(device_kind() != "cpu", reason="other allocators drop other buffers")
+@pytest.mark.skipif(this_device().kind != "cpu", reason="other allocators drop other buffers")
 def current_limit() -> int:
     limit = mx.set_cache_limit(0)
     mx.set_cache_limit(limit)

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from mlx_parallm.config.model_config import IN_WHEELS, ModelConfig
+from mlx_parallm.devices.device import DEVICES
 from mlx_parallm.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.models.kinds import embedding, kind_of
 from tests.support.embedding_folders import GOLDEN, MODELS, TEXTS, VECTORS, edit_json, write_model
@@ -35,7 +36,7 @@ def test_vectors_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_that_only_pad_a_batch_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.devices.padding.device_kind", lambda: "cuda")
+    monkeypatch.setattr("mlx_parallm.devices.padding.this_device", lambda: DEVICES["cuda"])
     model = embedding.load(write_model(tmp_path, name))
     for count in (1, 3, len(TEXTS)):
         found = vectors_of(model, TEXTS[:count])

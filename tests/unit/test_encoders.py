@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from mlx_parallm.devices.device import DEVICES
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.encoders import Encoder, load_encoder, packed
 from mlx_parallm.models.encoders import encoder_layers as layers
@@ -162,5 +163,5 @@ def test_composed_attention_is_that_of_mlx(name: str, tmp_path: Path, monkeypatc
     encoder.packed = None
     expected = hidden_of(encoder, name)
     np.testing.assert_allclose(expected[:, ::2], HIDDEN[name], atol=1e-4, rtol=0)
-    monkeypatch.setattr(layers, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(layers, "this_device", lambda: DEVICES["cuda"])
     np.testing.assert_allclose(hidden_of(encoder, name), expected, atol=1e-5, rtol=0)

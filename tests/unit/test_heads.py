@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_parallm.devices.device import DEVICES
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.models.kinds import kind_of
 from mlx_parallm.models.kinds.classifier import Classifier, load
@@ -46,7 +47,7 @@ def test_it_equals_transformers(name: str, tmp_path: Path, monkeypatch: pytest.M
     order = random.Random(0).sample(range(len(texts)), len(texts))
     for place, found in zip(order, model.predict([texts[place] for place in order]), strict=True):
         np.testing.assert_allclose(found, alone[place], atol=1e-5)
-    monkeypatch.setattr("mlx_parallm.devices.padding.device_kind", lambda: "cuda")  # more rows than texts
+    monkeypatch.setattr("mlx_parallm.devices.padding.this_device", lambda: DEVICES["cuda"])  # more rows than texts
     for right, found in zip(alone, model.predict(texts[:3]), strict=False):
         np.testing.assert_allclose(found, right, atol=1e-5)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.devices.cuda_placing import collector, placer
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.batching import batch_cache
 from mlx_parallm.engine.compute.patch import let_caches_attend
@@ -14,8 +14,8 @@ from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.models.forward import Forward
 from tests.tiny import tiny
 
-cuda = pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")
-CLOSE = 0.02 if device_kind() == "cuda" else 1e-4  # MLX multiplies in TF32 there
+cuda = pytest.mark.skipif(this_device().kind != "cuda", reason="needs CUDA")
+CLOSE = 0.02 if this_device().kind == "cuda" else 1e-4  # MLX multiplies in TF32 there
 ROWS = [(number * 7) % 50 + 3 for number in range(36)]
 
 

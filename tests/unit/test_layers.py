@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.devices.cuda_attention import attend
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.engine.compute.patch import let_caches_attend
 from tests.tiny import tiny
 
@@ -47,7 +47,7 @@ def test_attention_asks_the_cache_and_gives_the_same() -> None:
     assert mx.allclose(plain(TOKENS), asking(TOKENS), atol=1e-4)  # without a cache as well
 
 
-@pytest.mark.skipif(device_kind() != "cuda", reason="needs CUDA")
+@pytest.mark.skipif(this_device().kind != "cuda", reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize(
     "shape", [(64, 24, 8, 512, 128), (32, 9, 3, 300, 64), (16, 16, 8, 70, 256), (96, 14, 2, 9, 64)]

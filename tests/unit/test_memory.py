@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices import machine_memory
+from mlx_parallm.devices.device import DEVICES
+from mlx_parallm.devices.machine_memory import cgroup_room, parse_vm_stat
+from mlx_parallm.devices.profile import DeviceKind
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models import memory
-from mlx_parallm.models.memory import cgroup_room, parse_vm_stat, plan_memory
+from mlx_parallm.models.memory import plan_memory
 
 GIB = 1 << 30
 
@@ -64,10 +68,10 @@ def test_no_cgroups(tmp_path: Path) -> None:
 
 
 def test_a_containers_limit_bounds_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "cgroup_room", lambda: GIB)
-    assert memory.available_memory() == GIB
-    monkeypatch.setattr(memory, "cgroup_room", lambda: None)
-    assert memory.available_memory() > GIB
+    monkeypatch.setattr(machine_memory, "cgroup_room", lambda: GIB)
+    assert machine_memory.available_memory() == GIB
+    monkeypatch.setattr(machine_memory, "cgroup_room", lambda: None)
+    assert machine_memory.available_memory() > GIB
 
 
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
@@ -112,8 +116,10 @@ def test_a_flag_for_rows_is_the_whole_process() -> None:
 
 
 @pytest.mark.parametrize(("kind", "share"), [("cpu", 8), ("metal", 4), ("cuda", 4)])
-def test_rows_that_may_hold_little_leave_little_behind(kind: str, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "device_kind", lambda: kind)
+def test_rows_that_may_hold_little_leave_little_behind(
+    kind: DeviceKind, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "this_device", lambda: DEVICES[kind])
     (plan,) = plan_memory([GIB], [0], ServeConfig.of(memory_limit=40 * GIB, kv_cache_memory=2 * GIB))
     assert plan.kept == 2 * GIB // share
 
@@ -127,15 +133,15 @@ def test_a_mac_keeps_some_memory_for_itself(monkeypatch: pytest.MonkeyPatch) -> 
     """What only Metal can run, with its answers stood in for: the limits are asked for, and room is left."""
     wired: list[int] = []
     info = {"memory_size": 16 * GIB, "max_recommended_working_set_size": 12 * GIB}
-    monkeypatch.setattr(memory, "device_kind", lambda: "metal")
-    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
-    monkeypatch.setattr(memory.mx, "set_wired_limit", wired.append)
-    assert memory.wire_memory() == 12 * GIB
+    monkeypatch.setattr(machine_memory, "this_device", lambda: DEVICES["metal"])
+    monkeypatch.setattr(machine_memory.mx, "device_info", lambda: info)
+    monkeypatch.setattr(machine_memory.mx, "set_wired_limit", wired.append)
+    assert machine_memory.wire_memory() == 12 * GIB
     info["max_recommended_working_set_size"] = 15 * GIB
-    assert memory.wire_memory() == 14 * GIB
+    assert machine_memory.wire_memory() == 14 * GIB
     assert wired == [12 * GIB, 14 * GIB]
-    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: GIB)
-    monkeypatch.setattr(memory, "mac_available_memory", lambda: 4 * GIB)
-    assert memory.usable_memory("metal") == GIB + 4 * GIB * 9 // 10
-    monkeypatch.setattr(memory, "mac_available_memory", lambda: 100 * GIB)
-    assert memory.usable_memory("metal") == 12 * GIB
+    monkeypatch.setattr(machine_memory.mx, "get_active_memory", lambda: GIB)
+    monkeypatch.setattr(machine_memory, "mac_available_memory", lambda: 4 * GIB)
+    assert machine_memory.usable_memory(DEVICES["metal"]) == GIB + 4 * GIB * 9 // 10
+    monkeypatch.setattr(machine_memory, "mac_available_memory", lambda: 100 * GIB)
+    assert machine_memory.usable_memory(DEVICES["metal"]) == 12 * GIB

@@ -15,8 +15,8 @@ import mlx.core as mx
 from mlx_parallm.cluster.parallel.channel import Array, Message
 from mlx_parallm.cluster.parallel.rank_group import GroupMember
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.devices.device import device_kind
-from mlx_parallm.devices.profile import DeviceProfile
+from mlx_parallm.devices.device import this_device
+from mlx_parallm.devices.machine_memory import wire_memory
 from mlx_parallm.engine.build import LoadedModel, device_parts
 from mlx_parallm.engine.compute.patch import patch_layers
 from mlx_parallm.engine.ranks import DeviceParts
@@ -28,7 +28,6 @@ from mlx_parallm.lora.adapter import Adapter, Part
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.row_adapters import GroupedLoRA, Resident
 from mlx_parallm.models.loader import load
-from mlx_parallm.models.memory import wire_memory
 from mlx_parallm.server.http.server_process import StopSignals
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ def _leave_signals_to_rank_0() -> None:
 
 def _brought_up(config: ServeConfig, member: GroupMember) -> "Follower":
     """The same steps as an engine's, in the same order: some of them are passes that all ranks compute."""
-    profile = member.profile(DeviceProfile.of(device_kind()))
+    profile = member.profile(this_device().profile)
     ((name, source),) = config.named_models().items()
     model = load(
         source,

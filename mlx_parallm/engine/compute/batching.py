@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.cuda_attention import MIN_BLOCKS, attend
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.native.functions import slot_attention
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.runner import Runner
@@ -86,7 +86,7 @@ def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int
     if not layout.traced:
         return
     _warm_up_rows(Runner(forward, cache, vocab_size, lambda: None, profile.round_prompts))
-    if profile.round_prompts and cache.sides and device_kind() == "cuda":
+    if profile.round_prompts and cache.sides and this_device().plans_shapes:
         warm_prompt_shapes(forward, cache, profile.match_step)
     if cache.sides and cache.free >= 2:
         _try_adapters(forward, layout, cache)
@@ -229,7 +229,7 @@ def _disk(config: ServeConfig, identity: str) -> DiskTier | None:
 
 def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfile, mask_rank: int = 4) -> SlotCache:
     """With the kernels that there are for the device."""
-    native = device_kind() == "cpu" and not profile.compiled
+    native = this_device().native and not profile.compiled
     kernel = attend if profile.fused else slot_attention() if native else None
     step, compiled = profile.view_step, profile.compiled
     return SlotCache(layers, max_rows, max_bytes, step, compiled, mask_rank, profile.fused, kernel)

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.native.classes import native_class
 from mlx_parallm.devices.native.products import adapted_products, has_lane_products, low_rank_adder
 from mlx_parallm.devices.profile import DeviceProfile
@@ -36,9 +36,9 @@ def patch_layers(module: nn.Module, profile: DeviceProfile, split: Split | None 
 
 def use_device_kernels(module: nn.Module, profile: DeviceProfile) -> None:
     """Without adapters. Does nothing to a model that has them already."""
-    if device_kind() == "cuda":
+    if this_device().cuda:
         let_caches_attend(module)
-    elif device_kind() == "cpu" and not profile.compiled:  # C kernels can't be traced
+    elif this_device().native and not profile.compiled:  # C kernels can't be traced
         use_native_kernels(module)
 
 
@@ -94,7 +94,7 @@ def _change_class(layer: nn.Module, subclass_of: Callable[[Any], type]) -> None:
 def _adapter_kernels(layout: Layout, profile: DeviceProfile) -> AdapterKernels:
     if not profile.compiled:
         return AdapterKernels(add=low_rank_adder(), multiply=adapted_products())
-    return checked_kernels(layout.dtype) if device_kind() == "cuda" else AdapterKernels()
+    return checked_kernels(layout.dtype) if this_device().cuda else AdapterKernels()
 
 
 def replace_layers(module: nn.Module, subclass_of: Callable[[type], type | None]) -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.host import to_numpy
 from mlx_parallm.steps import LazySteps, Steps, run_through
 
@@ -118,7 +118,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array
     """On CUDA, MLX's attention asks cuDNN for a plan per shape, which takes 60 to 80 ms; short sequences are also
     faster without it."""
     scale = q.shape[-1] ** -0.5
-    if device_kind() == "cuda" and q.shape[2] <= COMPOSED_LENGTH:
+    if this_device().plans_shapes and q.shape[2] <= COMPOSED_LENGTH:
         return composed_attention(q, k, v, mask, scale)
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
 
@@ -223,7 +223,7 @@ class Encoder:
         if self.packed is not None:
             hidden = yield from _padded(self.packed, tokens, mask, token_types)
             return mx.array(hidden)
-        masks, on_cpu = Masks(mask.astype(mx.bool_)), device_kind() == "cpu"
+        masks, on_cpu = Masks(mask.astype(mx.bool_)), this_device().kind == "cpu"
         x = self.embeddings(tokens, token_types)
         for layer in self.layers:
             x = layer(x, masks)

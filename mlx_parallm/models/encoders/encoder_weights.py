@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.encoders.encoder_layers import DenseWeights, NormWeights
 
@@ -65,7 +65,7 @@ class Weights:
         self.prefixes: tuple[str, ...] = ("",)
         self._tensors = tensors
         self._quantization = quantization or {}
-        self._dtype = mx.float32 if device_kind() == "cpu" else None  # what is fast there; else as the file has it
+        self._dtype = mx.float32 if this_device().float32 else None  # what is fast there; else as the file has it
 
     @classmethod
     def of(cls, folder: Path) -> "Weights":

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mlx_parallm.config.training import Alarms, LoRAConfig, RLConfig
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import InvalidRequestError, ParallmError
 from mlx_parallm.lora.adapter import Adapter
@@ -87,7 +87,7 @@ class Session:
         self.trainer = self._on_engine(lambda: Trainer(self.engine.model, self.lora, self.config, self._memory))
         self.trainer.kept_snapshots = KEPT_VERSIONS + 1
         self.trainer.check_memory(self.name, self.engine.memory.limit)
-        if device_kind() != "cpu":
+        if this_device().builds_kernels:
             self._on_engine(self.trainer.warm_up)
         number, served, checkpoint = None, None, None
         if self.checkpoints is not None:

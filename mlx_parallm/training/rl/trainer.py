@@ -15,12 +15,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.training import LoRAConfig, RLConfig
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
+from mlx_parallm.devices.machine_memory import available_memory
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.adapter import Adapter
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.memory import available_memory, size_flag, size_text
+from mlx_parallm.models.memory import size_flag, size_text
 from mlx_parallm.training.budget import MAX_MICRO, MIN_MICRO, Budget
 from mlx_parallm.training.learner import (
     Learner,
@@ -77,7 +78,7 @@ class Trainer:
         self._shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # that have occurred, where they are rounded
         self._busy: Callable[[], bool] = lambda: True
         # CUDA plans attention anew for every shape, forwards and back: that takes longer than to compute some padding.
-        self.rounded = device_kind() == "cuda" and self.tree.mixes_prompts
+        self.rounded = this_device().plans_shapes and self.tree.mixes_prompts
         least = MIN_ROUNDED if self.rounded else MIN_MICRO
         self.budget = Budget(config.microstep_seconds, config.microbatch_tokens, least=least, at_hand=self._at_hand)
 

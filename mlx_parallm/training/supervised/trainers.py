@@ -21,12 +21,12 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.config.training import LoRAConfig, UpdateConfig
-from mlx_parallm.devices.device import device_kind
+from mlx_parallm.devices.device import this_device
+from mlx_parallm.devices.machine_memory import available_memory
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.adapter import Adapter
 from mlx_parallm.models.language import LanguageModel
-from mlx_parallm.models.memory import available_memory
 from mlx_parallm.training.budget import Budget
 from mlx_parallm.training.learner import Learner, Parameters, Refused, Values, number
 from mlx_parallm.training.rl.batches import ROUND_TOKENS, round_up
@@ -98,7 +98,7 @@ class Supervised(ABC, Generic[Item]):
         self.tree = TrainableModel(model, lora, checkpointing=config.gradient_checkpointing)
         self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters)
         self.packs = config.packing and can_pack(self.tree.module, model.vocab_size)
-        self.rounded = device_kind() == "cuda"  # where each new shape costs as much as thousands of tokens
+        self.rounded = this_device().plans_shapes  # where each new shape costs as much as thousands of tokens
         self.budget = Budget(config.microstep_seconds, config.microbatch_tokens, at_hand=self._at_hand)
 
     def start_from(self, adapter: Adapter) -> None:

@@ -1,0 +1,141 @@
+"""How much memory this process may hold: of the machine, of its control groups, of a Mac's working set."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_parallm.devices.device import Device, this_device
+
+UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
+SYSTEM_SHARE = 8  # a Mac keeps one part in so many for itself, and at least …
+SYSTEM_BYTES = 2 << 30
+
+
+def usable_memory(device: Device) -> int:
+    """Bytes that this process should hold at most, what it holds already included."""
+    info, held = mx.device_info(), mx.get_active_memory()
+    if device.kind == "metal":
+        working_set = int(info["max_recommended_working_set_size"])
+        free = mac_available_memory()
+        return min(working_set * 8 // 10, held + free * 9 // 10) if free is not None else working_set * 8 // 10
+    if device.kind == "cuda":
+        return int(info.get("total_memory", info.get("memory_size", 16 << 30))) * 8 // 10
+    return held + available_memory() // 2
+
+
+def largest_memory(device: Device) -> int:
+    """Bytes that it can hold, with nothing left for anybody else."""
+    info, held = mx.device_info(), mx.get_active_memory()
+    if device.kind == "metal":
+        return int(info["max_recommended_working_set_size"])
+    if device.kind == "cuda":
+        return int(info.get("total_memory", info.get("memory_size", 16 << 30)))
+    return held + available_memory()
+
+
+def wire_memory() -> int:
+    """On a Mac, keeps weights and caches from being paged out, with room left for the system; the bytes that may be."""
+    if this_device().kind != "metal":
+        return 0
+    info = mx.device_info()
+    total = int(info["memory_size"])
+    wired = min(int(info["max_recommended_working_set_size"]), total - max(SYSTEM_BYTES, total // SYSTEM_SHARE))
+    mx.set_wired_limit(max(0, wired))
+    return max(0, wired)
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping: of the machine, and of the container that we are in."""
+    found = [_available_on_machine()]
+    room = cgroup_room()
+    return min(found + ([room] if room is not None else []))
+
+
+def _available_on_machine() -> int:
+    if sys.platform == "linux":
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    free = mac_available_memory()
+    return free if free is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def mac_available_memory() -> int | None:
+    """Of what `vm_stat` counts, the pages that are free or can be had at once; None where there is none."""
+    if platform.system() != "Darwin":
+        return None
+    try:
+        text = subprocess.run(["vm_stat"], capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_vm_stat(text)
+
+
+def parse_vm_stat(text: str) -> int | None:
+    page = re.search(r"page size of (\d+) bytes", text)
+    counts = {name.strip(): int(count) for name, count in re.findall(r"^(Pages [\w -]+):\s+(\d+)\.", text, re.M)}
+    wanted = ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable")
+    if page is None or not any(name in counts for name in wanted):
+        return None
+    return int(page[1]) * sum(counts.get(name, 0) for name in wanted)
+
+
+def cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes that the tightest of our control groups leaves; None where none has a limit."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    rooms = [room for folder in _cgroup_folders(root, lines) if (room := _room_of(folder)) is not None]
+    return min(rooms, default=None)
+
+
+def _cgroup_folders(root: Path, lines: Sequence[str]) -> Iterator[Path]:
+    """The folders of our groups and of all above them. In a container the path may be that of the host."""
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            bases = [root, root / "unified"]
+        elif "memory" in controllers.split(","):
+            bases = [root / "memory", root / controllers]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for base in bases:
+            for depth in range(len(parts), -1, -1):
+                yield base.joinpath(*parts[:depth])
+
+
+def _room_of(folder: Path) -> int | None:
+    for limit_file, used_file, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _number_in(folder / limit_file), _number_in(folder / used_file)
+        if limit is None or used is None or limit >= UNLIMITED:
+            continue
+        return max(0, limit - used + _stat(folder / "memory.stat", cache))
+    return None
+
+
+def _number_in(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+
+
+def _stat(file: Path, name: str) -> int:
+    """File pages that the kernel gives up before it ends anybody."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)

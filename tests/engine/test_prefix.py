@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.devices.profile import DeviceProfile
-from mlx_parallm.engine import ssd_transfers
+from mlx_parallm.engine import prefix_lookup
 from mlx_parallm.engine.compute.batching import warm_blocks, warm_prompt_shapes
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import disk, prefix, snapshots
@@ -149,8 +149,8 @@ def test_a_prompt_is_known_after_a_restart(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd_transfers, "FETCH_SECONDS", 1.0)
-    monkeypatch.setattr(ssd_transfers, "SAVE_SECONDS", 0.5)
+    monkeypatch.setattr(prefix_lookup, "FETCH_SECONDS", 1.0)
+    monkeypatch.setattr(prefix_lookup, "SAVE_SECONDS", 0.5)
     monkeypatch.setattr(disk, "STUCK_SECONDS", 0.3)
     with driver("llama", block_size=8, num_blocks=14, ssd=True, ssd_cache_dir=str(tmp_path)) as running:
         first = running.ask(PROMPT, max_tokens=4, ignore_eos=True)

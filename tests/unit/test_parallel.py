@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mlx_parallm.cluster.parallel.channel import BEAT, Channel, Message
-from mlx_parallm.cluster.parallel.leading import Leading, lead_parts
+from mlx_parallm.cluster.parallel.leading import Leading
+from mlx_parallm.cluster.parallel.led_parts import lead_parts
 from mlx_parallm.cluster.parallel.rank_group import GroupMember, group_config
 from mlx_parallm.cluster.parallel.split_layers import runs_of, split_model, way_to_split
 from mlx_parallm.config import ServeConfig
@@ -188,7 +189,7 @@ def test_the_others_are_told_how_rows_are_reckoned(kind: str, cache_kind: str) -
     cache = batch_cache(model, forward, 4, 1 << 30, profile)
     sent: list[Message] = []
     lead_parts(DeviceParts(forward, cache, None), layout, Leading(sent.append))
-    name, each, most = sent[0].values
-    assert (sent[0].name, name, most) == ("sizes", cache_kind, 1 << 30)
+    name, sizes = sent[0].values
+    assert (sent[0].name, name) == ("sizes", cache_kind)
     of_layers = 2 * len(model.module.layers) * 2 * 16 * 4  # keys and values, layers, heads, their width, float32
-    assert each == (of_layers if cache_kind == "SlotCache" else 0)
+    assert sizes == ((of_layers, 1 << 30) if cache_kind == "SlotCache" else ())

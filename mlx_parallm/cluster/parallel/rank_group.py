@@ -34,8 +34,8 @@ from mlx_parallm.cluster.parallel.channel import (
     connect,
     on_thread,
 )
-from mlx_parallm.cluster.parallel.leading import Leading, LedCache, LedForward, place_everywhere
-from mlx_parallm.cluster.parallel.led_prefix import LedBlocks, LedSnapshots
+from mlx_parallm.cluster.parallel.leading import Leading
+from mlx_parallm.cluster.parallel.led_parts import lead_parts
 from mlx_parallm.cluster.parallel.split_layers import ModelSplit, split_model
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.profile import DeviceProfile
@@ -179,15 +179,7 @@ class Leader(GroupMember):
         return replace(plan, rows=rows, blocks=blocks)
 
     def lead(self, parts: DeviceParts, layout: Layout) -> DeviceParts:
-        leading = self.leading
-        leading.send("sizes", type(parts.cache).__name__, parts.cache.sizes)
-        forward = LedForward(parts.forward, leading)
-        prefix = parts.prefix
-        if prefix is not None:
-            led = LedSnapshots if prefix.store is None else LedBlocks
-            prefix = led(prefix, parts.cache, leading)
-        layout.around_place = partial(place_everywhere, leading)
-        return DeviceParts(forward, LedCache(parts.cache, forward, leading), prefix)
+        return lead_parts(parts, layout, self.leading)
 
     def watch(self, on_lost: Callable[[Exception], None]) -> None:
         self._on_lost = on_lost

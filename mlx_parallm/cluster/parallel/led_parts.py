@@ -1,18 +1,36 @@
-"""The prefix cache of a model over several ranks: its index is rank 0's, and each rank keeps its part of the values."""
+"""What rank 0 computes with, so that the other ranks do the same: `lead_parts`, and the prefix cache among them.
+
+The index of the prefix cache is rank 0's; each rank keeps its part of the keys and values.
+"""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.cluster.parallel.leading import Leading, staged_number
+from mlx_parallm.cluster.parallel.leading import Leading, LedCache, LedForward, place_everywhere, staged_number
+from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.block_pool import Chain, Match
 from mlx_parallm.kv.block_store import Blocks, Host, Planes
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.payload import Payload
 from mlx_parallm.kv.prefix import Prefix
+from mlx_parallm.lora.layout import Layout
 from mlx_parallm.metrics import PrefixMetrics
+
+
+def lead_parts(parts: DeviceParts, layout: Layout, leading: Leading) -> DeviceParts:
+    """Has what is done with these parts sent to the other ranks first."""
+    leading.send("sizes", type(parts.cache).__name__, parts.cache.sizes)
+    forward = LedForward(parts.forward, leading)
+    prefix = parts.prefix
+    if prefix is not None:
+        led = LedSnapshots if prefix.store is None else LedBlocks
+        prefix = led(prefix, parts.cache, leading)
+    layout.around_place = partial(place_everywhere, leading)
+    return DeviceParts(forward, LedCache(parts.cache, forward, leading), prefix)
 
 
 class LedPrefix:

@@ -1,4 +1,4 @@
-"""The objectives of a policy's updates, as data: what each is made of. `training.objectives` computes them.
+"""The objectives of a policy's updates, as data: what each is made of. `training.rl.objectives` computes them.
 
 A new objective is an entry here and, where it has a surrogate of its own, a function there. No MLX.
 """
@@ -20,7 +20,7 @@ class Algorithm:
     normalise: RewardScaling  # what advantages are divided by, unless the objective says otherwise
     ratio: Literal["token", "mean", "product"]  # of each token; of a completion, the mean or the sum of the logarithms
     aggregation: Literal["answers", "tokens", "constant"]  # what a sum over tokens is divided by
-    surrogate: str  # among `training.objectives.SURROGATES`
+    surrogate: str  # among `training.rl.objectives.SURROGATES`
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {

@@ -1,4 +1,4 @@
-"""What each algorithm's loss is, in plain NumPy and float64: the reference for `training.objectives`.
+"""What each algorithm's loss is, in plain NumPy and float64: the reference for `training.rl.objectives`.
 
 Loops over answers and tokens, with gradients worked out by hand. The definitions are those of the papers with the
 departures that the docstring of `objectives` names: the policy that sampled is the old one, and the deviation of a

@@ -1,4 +1,4 @@
-"""Who may call the server: keys with roles, and which pages in a browser. Pure ASGI, made by `server.app`.
+"""Who may call the server: keys with roles, and which pages in a browser. Pure ASGI, made by `server.http.app`.
 
 `OriginGuard` refuses what a web page sends without leave: a foreign `Host` (DNS rebinding), a foreign `Origin`, or a
 body of a type that browsers send across sites without asking. `Authentication` asks for a key, as a bearer token or by

@@ -1,4 +1,4 @@
-"""Every way a request can fail, as the JSON shape that its clients get. `server.app` registers the handlers here.
+"""Every way a request can fail, as the JSON shape that its clients get. `server.http.app` registers the handlers here.
 
 Whatever is raised becomes `{"error": {"message", "type", "param", "code"}}`, or the shape that the path's dialect has
 for errors (`error_shapes`); no traceback leaves the process.

@@ -1,7 +1,7 @@
 """How a request's tokens are chosen: every sampling parameter with its default, its bounds and its meaning.
 
 The bodies of all dialects, the flags of `parallm chat`, the dashboard's playground and the table in docs/GUIDE.md are
-made of this. A new parameter is declared here, computed in `engine.compute.sampling`, and said in plain NumPy in
+made of this. A new parameter is declared here, computed in `compute.sampling`, and said in plain NumPy in
 `tests/unit/reference_sampler.py`. `SamplingParams` is public: users of `LLM` build it by hand. No MLX.
 """
 

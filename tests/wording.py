@@ -1,6 +1,6 @@
-"""Counts docstrings that are no sentences: those that begin with a preposition and have no subject or verb of their own.
+"""Counts docstrings that are no sentences: those that begin with a preposition, as a sign that a verb is missing.
 
-    .venv/bin/python -m tests.wording   lists them
+.venv/bin/python -m tests.wording   lists them
 """
 
 import ast

@@ -1,6 +1,6 @@
 """Subclasses of mlx-lm's and mlx-vlm's layers in which names that they call stand for other functions.
 
-One of them is attention that asks the cache first. `engine.compute.patch` gives these classes to a loaded model's layers.
+One of them is attention that asks the cache first. `compute.patch` gives these classes to a loaded model's layers.
 """
 
 import functools

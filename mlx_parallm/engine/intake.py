@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from mlx_parallm.engine.delivery import Recording
 from mlx_parallm.engine.live_requests import LiveRequests
@@ -86,45 +87,32 @@ class Admission:
         return min(model.context_length, fitting) - length
 
 
+@dataclass(eq=False, repr=False)
 class Intake:
-    def __init__(
-        self,
-        thread: EngineThread,
-        admission: Admission,
-        adapters: Registry,
-        recording: Recording,
-        live: LiveRequests,
-        policies: Policies,
-        lookup: PrefixLookup,
-        scheduler: Scheduler,
-        ssd_transfers: SsdTransfers | None,
-        idle: IdleState,
-        metrics: EngineMetrics,
-        max_queue_size: int,
-    ) -> None:
-        self._thread = thread
-        self._admission = admission
-        self._adapters = adapters
-        self._recording = recording
-        self._live = live
-        self._policies = policies
-        self._lookup = lookup
-        self._scheduler = scheduler
-        self._ssd_transfers = ssd_transfers
-        self._idle = idle
-        self._metrics = metrics
-        self._max_queue_size = max_queue_size
-        self._pending: Counter[str | None] = Counter()  # requests in the inbox by their owner; None: rollouts
-        self._pending_lock = threading.Lock()
+    thread: EngineThread
+    admission: Admission
+    adapters: Registry
+    recording: Recording
+    live: LiveRequests
+    policies: Policies
+    lookup: PrefixLookup
+    scheduler: Scheduler
+    ssd_transfers: SsdTransfers | None
+    idle: IdleState
+    metrics: EngineMetrics
+    max_queue_size: int
+    # Requests in the inbox by their owner; None: rollouts.
+    _pending: Counter[str | None] = field(default_factory=Counter, init=False)
+    _pending_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def check(self, request: Request) -> None:
         """Raises what is wrong with a request, and takes none."""
-        self._admission.rows(request)
+        self.admission.rows(request)
 
     def submit_all(self, requests: Sequence[Request], on_delta: OnDelta) -> None:
         """From any thread: takes all requests or raises."""
-        if self._thread.closed is not None:
-            raise UnavailableError(self._thread.closed)
+        if self.thread.closed is not None:
+            raise UnavailableError(self.thread.closed)
         self._reserve(requests)
         try:
             accepted = [(request, self._rows(request)) for request in requests]
@@ -137,17 +125,17 @@ class Intake:
             for request, rows in accepted:
                 self._add(request, rows, arrival, on_delta)
 
-        self._thread.inbox.put(add_all)
+        self.thread.inbox.put(add_all)
 
     def _rows(self, request: Request) -> list[Row]:
-        rows = self._admission.rows(request)
+        rows = self.admission.rows(request)
         if request.adapter is not None:
-            version = self._adapters.find(request.adapter, request.adapter_version)
+            version = self.adapters.find(request.adapter, request.adapter_version)
             for row in rows:
                 row.adapter = version
         for row in rows:
             # Training sees tokens alone. Where arms share the traffic, each may get rewards.
-            row.recorded = request.images is None and self._recording.wants(request, self._adapters.traffic.compares)
+            row.recorded = request.images is None and self.recording.wants(request, self.adapters.traffic.compares)
         return rows
 
     def _reserve(self, requests: Sequence[Request]) -> None:
@@ -156,32 +144,32 @@ class Intake:
         count, owner = len(requests), _queue_of(requests[0])
         with self._pending_lock:
             waiting = Counter(self._pending)
-            for job in list(self._scheduler.waiting):
+            for job in list(self.scheduler.waiting):
                 waiting[None if job.rollout else job.owner] += 1
             queued = waiting[None] if owner is None else waiting.total() - waiting[None]
             owners = len({owner, *(other for other, number in waiting.items() if number and other is not None)})
-            share = 0 if owner is None or owners == 1 else self._max_queue_size // owners
-            if queued + count > self._max_queue_size and waiting[owner] + count > share:
-                self._metrics.requests_rejected += count
+            share = 0 if owner is None or owners == 1 else self.max_queue_size // owners
+            if queued + count > self.max_queue_size and waiting[owner] + count > share:
+                self.metrics.requests_rejected += count
                 raise QueueFullError(
-                    f"{queued} requests are waiting already, and the queue has room for {self._max_queue_size}, "
+                    f"{queued} requests are waiting already, and the queue has room for {self.max_queue_size}, "
                     f"not for {count} more: try again later"
                 )
             self._pending[owner] += count
 
     def _add(self, request: Request, rows: list[Row], arrival: float, on_delta: OnDelta) -> None:
         """On the engine thread."""
-        self._idle.leave()
-        needed = self._live.add(request, rows, arrival, on_delta)
+        self.idle.leave()
+        needed = self.live.add(request, rows, arrival, on_delta)
         if needed:
-            self._policies.take(rows)
+            self.policies.take(rows)
             job = Job(list(rows), request.prompt, request.priority, arrival)
-            self._lookup.hash_blocks(job)
-            self._scheduler.add(job)
-            if self._ssd_transfers is not None:
-                self._ssd_transfers.fetch(job)
+            self.lookup.hash_blocks(job)
+            self.scheduler.add(job)
+            if self.ssd_transfers is not None:
+                self.ssd_transfers.fetch(job)
         else:
-            self._metrics.deduplicated += 1
+            self.metrics.deduplicated += 1
         self._release([request])
 
     def _release(self, requests: Sequence[Request]) -> None:

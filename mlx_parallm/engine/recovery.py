@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from mlx_parallm.devices.freed_memory import give_memory_back
 from mlx_parallm.engine.compute.runner import Runner
@@ -83,80 +84,66 @@ class FaultCounter:
         return len(self._times) == MAX_FAULTS and self._times[-1] - self._times[0] <= FAULT_WINDOW_SECONDS
 
 
+@dataclass(eq=False, repr=False)
 class Recovery:
-    def __init__(
-        self,
-        thread: EngineThread,
-        scheduler: Scheduler,
-        pipeline: StepPipeline,
-        preemption: Preemption,
-        live: LiveRequests,
-        delivery: Delivery,
-        outbox: Outbox,
-        runner: Runner,
-        adapters: Registry,
-        prefix: Prefix | None,
-        metrics: EngineMetrics,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self._thread = thread
-        self._scheduler = scheduler
-        self._pipeline = pipeline
-        self._preemption = preemption
-        self._live = live
-        self._delivery = delivery
-        self._outbox = outbox
-        self._runner = runner
-        self._adapters = adapters
-        self._prefix = prefix
-        self._metrics = metrics
-        self._ranks = ranks
-        self._faults = FaultCounter()
-        self._dying = threading.Lock()
+    thread: EngineThread
+    scheduler: Scheduler
+    pipeline: StepPipeline
+    preemption: Preemption
+    live: LiveRequests
+    delivery: Delivery
+    outbox: Outbox
+    runner: Runner
+    adapters: Registry
+    prefix: Prefix | None
+    metrics: EngineMetrics
+    ranks: Ranks | None = None
+    _faults: FaultCounter = field(default_factory=lambda: FaultCounter(), init=False)
+    _dying: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def recover(self, error: Exception) -> None:
         """After a fault rows go back to the queue and the step is tried again, unless there were too many."""
-        self._metrics.faults += 1
-        if self._ranks is not None:  # which are out of step, in the middle of a pass
-            raise self._ranks.cause_of(error)
+        self.metrics.faults += 1
+        if self.ranks is not None:  # which are out of step, in the middle of a pass
+            raise self.ranks.cause_of(error)
         if self._faults.add():
             log.critical("%d faults within %g seconds: the engine gives up", MAX_FAULTS, FAULT_WINDOW_SECONDS)
             raise error
         log.error("a step has failed; its rows are computed again: %s", error, exc_info=error)
         self._discard_device_state()
-        for row in self._live.rows():
+        for row in self.live.rows():
             if row.finish_reason is not None:  # its end was read, and not sent yet
-                self._delivery.send(row)
+                self.delivery.send(row)
         count = self._requeue_all()
         log.warning("%d rows go on from the tokens that they have", count)
-        self._outbox.flush()
+        self.outbox.flush()
 
     def shut_down(self) -> None:
         """Tells open requests that the engine stops."""
-        self._thread.empty_inbox()
-        self._delivery.fail_all(self._thread.unavailable())
+        self.thread.empty_inbox()
+        self.delivery.fail_all(self.thread.unavailable())
 
     def die(self, error: BaseException) -> None:
         """Tells everyone that the engine has failed for good. On another thread, too, where the engine's is stuck."""
         with self._dying:
-            thread = self._thread
+            thread = self.thread
             if thread.failure is not None:
                 return
             log.critical("the engine has died", exc_info=error)
             thread.failure = f"{type(error).__name__}: {error}"
             thread.closed = f"the engine has died: {thread.failure}"
             thread.empty_inbox()
-            self._delivery.fail_all(UnavailableError(thread.closed))
+            self.delivery.fail_all(UnavailableError(thread.closed))
             if thread.on_failure is not None:
                 thread.on_failure(thread.failure)
 
     def _discard_device_state(self) -> None:
         """Frees every array that was computed; what is needed again is uploaded or computed again."""
-        self._pipeline.in_flight.clear()
-        self._runner.reset()
-        self._adapters.reset_device()
-        if self._prefix is not None:
-            self._prefix.reset()
+        self.pipeline.in_flight.clear()
+        self.runner.reset()
+        self.adapters.reset_device()
+        if self.prefix is not None:
+            self.prefix.reset()
         give_memory_back()
 
     def _requeue_all(self) -> int:
@@ -164,17 +151,17 @@ class Recovery:
 
         Rows come from the live requests, which know also those that were between two places when the fault surfaced.
         """
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         scheduler.running.clear()
         scheduler.partial = None
         for job in scheduler.waiting:
             _forget_progress(job)
         waiting = {row for job in scheduler.waiting for row in job.rows}
-        begun = sorted((row for row in self._live.rows() if row not in waiting), key=lambda row: row.order)
+        begun = sorted((row for row in self.live.rows() if row not in waiting), key=lambda row: row.order)
         for row in begun:
             row.epoch += 1
             row.position = None
-            self._preemption.requeue(row)
+            self.preemption.requeue(row)
         return len(begun)
 
 

@@ -5,7 +5,7 @@ adapters. On CUDA, where a decode step is bound by the number of kernels that it
 follows: RoPE, swiglu, the sum with the residual.
 
 A block takes the place of a layer whose `__call__` has the very code of one of mlx-lm's classes below: Llama's form, in
-which most of its architectures are written. Other layers stay as they are, each with its own hook. `engine.compute.patch` puts
+which most of its architectures are written. Other layers stay as they are, each with its own hook. `compute.patch` puts
 the blocks into a model.
 """
 

@@ -2,7 +2,7 @@
 
 Each layer has a `LoRAHook`. All hooks of a model share one `ActiveAdapters`, which says what adapters the rows of the
 pass in flight have; a kernel or `RowAdapters` itself adds them. Without an adapter in the batch a layer computes what
-it did before. `engine.compute.patch` gives layers their hooks; `blocks` computes several layers together.
+it did before. `compute.patch` gives layers their hooks; `blocks` computes several layers together.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The layers of a model that adapters may change, in groups of one name and shape; adapters packed by these groups.
 
 Layers of a group share an array, so that an adapter comes and goes in a few large operations. The registry packs
-adapters on any thread and has them placed on the device on the engine's; `engine.compute.patch` gives the layers their hooks.
+adapters on any thread and has them placed on the device on the engine's; `compute.patch` gives the layers their hooks.
 """
 
 import hashlib

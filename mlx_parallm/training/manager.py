@@ -30,7 +30,7 @@ from mlx_parallm.training.integrations.atropos.atropos_client import AtroposClie
 from mlx_parallm.training.integrations.atropos.process import AtroposProcess, EnvironmentConfig
 from mlx_parallm.training.rl.records import ChoiceKey, Record, RewardedRecord
 from mlx_parallm.training.rl.rollouts import Rollouts
-from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.session import Session, SessionOptions
 from mlx_parallm.training.rl.totals import Report
 from mlx_parallm.training.rl.trajectories import Trajectory, check_reward
 from mlx_parallm.training.storage.checkpoints import Checkpoints
@@ -157,14 +157,16 @@ class TrainingManager:
             training.lora,
             training.rl,
             checkpoints=Checkpoints(Path(kept.checkpoint_dir).expanduser() / name, kept.keep_n_checkpoints),
-            checkpoint_interval=kept.checkpoint_interval,
-            checkpoint_seconds=kept.checkpoint_seconds,
-            update_trajectories=training.update_frequency or None,
-            follows_buffer=training.update_frequency > 0,
-            buffer_size=training.trajectory_buffer_size,
-            max_staleness=training.max_staleness,
-            alarms=training.alarms,
-            memory=self._memory_of_one(),
+            options=SessionOptions(
+                checkpoint_interval=kept.checkpoint_interval,
+                checkpoint_seconds=kept.checkpoint_seconds,
+                update_trajectories=training.update_frequency or None,
+                follows_buffer=training.update_frequency > 0,
+                buffer_size=training.trajectory_buffer_size,
+                max_staleness=training.max_staleness,
+                alarms=training.alarms,
+                memory=self._memory_of_one(),
+            ),
         )
         session.start(resume=kept.resume, serve=serve, initial=self._initial(name))
         self.sessions[name] = session

@@ -268,14 +268,13 @@ class TrainingService:
             manager.rewards.check(call.scoring_function, *(call.metadata or [{}]))
         if call.submit:
             manager.check_trained(call.adapter)
-        label = f"rollout-{uuid.uuid4().hex[:12]}"
         drawn = manager.rollouts.draw(
             call.prompts,
             call.sampling,
             adapter=call.adapter,
             seed=call.seed,
             salt=call.cache_salt,
-            label=label,
+            label=f"rollout-{uuid.uuid4().hex[:12]}",
             redraw=False,
             client=RolloutClient(call.owner, call.timeout, left),
         )

@@ -10,7 +10,7 @@ from mlx_parallm.config.train_config import LoopConfig
 from mlx_parallm.config.training import Alarms, LoRAConfig, RLConfig
 from mlx_parallm.models.loader import load
 from mlx_parallm.training.rl.rollouts import Rollouts
-from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.session import Session, SessionOptions
 from mlx_parallm.training.rl.task_loop import Loop, StepReport
 from mlx_parallm.training.storage.ledger import Ledger
 from mlx_parallm.training.tasks.built_in import Problem, Task
@@ -51,7 +51,9 @@ def learn(task: Task, lora: LoRAConfig, learning_rate: float, **settings: Any) -
         driver.engine.recorder = ledger
         sampler = make_task_sampler(driver.engine, Rollouts(driver.engine, ledger, 32), Rewards(), task)
         config = RLConfig(learning_rate=learning_rate, microbatch_tokens=160)
-        session = Session(driver.engine, "policy", lora, config, alarms=Alarms(reward_drop=None))
+        session = Session(
+            driver.engine, "policy", lora, config, options=SessionOptions(alarms=Alarms(reward_drop=None))
+        )
         session.start(serve=False)
         return Loop(session, sampler, LoopConfig(prompts_per_step=4, group_size=8, **settings)).run()
 

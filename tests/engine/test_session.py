@@ -23,7 +23,7 @@ from mlx_parallm.training.rl.batches import PaddedPrompts
 from mlx_parallm.training.rl.objectives import chosen_logprobs
 from mlx_parallm.training.rl.records import Record
 from mlx_parallm.training.rl.rollouts import Rollouts
-from mlx_parallm.training.rl.session import Session
+from mlx_parallm.training.rl.session import Session, SessionOptions
 from mlx_parallm.training.rl.task_loop import Loop, StepReport, TaskSampler
 from mlx_parallm.training.rl.trajectories import Trajectory
 from mlx_parallm.training.storage.checkpoints import Checkpoints
@@ -72,11 +72,13 @@ class School:
             lora,
             config,
             checkpoints=checkpoints,
-            checkpoint_interval=interval,  # type: ignore[arg-type]
-            checkpoint_seconds=seconds,  # type: ignore[arg-type]
-            alarms=alarms,  # type: ignore[arg-type]
-            update_trajectories=at_most,  # type: ignore[arg-type]
-            follows_buffer=at_most is not None,
+            options=SessionOptions(
+                checkpoint_interval=interval,  # type: ignore[arg-type]
+                checkpoint_seconds=seconds,  # type: ignore[arg-type]
+                alarms=alarms or Alarms(),  # type: ignore[arg-type]
+                update_trajectories=at_most,  # type: ignore[arg-type]
+                follows_buffer=at_most is not None,
+            ),
         )
         found.start(resume=resume)
         return found

@@ -1,4 +1,4 @@
-"""What sampling parameters mean, in plain NumPy and float64: the reference that `engine.compute.sampling` is held against.
+"""What sampling parameters mean, in plain NumPy and float64: the reference that `compute.sampling` is held against.
 
 Repetition penalty on prompt and generated tokens, presence and frequency penalties on generated ones, logit bias, no
 stop token before `min_tokens`, the grammar's mask; then the temperature, min-p, top-k and top-p, in this order.

@@ -9,7 +9,7 @@ import grimp
 import pytest
 
 from mlx_parallm.server.api import route_table
-from tests import file_tree
+from tests import file_tree, wording
 
 PACKAGE = Path(__file__).parents[2] / "mlx_parallm"
 MAX_FILE = 400  # lines
@@ -17,6 +17,8 @@ MAX_FUNCTION = 50
 MAX_IN_FOLDER = 20
 MAX_SHARED_NAMES = 12  # of files: those that every dialect has, as bodies.py
 MAX_ARGUMENTS = 7
+LONG_CONSTRUCTORS = {"Runner", "SlotCache", "Generation", "TextStream", "RewardTrainer"}  # none may come
+MAX_FRAGMENTS = 30
 BY_KIND = ("api", "formats")  # folders with a file per kind
 
 
@@ -67,6 +69,41 @@ def test_folders_are_small() -> None:
 def test_a_file_s_name_is_used_once() -> None:
     counts = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
     assert sum(count > 1 for count in counts.values()) <= MAX_SHARED_NAMES
+
+
+def test_constructors_written_by_hand_are_short() -> None:
+    """Those of dataclasses are not written by hand; more belong together in an object."""
+    long = {
+        node.name
+        for _, tree, _ in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+        if len(method.args.args) + len(method.args.kwonlyargs) - 1 > MAX_ARGUMENTS
+    }
+    assert long <= LONG_CONSTRUCTORS
+
+
+def test_docstrings_are_sentences() -> None:
+    assert len(list(wording.fragments())) < MAX_FRAGMENTS
+
+
+def test_what_a_device_is_is_asked_in_one_place() -> None:
+    asking = [name for name, tree, _ in modules() if "is_available" in ast.dump(tree) and "metal" in ast.dump(tree)]
+    assert asking == ["devices/device.py"]
+
+
+def test_caches_and_prefixes_are_known_by_their_protocols() -> None:
+    found = [
+        (name, ast.unparse(node))
+        for name, tree, _ in modules()
+        if name.startswith(("engine/", "cluster/", "runtime/"))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+        if ast.unparse(node.args[1]).endswith(("Cache", "Prefix"))
+    ]
+    assert found == []
 
 
 def test_the_list_of_files_is_that_of_the_docstrings() -> None:

@@ -1,6 +1,6 @@
 """Draws a step's tokens on the CPU in C, where MLX would write noise for every token of the vocabulary into memory.
 
-The tokens are those that MLX's operations would draw. `engine.compute.sampling` asks for it; other devices don't.
+The tokens are those that MLX's operations would draw. `compute.sampling` asks for it; other devices don't.
 """
 
 import functools

@@ -9,6 +9,7 @@ disk. Any thread but the engine's; one update at a time.
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +39,20 @@ T = TypeVar("T")
 NO_CHECKPOINTS = "this server keeps no checkpoints"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionOptions:
+    """When a session saves and updates, and what it takes from its buffer."""
+
+    checkpoint_interval: int = 500  # updates
+    checkpoint_seconds: float = 60.0
+    update_trajectories: int | None = None  # that an update takes from the buffer; None: the config's batch_size
+    follows_buffer: bool = False  # updates whenever so many are ready, on a thread of its own
+    buffer_size: int = 1000
+    max_staleness: int | None = None
+    alarms: Alarms = field(default_factory=Alarms)
+    memory: int | None = None  # bytes that learning may take; None: what is there
+
+
 class Session:
     def __init__(
         self,
@@ -47,33 +62,23 @@ class Session:
         config: RLConfig,
         *,
         checkpoints: Checkpoints | None = None,
-        checkpoint_interval: int = 500,
-        checkpoint_seconds: float = 60.0,
-        update_trajectories: int | None = None,  # that an update takes from the buffer; None: the config's batch_size
-        follows_buffer: bool = False,  # updates whenever so many are ready, on a thread of its own
-        buffer_size: int = 1000,
-        max_staleness: int | None = None,
-        alarms: Alarms | None = None,
-        memory: int | None = None,  # bytes that learning may take; None: what is there
+        options: SessionOptions | None = None,
     ) -> None:
+        self._options = options = options or SessionOptions()
         self.engine = engine
         self.name = name
         self.lora = lora
         self.config = config
         self.checkpoints = checkpoints
-        self.buffer = Buffer(buffer_size, max_staleness)
+        self.buffer = Buffer(options.buffer_size, options.max_staleness)
         self.totals = Totals()
-        self.monitor = PolicyMonitor(alarms or Alarms())
+        self.monitor = PolicyMonitor(options.alarms)
         self.versions = PolicyVersions(engine, name, lora)
         self.good: GoodVersion | None = None
         self.extra: dict[str, Any] = {}  # of whoever drives this, kept with checkpoints
         self.trainer: Trainer
         self.store: SessionStore | None = None
-        self._memory = memory
-        self._interval = checkpoint_interval
-        self._seconds = checkpoint_seconds
-        self._update_trajectories = update_trajectories or config.batch_size
-        self._follows = follows_buffer
+        self._update_trajectories = options.update_trajectories or config.batch_size
         self._follower: BufferFollower | None = None
         self._lock = threading.Lock()
 
@@ -84,7 +89,7 @@ class Session:
 
         `initial`: what it begins with where there is no checkpoint; None: an adapter that changes nothing.
         """
-        self.trainer = self._on_engine(lambda: Trainer(self.engine.model, self.lora, self.config, self._memory))
+        self.trainer = self._on_engine(lambda: Trainer(self.engine.model, self.lora, self.config, self._options.memory))
         self.trainer.kept_snapshots = KEPT_VERSIONS + 1
         self.trainer.check_memory(self.name, self.engine.memory.limit)
         if this_device().builds_kernels:
@@ -96,7 +101,7 @@ class Session:
                 self.trainer,
                 self.checkpoints,
                 name=self.name,
-                seconds=self._seconds,
+                seconds=self._options.checkpoint_seconds,
                 lock=self._lock,
                 capture=self._capture,
             )
@@ -114,7 +119,7 @@ class Session:
         if self.store is not None:
             self.buffer.on_add = self.store.record_trajectories
             self.store.start()
-        if self._follows:
+        if self._options.follows_buffer:
             count = self._update_trajectories
             self._follower = BufferFollower(self.name, self.buffer, count, partial(self.update, at_most=count))
             self._follower.start()
@@ -288,7 +293,7 @@ class Session:
         improves = self.monitor.improves()
         if store is None:
             return
-        if self.trainer.updates % self._interval == 0:
+        if self.trainer.updates % self._options.checkpoint_interval == 0:
             saved = store.try_save(store.step_name)
             report.checkpoint = report.checkpoint or saved
         if improves:

@@ -1,7 +1,7 @@
 """Matrix products of a few rows in C, with what rows' adapters add to them.
 
-`native_layers` and `llama_blocks` multiply with these; `compute.patch` hands `low_rank_adder` and `adapted_products` to the
-adapters.
+`native_layers` and `llama_blocks` multiply with these; `compute.patch` hands `low_rank_adder` and `adapted_products` to
+the adapters.
 """
 
 import ctypes

@@ -164,7 +164,9 @@ class AdapterRoute:
 
     @property
     def label(self) -> str:
-        return "base" if self.name is None else self.name if self.number is None else f"{self.name}@{self.number}"
+        if self.name is None:
+            return "base"
+        return self.name if self.number is None else f"{self.name}@{self.number}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

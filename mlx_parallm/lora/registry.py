@@ -258,9 +258,11 @@ class Registry:
 
     def note_reward(self, name: str | None, number: int, reward: float) -> None:
         """An answer of this adapter version got a reward. Not on the engine thread."""
-        version = None if name is None else next((v for v in self.versions(name) if v.number == number), None)
-        stats = self.base.stats if name is None else None if version is None else version.stats
-        self.traffic.note_reward(stats, ("base",) if name is None else (f"{name}@{number}", name), reward)
+        if name is None:
+            self.traffic.note_reward(self.base.stats, ("base",), reward)
+            return
+        stats = next((version.stats for version in self.versions(name) if version.number == number), None)
+        self.traffic.note_reward(stats, (f"{name}@{number}", name), reward)
 
     @between_steps
     def pin(self, name: str, number: int | None, pinned: bool) -> Version:

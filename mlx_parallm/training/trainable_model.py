@@ -178,7 +178,8 @@ def checkpoint_layers(module: nn.Module) -> None:
 def _checkpointed(kind: type) -> Callable[..., mx.array]:
     def call(self: nn.Module, x: mx.array, *args: Any, cache: Any = None, **kwargs: Any) -> mx.array:
         places = [place for place, arg in enumerate(args) if isinstance(arg, PromptCache)]
-        own: PromptCache | None = cache if isinstance(cache, PromptCache) else (args[places[0]] if places else None)
+        given = [cache, *(args[place] for place in places)]
+        own: PromptCache | None = next((one for one in given if isinstance(one, PromptCache)), None)
         before = own.kept if own is not None else None
 
         def inner(parameters: Any, x: mx.array, kept: Sequence[mx.array]) -> tuple[mx.array, ...]:

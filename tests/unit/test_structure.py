@@ -85,6 +85,16 @@ def test_constructors_written_by_hand_are_short() -> None:
     assert long <= LONG_CONSTRUCTORS
 
 
+def test_no_ternary_is_in_another() -> None:
+    nested = [
+        (name, node.lineno)
+        for name, tree, _ in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.IfExp) and isinstance(node.orelse, ast.IfExp)
+    ]
+    assert nested == []
+
+
 def test_docstrings_are_sentences() -> None:
     assert len(list(wording.fragments())) < MAX_FRAGMENTS
 

@@ -43,7 +43,7 @@ def prompt_digest(body: bytes, tenant: bytes = b"", everywhere: Collection[str] 
     if session := fields.get("session_id"):  # state that a replica keeps for its client
         return PromptDigest(PromptPrefix([xxh3_64_intdigest(_bytes(session))], [STICKY]), None)
     model, adapter = fields.get("model"), fields.get("lora_adapter")
-    name = adapter if isinstance(adapter, str) else model if isinstance(model, str) else None
+    name = next((one for one in (adapter, model) if isinstance(one, str)), None)
     name = None if name in everywhere else name
     seed = orjson.dumps([str(model), str(adapter), str(fields.get("cache_salt")), tenant.decode(errors="replace")])
     return PromptDigest(_chain(_pieces(fields), xxh3_64_intdigest(seed)), name)

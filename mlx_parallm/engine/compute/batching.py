@@ -27,7 +27,7 @@ from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.errors import MemoryLimitError, ModelLoadError
-from mlx_parallm.kv.batch import BatchCache
+from mlx_parallm.kv.batch import Attend, BatchCache
 from mlx_parallm.kv.block_store import BlockStore, Packing
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import MergedCache, SerialCache, state_arrays
@@ -229,8 +229,11 @@ def _disk(config: ServeConfig, identity: str) -> DiskTier | None:
 
 def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfile, mask_rank: int = 4) -> SlotCache:
     """With the kernels that there are for the device."""
-    native = this_device().native and not profile.compiled
-    kernel = attend if profile.fused else slot_attention() if native else None
+    kernel: Attend | None = None
+    if profile.fused:
+        kernel = attend
+    elif this_device().native and not profile.compiled:
+        kernel = slot_attention()
     step, compiled = profile.view_step, profile.compiled
     return SlotCache(layers, max_rows, max_bytes, step, compiled, mask_rank, profile.fused, kernel)
 

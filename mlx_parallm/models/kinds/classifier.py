@@ -151,7 +151,9 @@ def _labels(settings: Settings, count: int) -> tuple[str, ...]:
 def _problem(settings: Settings, labels: int) -> tuple[Problem, Activation]:
     """One label is a number; what CrossEncoder makes of it stands in the config, and is a sigmoid unless it says so."""
     stated = settings.one_of("problem_type", (None, *PROBLEMS), None)
-    problem: Problem = PROBLEMS[stated] if stated else "regression" if labels == 1 else "single_label"
+    problem: Problem = "regression" if labels == 1 else "single_label"
+    if stated:
+        problem = PROBLEMS[stated]
     if labels > 1:
         return problem, ACTIVATIONS[problem]
     found = _cross_encoder_activation(settings)

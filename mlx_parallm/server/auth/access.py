@@ -73,7 +73,9 @@ class AccessControl:
         """The key that a request brings: in a header, or by the cookie of a login where it has none in a header."""
         secrets = _secrets(headers)
         found = [key for secret in secrets if (key := self.ring.find(secret)) is not None]
-        return found[0] if found else None if secrets else self._signed_in(method, headers)
+        if secrets:
+            return found[0] if found else None
+        return self._signed_in(method, headers)
 
     def _signed_in(self, method: str, headers: Headers) -> Key | None:
         """By the cookie of a login, which counts for pages of this very server, whatever other pages may call it."""
@@ -88,7 +90,9 @@ class AccessControl:
 
     def role_of_anybody(self) -> Role | None:
         """What may be done without a key; None: nothing."""
-        return None if self.ring.guards("user") else "user" if self.ring.guards("admin") else "admin"
+        if self.ring.guards("user"):
+            return None
+        return "user" if self.ring.guards("admin") else "admin"
 
 
 class Authentication:

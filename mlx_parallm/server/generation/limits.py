@@ -51,4 +51,6 @@ def completion_length(
         error = ContextLengthError.of(context, prompt_tokens, asked, param=prompt)
         error.param = param
         raise error
-    return asked if asked is not None else (min(default, room) if default is not None else None)
+    if asked is not None:
+        return asked
+    return None if default is None else min(default, room)

@@ -41,7 +41,9 @@ def types_of(schema: object) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return ANY
     declared = schema.get("type")
-    types = set(declared) if isinstance(declared, list) else {declared} if isinstance(declared, str) else set()
+    types = {declared} if isinstance(declared, str) else set()
+    if isinstance(declared, list):
+        types = set(declared)
     if not types and isinstance(schema.get("enum"), list):
         types = {next(iter(sorted(_types_of_value(value)))) for value in schema["enum"]}
     for key in ("anyOf", "oneOf", "allOf"):

@@ -189,6 +189,7 @@ def _response(package: Any, answer: Message) -> Any:
         for call in answer.get("tool_calls", ())
     ]
     cut_off = answer.get("finish_reason") == "length"
+    ended = "tool_calls" if calls else "stop"
     return package.Response.model_validate(
         {
             "id": uuid.uuid4().hex,
@@ -198,7 +199,7 @@ def _response(package: Any, answer: Message) -> Any:
                 "role": "assistant",
                 "content": answer["content"],
                 "tool_calls": calls or None,
-                "finish_reason": "length" if cut_off else "tool_calls" if calls else "stop",
+                "finish_reason": "length" if cut_off else ended,
                 "is_truncated": cut_off,
             },
         }

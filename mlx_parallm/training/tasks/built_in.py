@@ -82,6 +82,9 @@ def _asked(question: str, system: str = "Be brief.") -> tuple[Mapping[str, str],
     return ({"role": "system", "content": system}, {"role": "user", "content": question})
 
 
+LARGEST_BY_LEVEL = {1: 9, 2: 49}  # of arithmetic's numbers
+
+
 class Arithmetic(Task):
     """Sums: one digit, two, then differences and three numbers. Half a point for a bare number that is close."""
 
@@ -91,7 +94,7 @@ class Arithmetic(Task):
     max_tokens = 8
 
     def problem(self, random: random.Random, level: int) -> Problem:
-        top = 9 if level == 1 else 49 if level == 2 else 99
+        top = LARGEST_BY_LEVEL.get(level, 99)
         a, b, c = (random.randint(1, top) for _ in range(3))
         if level >= 4:
             return Problem(_asked(f"{a} + {b} - {c} ="), {"answer": a + b - c})

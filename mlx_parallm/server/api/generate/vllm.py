@@ -19,7 +19,9 @@ from mlx_parallm.types import TokenLogprob
 def _read_vllm_prompt(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, dict):
         ids, text = value.get("prompt_token_ids"), value.get("prompt")
-        value = text if ids is None and isinstance(text, str) else ids if isinstance(ids, list) else None
+        value = ids if isinstance(ids, list) else None
+        if ids is None and isinstance(text, str):
+            value = text
     prompts = read_prompt(value)
     if len(prompts) != 1:
         raise PydanticCustomError("prompt", "Expected one prompt, as text, token ids, or an object of prompt_token_ids")

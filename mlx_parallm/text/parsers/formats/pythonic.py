@@ -44,7 +44,7 @@ def _closed(text: str) -> tuple[str, bool]:
         if mark[0] in "\"'":
             at = string_end(text, at, mark[0])
             continue
-        depth += 1 if mark[0] in "([{" else -1 if mark[0] in ")]}" else 0
+        depth += (mark[0] in "([{") - (mark[0] in ")]}")
         if depth == 0:
             return text[:at], False
         if (mark[0] == "(" and depth == 2) or (mark[0] == ")" and depth == 1):

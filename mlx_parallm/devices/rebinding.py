@@ -1,6 +1,7 @@
 """Subclasses of mlx-lm's and mlx-vlm's layers in which names that they call stand for other functions.
 
-One of them is attention that asks the cache first. `engine.compute.patch` gives these classes to a loaded model's layers.
+One of them is attention that asks the cache first. `engine.compute.patch` gives these classes to a loaded model's
+layers.
 """
 
 import functools
@@ -44,7 +45,7 @@ def _uses(call: types.FunctionType, name: str, function: Callable[..., Any]) -> 
 
 @functools.cache
 def cache_first_class(original: type) -> type | None:
-    """Of an attention layer: the same, which asks a cache that has `attend` first."""
+    """Returns a subclass of an attention layer's class that asks a cache that has `attend` first."""
     return rebound_class(original, {"scaled_dot_product_attention": (mlx_attention, _attend_by_cache_first)})
 
 

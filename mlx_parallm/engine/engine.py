@@ -191,7 +191,7 @@ class Engine:
         return self._parts.base.predictions.slice_seconds
 
     def predict(self, steps: "Steps[T]") -> "Future[T]":
-        """As `work`, with the share of the time that models have which predict."""
+        """Computes steps as `work` does, with the share of the time that predictive models have."""
         return self._hand_in(self._parts.base.predictions, steps)
 
     def _hand_in(self, background: Background, steps: "Steps[T]") -> "Future[T]":
@@ -218,7 +218,7 @@ class Engine:
         self._thread.stop()
 
     def release(self) -> None:
-        """After `stop`: frees weights and caches at once, whoever still knows this engine."""
+        """Frees weights and caches at once, whoever still knows this engine; to be called after `stop`."""
         compute = self._parts.compute
         compute.runner.cache.reset()
         if compute.prefix is not None:

@@ -122,7 +122,7 @@ class Intake:
         self._admission.rows(request)
 
     def submit_all(self, requests: Sequence[Request], on_delta: OnDelta) -> None:
-        """From any thread: takes all requests or raises."""
+        """Takes all requests or raises; may be called from any thread."""
         if self._thread.closed is not None:
             raise UnavailableError(self._thread.closed)
         self._reserve(requests)
@@ -170,7 +170,7 @@ class Intake:
             self._pending[owner] += count
 
     def _add(self, request: Request, rows: list[Row], arrival: float, on_delta: OnDelta) -> None:
-        """On the engine thread."""
+        """Adds a request and its rows, on the engine thread."""
         self._idle.leave()
         needed = self._live.add(request, rows, arrival, on_delta)
         if needed:

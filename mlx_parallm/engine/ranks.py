@@ -1,4 +1,5 @@
-"""The other processes that hold parts of the same model, as the engine sees them. `cluster.parallel.rank_group` has them.
+"""The other processes that hold parts of the same model, as the engine sees them. `cluster.parallel.rank_group` has
+them.
 
 Only rank 0 has an engine. The others have the parts that compute, and do what rank 0 does with its own: every pass is
 computed by all of them together. Rank 0 alone schedules and samples.

@@ -115,7 +115,7 @@ class Recovery:
         self._dying = threading.Lock()
 
     def recover(self, error: Exception) -> None:
-        """After a fault rows go back to the queue and the step is tried again, unless there were too many."""
+        """Puts rows back into the queue after a fault, to try the step again, unless there were too many faults."""
         self._metrics.faults += 1
         if self._ranks is not None:  # which are out of step, in the middle of a pass
             raise self._ranks.cause_of(error)

@@ -127,7 +127,7 @@ class Row:
         return None if logprob is None else replace(logprob, top=logprob.top[: self.sampling.logprobs])
 
     def take_adapter(self, adapter: Any) -> None:
-        """From the next token asked for."""
+        """Has the row use this adapter from the next token asked for."""
         self.adapter = adapter
         self.policies = [policy for policy in self.policies if policy[0] < self.launched]
         if not self.policies or self.policies[-1][1] is not adapter:

@@ -142,7 +142,7 @@ class EngineThread:
                     raise self.unavailable() from None
 
     def empty_inbox(self) -> None:
-        """At the end, on the thread itself: requests and work that were handed in meanwhile must be told as well."""
+        """Empties the inbox at the end, on the thread itself: what was handed in meanwhile must be told as well."""
         while not self.inbox.empty():
             try:
                 self.inbox.get()()

@@ -12,7 +12,7 @@ class RowContext(Protocol):
     """What a pass depends on beside its tokens and caches: which adapter each row has."""
 
     def row(self, number: int) -> "RowContext":
-        """For a pass over one of the rows."""
+        """Returns the context of a pass over one of the rows."""
         ...
 
 
@@ -74,7 +74,7 @@ class BatchCache(Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """By which places for rows are reckoned; ranks that share a model must have the same."""
+        """The sizes by which places for rows are reckoned; ranks that share a model must have the same."""
         ...
 
     def adopt_sizes(self, sizes: Sequence[int]) -> None:
@@ -104,7 +104,7 @@ class BatchCache(Protocol):
 
     @property
     def smallest_bytes(self) -> int:
-        """Of the shortest row that can run; known once a row has joined."""
+        """The bytes of the shortest row that can run; known once a row has joined."""
         ...
 
     def expect(self, rows: int) -> None:

@@ -174,7 +174,7 @@ class BlockStore:
         return groups
 
     def to_host(self, groups: Sequence[Planes]) -> list[Host]:
-        """For each block of `copies` its planes."""
+        """Returns the planes of each block of `copies`, on the host."""
         host = [to_numpy(plane.view(integer_of(plane))) for planes in groups for plane in planes]
         return [[plane[number] for plane in host] for number in range(len(host[0]))]
 
@@ -228,7 +228,7 @@ def groups_of(sides: Sequence[Side]) -> dict[Side, list[int]]:
 
 
 def _runs(ids: Sequence[int], chosen: Sequence[int]) -> list[tuple[int, int]]:
-    """Where in `ids` each run of neighbours begins, and its length."""
+    """Finds where in `ids` each run of neighbours begins, and its length."""
     runs: list[tuple[int, int]] = []
     for i in chosen:
         if runs and sum(runs[-1]) == i and ids[i] == ids[i - 1] + 1:

@@ -35,7 +35,7 @@ class Prefix(Protocol):
 
     @property
     def store(self) -> Blocks | None:
-        """Where blocks' keys and values are; None: snapshots are kept."""
+        """The store of blocks' keys and values; None: snapshots are kept."""
         ...
 
     def wrap_store(self, wrap: Callable[[Blocks], Blocks]) -> None:
@@ -67,7 +67,7 @@ class Prefix(Protocol):
         ...
 
     def stops(self, chain: Chain, tokens: Sequence[int], start: int) -> list[int]:
-        """Where to pause a prompt that is computed from `start` on, for `take`."""
+        """Returns where to pause a prompt that is computed from `start` on, for `take`."""
         ...
 
     def take(self, chain: Chain, caches: list[Any], length: int, of: int) -> object | None:

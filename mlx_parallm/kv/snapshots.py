@@ -108,7 +108,7 @@ class SnapshotPrefix:
         return [copied(cache) for cache in matches[0].state.caches]
 
     def stops(self, chain: Chain, tokens: Sequence[int], start: int) -> list[int]:
-        """Where to take snapshots of a prompt that is computed from `start` on."""
+        """Returns where to take snapshots of a prompt that is computed from `start` on."""
         parting = next((i for i, hash_ in enumerate(chain.hashes) if hash_ not in self._seen), len(chain.hashes))
         for hash_ in chain.hashes:
             self._seen[hash_] = None

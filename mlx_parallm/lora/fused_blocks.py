@@ -5,8 +5,8 @@ adapters. On CUDA, where a decode step is bound by the number of kernels that it
 follows: RoPE, swiglu, the sum with the residual.
 
 A block takes the place of a layer whose `__call__` has the very code of one of mlx-lm's classes below: Llama's form, in
-which most of its architectures are written. Other layers stay as they are, each with its own hook. `engine.compute.patch` puts
-the blocks into a model.
+which most of its architectures are written. Other layers stay as they are, each with its own hook.
+`engine.compute.patch` puts the blocks into a model.
 """
 
 import functools
@@ -45,7 +45,7 @@ class JointProjections:
         return [layer.base_product(x) for layer in self._layers]
 
     def outputs(self, ys: Sequence[mx.array]) -> list[LayerOutput]:
-        """As the kernels take them."""
+        """Returns the layers' outputs as the kernels take them."""
         return [(y, hook.group, hook.number) for y, hook in zip(ys, self._hooks, strict=True)]
 
     def all_have_lora_alone(self) -> bool:
@@ -68,7 +68,7 @@ class JointProjections:
         return sums
 
     def _added_by_kernel(self, x: mx.array, ys: Sequence[mx.array]) -> dict[int, mx.array]:
-        """By one kernel for all layers that LoRA alone changes: their sums, by the layers' places here."""
+        """Adds by one kernel, for all layers that LoRA alone changes; returns the sums by the layers' places here."""
         add, outputs = self.active.kernels.add, self.outputs(ys)
         places = [place for place, hook in enumerate(self._hooks) if hook.has_lora_alone()]
         if add is None or not places:
@@ -77,7 +77,8 @@ class JointProjections:
         return {} if sums is None else dict(zip(places, sums, strict=True))
 
     def _multiplied(self, x: mx.array) -> list[mx.array] | None:
-        """By one kernel that also multiplies, except what DoRA changes; None where there is none for this pass."""
+        """Computes the layers' outputs by one kernel that also multiplies, except what DoRA changes; None where there
+        is none for this pass."""
         row_adapters, multiply = self.active.row_adapters, self.active.kernels.multiply
         if multiply is None:
             return None

@@ -119,7 +119,7 @@ class LoRAHook:
         return row_adapters.add_to_embedding(self.group, self.number, tokens, y)
 
     def row_groups(self, tokens: int) -> tuple[Any, int] | None:
-        """For kernels on the CPU: what rows add in this pass, and the layer's number; None where they can't do it."""
+        """Returns what rows add in this pass, for CPU kernels, and the layer's number; None where those can't do it."""
         row_adapters = self.active.row_adapters
         if not row_adapters.has(self.group):
             return None, 0

@@ -1,6 +1,7 @@
 """Builds the CUDA kernels for adapters and holds them against MLX's operations before they are used.
 
-`engine.compute.patch` asks for them once per model. A kernel that can't be built, or that gives wrong numbers, is not used.
+`engine.compute.patch` asks for them once per model. A kernel that can't be built, or that gives wrong numbers, is not
+used.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """The layers of a model that adapters may change, in groups of one name and shape; adapters packed by these groups.
 
 Layers of a group share an array, so that an adapter comes and goes in a few large operations. The registry packs
-adapters on any thread and has them placed on the device on the engine's; `engine.compute.patch` gives the layers their hooks.
+adapters on any thread and has them placed on the device on the engine's; `engine.compute.patch` gives the layers
+their hooks.
 """
 
 import hashlib
@@ -133,7 +134,7 @@ class Layout:
         return Resident(packed.rank, groups, packed.nbytes)
 
     def adapter_bytes(self, rank: int) -> int:
-        """Of an adapter of that rank on all linear layers."""
+        """Returns the bytes of an adapter of that rank on all linear layers."""
         linear = [group for group in self.groups if group.kind == "linear"]
         return sum(len(group.paths) * rank * (group.size + group.out_features) for group in linear) * self.dtype.size
 
@@ -174,7 +175,7 @@ def _digest(rank: int, groups: Mapping[int, PackedGroup]) -> str:
 
 
 def digest_of(adapter: Adapter) -> str:
-    """Of an adapter that is not packed: a rank has only a part of it."""
+    """Returns the digest of an adapter that is not packed: of a packed one, a rank has only a part."""
     digest = hashlib.blake2b(digest_size=16)
     for path, part in sorted(adapter.parts.items()):
         digest.update(repr((path, part.a.shape, part.b.shape)).encode())
@@ -230,7 +231,7 @@ def _weight(layer: nn.Module) -> mx.array:
 
 
 def _row_norms(layer: nn.Module, weight: mx.array) -> mx.array:
-    """Of a weight's rows; where a rank has a part of each, of the whole rows."""
+    """Returns the norms of a weight's rows; where a rank has a part of each, those of the whole rows."""
     if not hasattr(layer, "sum_over_ranks"):
         return mx.linalg.norm(weight, axis=1)
     return mx.sqrt(layer.sum_over_ranks(mx.sum(weight * weight, axis=1)))

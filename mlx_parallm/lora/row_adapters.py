@@ -52,7 +52,7 @@ class RowAdapters(Protocol):
         ...
 
     def row(self, number: int) -> "RowAdapters":
-        """For a pass over one of the rows."""
+        """Returns the adapters of a pass over one of the rows."""
         ...
 
 

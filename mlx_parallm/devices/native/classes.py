@@ -1,4 +1,5 @@
-"""Which of a model's layers have a subclass that calls the C kernels. `engine.compute.patch` gives it to them, on the CPU."""
+"""Which of a model's layers have a subclass that calls the C kernels. `engine.compute.patch` gives it to them, on
+the CPU."""
 
 import functools
 from typing import Any

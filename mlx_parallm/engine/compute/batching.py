@@ -82,7 +82,7 @@ def check_room(cache: BatchCache, plan: MemoryPlan, context: int) -> None:
 
 
 def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int, profile: DeviceProfile) -> None:
-    """Where kernels are built at their first use, uses them: no request should wait for that."""
+    """Uses kernels once where they are built at their first use: no request should wait for that."""
     if not layout.traced:
         return
     _warm_up_rows(Runner(forward, cache, vocab_size, lambda: None, profile.round_prompts))
@@ -228,7 +228,7 @@ def _disk(config: ServeConfig, identity: str) -> DiskTier | None:
 
 
 def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfile, mask_rank: int = 4) -> SlotCache:
-    """With the kernels that there are for the device."""
+    """Makes a slot cache with the kernels that there are for the device."""
     native = this_device().native and not profile.compiled
     kernel = attend if profile.fused else slot_attention() if native else None
     step, compiled = profile.view_step, profile.compiled

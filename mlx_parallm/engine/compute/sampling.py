@@ -143,7 +143,7 @@ class Sampler:
         return self._scored(raw, logits, tokens, drawn)
 
     def _scored(self, raw: mx.array, logits: mx.array, tokens: mx.array, drawn: mx.array | None) -> Sampled:
-        """With the log-probabilities that rows ask for: the model's, or those that the tokens were drawn from."""
+        """Returns the tokens with the log-probabilities that rows ask for: the model's, or those sampled from."""
         if self._logprob_index is None:
             return Sampled(tokens, None, drawn)
         shown = raw[self._logprob_index]
@@ -192,7 +192,7 @@ class Sampler:
 
 
 def log_sum_exp(logits: mx.array) -> mx.array:
-    """Over the last axis, in pieces: MLX's CPU adds one number after another, which is 1e-4 off over a vocabulary."""
+    """Sums over the last axis in pieces: MLX's CPU adds number after number, which is 1e-4 off over a vocabulary."""
     size = logits.shape[-1]
     width = next((width for width in (512, 256, 128, 64, 32) if size > width and size % width == 0), None)
     if width is None:

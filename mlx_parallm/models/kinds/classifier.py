@@ -118,7 +118,7 @@ class Classifier(Predictor):
         return [row[:length] if self.info.per_token else row for row, length in answers]
 
     def _check(self, batch: Sequence[TextTokens], lengths: Sequence[int]) -> None:
-        """Before anything is computed: an id outside the table would read other memory."""
+        """Checks lengths and ids before anything is computed: an id outside the table would read other memory."""
         limit, size = self._backbone.max_length, self._backbone.vocab_size
         if min(lengths) < 1 or max(lengths) > limit:
             raise InvalidRequestError(f"an input needs 1 to {limit} tokens", param="input")

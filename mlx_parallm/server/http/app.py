@@ -1,4 +1,5 @@
-"""The HTTP application: routes, middleware, error handlers and the OpenAPI document. `server.http.server_process` serves it."""
+"""The HTTP application: routes, middleware, error handlers and the OpenAPI document. `server.http.server_process`
+serves it."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,5 @@
-"""Log lines, as text or JSON, each with the id of the request it belongs to. `server.http.server_process` sets them up."""
+"""Log lines, as text or JSON, each with the id of the request it belongs to. `server.http.server_process` sets them
+up."""
 
 import logging
 import sys

@@ -50,7 +50,7 @@ class Route:
     probe: bool = field(default=False, kw_only=True)  # asked every few seconds: its log lines are for debugging
     uploads: Uploads | None = field(default=None, kw_only=True)
     error_shape: ErrorShape = field(default=OPENAI, kw_only=True)
-    replicas: str = field(default="", kw_only=True)  # how their front answers it: `cluster.replicas.front`; empty: one does
+    replicas: str = field(default="", kw_only=True)  # how `cluster.replicas.front` answers it; empty: one does
     streams: bool = field(default=False, kw_only=True)
     # Content by media type, where it is not the JSON of one class.
     body: Mapping[str, Any] | None = field(default=None, kw_only=True)

@@ -90,7 +90,7 @@ class AdapterTable(Protocol):
 
 
 class ImageReader(Protocol):
-    """Of a model that reads images. On any thread; what it raises for a user is InvalidRequestError."""
+    """Reads images for a model. May be called on any thread; what it raises for a user is InvalidRequestError."""
 
     def read(self, pixels: Any) -> ImageInput:
         """An image of (height, width, 3) bytes as the model takes it."""

@@ -189,7 +189,8 @@ class Loader:
         self._leaving = weakref.ref(model)
 
     def reclaim(self) -> None:
-        """After the caller has let go of a model that was taken down: its memory goes back, and the others may have it.
+        """Gives back the memory of a model that was taken down, after the caller has let go of it; the others may have
+        it.
 
         A batch whose results are known already may still have to end on the thread of an engine.
         """
@@ -242,7 +243,7 @@ class Loader:
         return self._thread
 
     def _move_predictors(self) -> None:
-        """To the thread of the engine that is the first now: its steps and theirs take turns."""
+        """Moves predictors to the thread of the engine that is the first now: its steps and theirs take turns."""
         for predictor in self._memory.predictors:
             predictor.move(self._host())
 

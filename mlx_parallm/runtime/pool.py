@@ -98,7 +98,7 @@ class ModelPool:
             return {one.name: one.model for one in self._known if isinstance(one.model, LocalPredictor)}
 
     def statuses(self) -> list[ModelStatus]:
-        """Of all models, loaded or not, those in the folder of models included."""
+        """Returns the statuses of all models, loaded or not, those in the folder of models included."""
         held = mx.get_active_memory()
         with self._changed:
             self._known.look_into_folder(at_most_every=LOOK_SECONDS)
@@ -223,7 +223,7 @@ class ModelPool:
         return entry.status == "ready" and not stays
 
     def _leave(self, entry: PoolEntry) -> None:
-        """For one that nobody uses."""
+        """Unloads a model that nobody uses."""
         entry.status = "unloading"
         self._jobs.submit(self._take_down, entry)
 
@@ -248,7 +248,7 @@ class ModelPool:
             log.info("%s is loaded, after %.1f s", entry.name, time.monotonic() - begun)
 
     def _download(self, entry: PoolEntry) -> None:
-        """On a thread of its own."""
+        """Downloads a model, on a thread of its own, and has it loaded."""
         try:
             entry.download()
         except ParallmError as error:
@@ -374,7 +374,7 @@ class ModelPool:
         raise WaitsForRoom
 
     def _give_up(self, entry: PoolEntry, room_by: float) -> None:
-        """On a thread of its own: no model in use has left in time. Those that were to leave stay."""
+        """Fails a load for which no model in use has left in time; on its own thread. Those that were to leave stay."""
         with self._changed:  # a timer of a load that found room may end during the next
             if entry not in self._without_room or entry.room_by != room_by or self._closing.is_set():
                 return

@@ -86,7 +86,7 @@ class BatchTimes:
 
     @property
     def launch_cost(self) -> int:
-        """Of the largest batch that takes about as long as the fastest."""
+        """The cost of the largest batch that takes about as long as the fastest."""
         seconds = {bits: one.seconds for bits, one in self._groups.items()}
         return self._largest_within(MIN_OVER_FASTEST * min(seconds.values()), seconds) if seconds else 0
 
@@ -270,7 +270,8 @@ class LocalPredictor:
         host.predict(self._steps(host)).add_done_callback(lambda steps: self._ended(steps, host))
 
     def _ended(self, steps: "Future[None]", host: PredictionHost) -> None:
-        """After a move it goes on there. Has the host stopped, or is our own code wrong, nobody may wait for ever."""
+        """Goes on at another host after a move. Has the host stopped, or is our own code wrong, it fails all calls:
+        nobody may wait for ever."""
         error = steps.exception()
         with self._lock:
             if self._running and self._host is not host:

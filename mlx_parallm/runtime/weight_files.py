@@ -29,7 +29,7 @@ def weight_bytes(source: str | Path, device: Device) -> int:
 
 
 def _file_bytes(file: Path, bits: int | None, device: Device) -> int:
-    """Of the tensors that its header names; 0 where it can't be read: loading will say why."""
+    """Returns the bytes of the tensors that a file's header names; 0 where it can't be read: loading will say why."""
     try:
         return sum(_tensor_bytes(tensor, bits, device) for tensor in _tensors(file))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):

@@ -135,13 +135,13 @@ class Classifier(Predictor):
 
 
 def _weight_bytes(backbone: Backbone, head: ClassificationHead) -> int:
-    """Of both, whose arrays may be the same."""
+    """Returns the bytes of backbone and head, whose arrays may be the same."""
     known = set(map(id, backbone.arrays())) if isinstance(backbone, Encoder) else set()
     return backbone.weight_bytes + sum(array.nbytes for array in head.arrays() if id(array) not in known)
 
 
 def _labels(settings: Settings, count: int) -> tuple[str, ...]:
-    """As id2label names them. transformers' names stand for those that it does not."""
+    """Returns the labels as id2label names them; those that it does not name have transformers' names."""
     names = settings.get("id2label", default={})
     if not isinstance(names, dict) or (names and len(names) != count):
         raise settings.wrong("id2label", names, f"an object with {count} names, one for each output of the head,")

@@ -34,7 +34,7 @@ class _Threads:
 
     @property
     def busy(self) -> int:
-        """Those that an engine has, which may hold its weights."""
+        """The number of threads that an engine has, which may hold its weights."""
         with self._lock:
             return len(self._threads) - len(self._idle)
 

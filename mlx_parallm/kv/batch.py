@@ -9,7 +9,7 @@ from mlx_parallm.kv.block_store import Side
 
 
 class RowContext(Protocol):
-    """What a pass depends on beside its tokens and caches: which adapter each row has."""
+    """The context of a pass beside its tokens and caches: which adapter each row has."""
 
     def row(self, number: int) -> "RowContext":
         """Returns the context of a pass over one of the rows."""
@@ -43,13 +43,13 @@ class ForwardPass(Protocol):
 
 
 class BatchCache(Protocol):
-    """What the runner needs of the running rows' caches, whatever the model keeps in them."""
+    """The running rows' caches as the runner needs them, whatever the model keeps in them."""
 
     max_bytes: int  # may change while rows run: those beyond it are preempted
 
     @property
     def described(self) -> str:
-        """How rows run, for people."""
+        """The way in which rows run, for people."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class BatchCache(Protocol):
 
     @property
     def layers(self) -> Sequence[Any]:
-        """What the running rows have in each layer."""
+        """The caches of the running rows, one for each layer."""
         ...
 
     @property
@@ -95,7 +95,7 @@ class BatchCache(Protocol):
         ...
 
     def fits(self, rows: int, longest: int) -> bool:
-        """Whether that many rows, the longest of that many tokens, stay within the memory limit."""
+        """Returns whether that many rows, the longest of that many tokens, stay within the memory limit."""
         ...
 
     def max_length(self, rows: int) -> int:
@@ -108,7 +108,7 @@ class BatchCache(Protocol):
         ...
 
     def expect(self, rows: int) -> None:
-        """How many rows will soon run, so that growth happens once."""
+        """Takes note of how many rows will soon run, so that growth happens once."""
         ...
 
     def join(self, staged: list[Any], prompts: Sequence[tuple[int, int]]) -> list[int]:

@@ -24,7 +24,7 @@ Host = list[Any]  # one block's planes as NumPy arrays of plain integers
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How blocks are kept."""
+    """The form in which blocks are kept: as they are, or quantised to `bits`."""
 
     bits: int | None = None
     group_size: int = 64
@@ -223,7 +223,7 @@ class BlockStore:
 
 
 def groups_of(sides: Sequence[Side]) -> dict[Side, list[int]]:
-    """Which of a model's sides have one shape."""
+    """Groups a model's sides by their shape: the numbers of those that have one."""
     return {side: [i for i, other in enumerate(sides) if other == side] for side in dict.fromkeys(sides)}
 
 

@@ -49,7 +49,7 @@ class _File:
 
 @dataclass(slots=True)
 class _Work:
-    """What the thread has to do: writes wait for all else."""
+    """The disk thread's work: writes wait for all else."""
 
     calls: deque[Callable[[], None]] = field(default_factory=deque)
     writes: OrderedDict[bytes, Payload] = field(default_factory=OrderedDict)

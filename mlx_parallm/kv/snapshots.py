@@ -229,13 +229,13 @@ class SnapshotPrefix:
         self._down[hash_] = snapshot
 
     def _disk_pays(self, snapshot: Snapshot) -> bool:
-        """Whether to read it takes less time than to compute it."""
+        """Returns whether to read a snapshot takes less time than to compute it."""
         assert self.disk is not None
         return self.prompt_rate * snapshot.nbytes <= self.disk.read_rate * snapshot.length
 
 
 def can_be_restored(fresh: list[Any]) -> bool:
-    """Whether caches of this kind can go to the SSD and come back."""
+    """Returns whether caches of this kind can go to the SSD and come back."""
     try:
         restored(payload_of(fresh), fresh)
     except Exception as error:

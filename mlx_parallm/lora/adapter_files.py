@@ -174,7 +174,7 @@ def _check_rank(config: Mapping[str, Any], path: str, rank: int) -> None:
 
 
 def _of_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> Any:
-    """What the first of a config's patterns that fits a layer says, as PEFT decides it."""
+    """Returns what the first of a config's patterns that fits a layer says, as PEFT decides it; else the default."""
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
         raise AdapterError(f"the adapter's {name} is not a JSON object", param="config")

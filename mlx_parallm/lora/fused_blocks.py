@@ -201,7 +201,7 @@ class FusedBlock:
 
 
 def fused_part(layer: Any) -> FusedAttention | FusedMLP | None:
-    """What takes the place of an attention or MLP layer; None where it has another form, or no hooks."""
+    """Makes what takes the place of an attention or MLP layer; None where that has another form, or no hooks."""
     if _has_code_of(layer, SWIGLU_MLPS) and _have_hooks(layer, ("gate_proj", "up_proj", "down_proj")):
         return FusedMLP(layer)
     if not _have_hooks(layer, ("q_proj", "k_proj", "v_proj", "o_proj")):
@@ -212,7 +212,7 @@ def fused_part(layer: Any) -> FusedAttention | FusedMLP | None:
 
 
 def fused_block(layer: Any) -> FusedBlock | None:
-    """What takes the place of a block whose attention and MLP are fused; None where it has another form."""
+    """Makes what takes the place of a block whose attention and MLP are fused; None where it has another form."""
     if not _has_code_of(layer, BLOCKS):
         return None
     fused = isinstance(getattr(layer.self_attn, "fused", None), FusedAttention)
@@ -235,7 +235,7 @@ def _have_hooks(layer: nn.Module, names: Sequence[str]) -> bool:
 
 
 def _has_code_of(layer: Any, classes: Sequence[Any]) -> bool:
-    """Whether it computes as one of these: line for line the same, maybe with other functions bound to global names."""
+    """Returns whether a layer has the code of one of these, maybe with other functions bound to global names."""
     kind: Any = type(layer)
     code = _code(kind)
     return code is not None and any(code == _code(known) for known in classes)

@@ -72,7 +72,7 @@ def add_and_rope(
 
 
 def _kernel_layers(x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA) -> list[KernelLayer] | None:
-    """What the kernels need of layers; None where they can't do it."""
+    """Returns what the kernels need of layers; None where they can't do it."""
     if row_adapters.spans is None or row_adapters.max_rank > MAX_RANK or x.ndim != 3:
         return None
     if x.shape[1] > 1 and x.shape[0] * x.shape[1] * row_adapters.max_rank > MOST_READ:

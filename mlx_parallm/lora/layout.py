@@ -152,7 +152,7 @@ class Layout:
         return Resident(RANK_STEP, groups)
 
     def _dora_factors(self, group: Group, a: mx.array, b: mx.array, m: Array) -> mx.array:
-        """What the adapted outputs are multiplied by: (layers, out_features)."""
+        """Returns the factors by which the adapted outputs are multiplied: (layers, out_features)."""
         norms = []
         for number, path in enumerate(group.paths):
             if np.isnan(m[number]).any():
@@ -201,7 +201,7 @@ def _kind(layer: object) -> Literal["linear", "embedding"] | None:
 
 
 def _compute_dtype(layers: Iterable[nn.Module]) -> mx.Dtype:
-    """What the model computes in: what its embedding gives."""
+    """Returns the precision that the model computes in: that of what its embedding gives."""
     embedding = next((layer for layer in layers if _kind(layer) == "embedding"), None)
     if embedding is None:
         return mx.float32

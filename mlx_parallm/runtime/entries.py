@@ -90,7 +90,8 @@ class PoolEntry:
         return message
 
     def failure(self) -> ParallmError:
-        """What a request for it gets once it has failed: no flag or folder promises a model that is not `lasting`."""
+        """Returns what a request for it gets once it has failed: no flag or folder promises one that is not
+        `lasting`."""
         assert self.error is not None
         kind = UnavailableError if self.lasting else ModelNotFoundError
         message = f"{self.name!r} can't be loaded: {self.error.message}; POST /v1/models/load tries again"
@@ -190,7 +191,7 @@ def _is_model(path: Path) -> bool:
 
 
 class Holds:
-    """What requests use, by the number that they release it with: another model may have the name by then."""
+    """The models that requests use, by the number that they release them with: another may have the name by then."""
 
     def __init__(self) -> None:
         self._entries: dict[int, PoolEntry] = {}

@@ -249,7 +249,7 @@ class Loader:
 
 
 def _loaded_share(size: int) -> Share:
-    """How much of so many bytes of weights has come into memory since."""
+    """Returns a function that says which share of so many bytes of weights has come into memory since."""
     before = mx.get_active_memory()
 
     def share() -> float | None:

@@ -88,7 +88,7 @@ class ModelPool:
 
     @property
     def generators(self) -> Mapping[str, Engine]:
-        """Those that are loaded, in the order of the config."""
+        """The models that generate and are loaded, in the order of the config."""
         with self._changed:
             return {one.name: one.model for one in self._known if isinstance(one.model, Engine)}
 
@@ -146,7 +146,8 @@ class ModelPool:
         return loaded
 
     def keep_alive(self, name: str, seconds: float) -> None:
-        """How long a model stays after its last request, until it has left: 0 is not at all, `math.inf` pins it."""
+        """Sets how long a model stays after its last request, until it has left: 0 is not at all, `math.inf`
+        pins it."""
         with self._changed:
             entry = self._known.find(name)
             entry.pinned = seconds == math.inf
@@ -214,7 +215,8 @@ class ModelPool:
         self._changed.notify_all()
 
     def _is_fixed(self, entry: PoolEntry) -> bool:
-        """Whether it is the one that trains, whose state is bound to it, or that other processes hold parts of."""
+        """Returns whether it is the one that trains, whose state is bound to it, or other processes hold parts of
+        it."""
         training = self._split or self._config.trains or bool(self._config.training.rewards.named_reward_models())
         return training and bool(self._memory.engines) and entry.model is self._memory.engines[0]
 

@@ -56,7 +56,7 @@ def _quantization(folder: Path) -> int | None:
 
 
 def _tensors(file: Path) -> Iterator[dict[str, Any]]:
-    """What the header says of each tensor."""
+    """Yields what the header says of each tensor."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length)) if length <= MAX_HEADER else {}

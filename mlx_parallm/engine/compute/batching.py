@@ -249,7 +249,7 @@ def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, profile: De
 
 
 def _probe(model: LanguageModel, forward: Forward, cache: BatchCache, rows: int) -> bool:
-    """Whether a batch of up to so many rows gives the logits that its rows give alone."""
+    """Returns whether a batch of up to so many rows gives the logits that its rows give alone."""
     prompts = [[token % model.vocab_size for token in prompt] for prompt in PROBE[: cache.free]]
     for prompt in prompts:
         staged = cache.stage(1, len(prompt))

@@ -152,7 +152,7 @@ class Sampler:
         return Sampled(tokens, scores_of(shown, tokens[self._logprob_index], self._top_count), drawn)
 
     def _at_temperature(self, raw: mx.array) -> mx.array:
-        """What a policy that learns is held against: the model at its temperature, before penalties and cuts."""
+        """Returns the logits to hold a policy that learns against: at its temperature, before penalties and cuts."""
         if not self._random:
             return raw
         return raw / mx.where(self._temperature > 0, self._temperature, 1.0)
@@ -257,7 +257,7 @@ class History:
             self.tokens = mx.pad(self.tokens, [(0, 0), (0, missing + 256)])
 
     def counts(self, vocab_size: int) -> tuple[mx.array, mx.array]:
-        """How often each token was generated, and whether it stands anywhere: (R, V), (R, V)."""
+        """Returns how often each token was generated, and whether it stands anywhere: (R, V), (R, V)."""
         place = mx.arange(self.tokens.shape[1])
         valid = place < self.lengths[:, None]
         generated = valid & (place >= self.prompts[:, None])

@@ -23,7 +23,8 @@ class Parsed:
 
 
 def trajectories_of(batch: Mapping[str, Any], max_token_len: int = 0) -> Parsed:
-    """Reads the trajectories of a response to /batch. Malformed groups, or with too long a sequence, are skipped."""
+    """Reads the trajectories of a response to /batch. Groups that are malformed, or have a sequence that is too long,
+    are skipped whole."""
     parsed = Parsed()
     groups = batch.get("batch")
     for group in groups if isinstance(groups, list) else ():

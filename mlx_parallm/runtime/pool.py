@@ -215,8 +215,7 @@ class ModelPool:
         self._changed.notify_all()
 
     def _is_fixed(self, entry: PoolEntry) -> bool:
-        """Returns whether it is the one that trains, whose state is bound to it, or other processes hold parts of
-        it."""
+        """Returns whether it is the one that trains, with state bound to it, or other processes hold parts of it."""
         training = self._split or self._config.trains or bool(self._config.training.rewards.named_reward_models())
         return training and bool(self._memory.engines) and entry.model is self._memory.engines[0]
 

@@ -67,7 +67,8 @@ def train_policy(manager: TrainingManager, config: TrainConfig) -> None:
 
 
 def _run_apart(loop: Loop, remote: RemotePolicy) -> None:
-    """Runs the loop in a process that serves nothing. A signal ends it after the step, or at once where it waits."""
+    """Runs the loop in a process that serves nothing. A signal ends it after the step, or at once where it waits for
+    the server."""
 
     def stop() -> None:
         loop.stop()

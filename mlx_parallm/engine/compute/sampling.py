@@ -192,7 +192,8 @@ class Sampler:
 
 
 def log_sum_exp(logits: mx.array) -> mx.array:
-    """Sums over the last axis in pieces: MLX's CPU adds number after number, which is 1e-4 off over a vocabulary."""
+    """Computes log-sum-exp over the last axis, in pieces: MLX's CPU adds one number after another, which is 1e-4 off
+    over a vocabulary."""
     size = logits.shape[-1]
     width = next((width for width in (512, 256, 128, 64, 32) if size > width and size % width == 0), None)
     if width is None:

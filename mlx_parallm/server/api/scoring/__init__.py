@@ -111,7 +111,8 @@ class ScoringRoutes:
             return JSONResponse(answer)
 
     def _first(self, name: str | None, *suitable: Callable[[PredictorInfo], bool]) -> str | None:
-        """Returns the name or, without one, the first model that suits, by the first test that any passes."""
+        """Returns the name or, without one, the first model that suits, by the first test that any passes; None where
+        there is none."""
         if name not in (None, "default"):
             return name
         caller, clients = current_caller.get(), self._context.runtime.predictors

@@ -90,7 +90,7 @@ class PoolEntry:
         return message
 
     def failure(self) -> ParallmError:
-        """Returns what a request for it gets when it has failed: no flag or folder promises one that isn't `lasting`."""
+        """Returns what a request for it gets if it has failed: no flag or folder promises one that isn't `lasting`."""
         assert self.error is not None
         kind = UnavailableError if self.lasting else ModelNotFoundError
         message = f"{self.name!r} can't be loaded: {self.error.message}; POST /v1/models/load tries again"

@@ -205,7 +205,7 @@ class TrainingService:
             manager.rewards.check(scoring_function, metadata)
 
     def collect(self, collection: Collection) -> "Future[dict[int, float]]":
-        """Scores and buffers a finished call, elsewhere: rewards by choices' numbers; what can't be scored is missing."""
+        """Scores and buffers an ended call, elsewhere: rewards by choices' numbers; what can't be scored is missing."""
         with self._lock:
             self._collecting += 1
         return self._pool.submit(self._score, collection)

@@ -60,7 +60,7 @@ class PolicyMonitor:
         return recent > best > -np.inf
 
     def forget_rewards(self) -> None:
-        """Forgets rewards after an alarm: none of before is compared with, so the same fall gives no second alarm."""
+        """Forgets the rewards from before an alarm: none is compared with, so the same fall gives no second alarm."""
         self.rewards.clear()
         self.deviations.clear()
 

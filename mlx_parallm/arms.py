@@ -18,7 +18,7 @@ CONFIDENCE = 0.95
 
 @dataclass(slots=True)
 class ArmStats:
-    """Of answers that have ended, and of the rewards that they got."""
+    """The statistics of one arm: its completions that have ended, and the rewards that they got."""
 
     ended: int = counter("Answers that have ended, by adapter version", name="adapter_answers")
     seconds: float = counter(
@@ -81,7 +81,7 @@ class Decision:
     split: AutoSplit
 
     def facts(self) -> dict[str, Any]:
-        """For the log and the audit log."""
+        """Returns what the log and the audit log say of the decision."""
         arms = {
             label: {"rewards": stats.rewards, "reward_mean": round(stats.reward_mean, 6)}
             for label, stats in self.split.arms.items()

@@ -184,7 +184,7 @@ class InferenceClient:
     async def load_adapter(
         self, name: str | Path, path: str | Path | None = None, *, version: int | None = None
     ) -> PublishedVersion:
-        """From a folder on the server's machine. Gives the new version, as do the other ways to publish.
+        """Publishes an adapter from a folder on the server. Returns the new version, as do the other ways to publish.
 
         `load_adapter(path)` gives it no name: it is the next version of `adapter`, and the model's own name serves it.
         """
@@ -194,7 +194,7 @@ class InferenceClient:
     async def upload_adapter(
         self, name: str, weights: Weights, config: Mapping[str, Any] | None = None, *, version: Version | None = None
     ) -> PublishedVersion:
-        """From here. A name that requests are using is refused, unless a version is given: a number, or "next"."""
+        """Publishes an adapter from here. A name in use is refused, unless a version is given: a number, or "next"."""
         data, found = await _read(weights)
         config = config if config is not None else found
         files: dict[str, Any] = {"weights": ("adapters.safetensors", data)}
@@ -356,7 +356,7 @@ def _read_file(given: str | Path) -> tuple[bytes, dict[str, Any] | None]:
 
 
 def _array(tensor: Any) -> "np.ndarray[Any, Any]":
-    """Of NumPy, MLX or PyTorch; float32 where NumPy has no such type."""
+    """Converts an array of NumPy, MLX or PyTorch to NumPy; to float32 where NumPy has no such type."""
     try:
         array = np.asarray(tensor)
     except (TypeError, RuntimeError, ValueError):  # bfloat16, or a tensor that has a gradient

@@ -51,7 +51,7 @@ class ContextLengthError(InvalidRequestError):
     def of(
         cls, context: int, prompt: int, asked: int | None = None, *, at_least: bool = False, param: str = "prompt"
     ) -> "ContextLengthError":
-        """In OpenAI's words, by which clients recognise it. `at_least`: the rest of the prompt was not counted."""
+        """Makes the error in OpenAI's words, which clients know. `at_least`: the rest of the prompt was not counted."""
         words = "messages" if param == "messages" else "prompt"
         if asked is None:
             count = f"more than {prompt}" if at_least else str(prompt)

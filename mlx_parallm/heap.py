@@ -5,7 +5,7 @@ import sys
 
 
 def trim() -> None:
-    """Of all threads; it takes some milliseconds for each 100 MB. Allocators other than glibc's do this themselves."""
+    """Trims all threads' heaps: some milliseconds for each 100 MB. Allocators other than glibc's do it themselves."""
     if sys.platform == "linux":
         malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if malloc_trim is not None:

@@ -46,7 +46,7 @@ class WireError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server listens. A base URL with or without /v1 means the same server."""
+    """An address at which a server listens. A base URL with or without /v1 means the same server."""
 
     host: str
     port: int

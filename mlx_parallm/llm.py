@@ -175,7 +175,7 @@ class LLM:
         continue_final_message: bool = False,
         **template: Any,
     ) -> list[int]:
-        """As the server renders a chat."""
+        """Renders a chat as the server does, and returns its tokens."""
         check_template_kwargs(template)
         conversation = Conversation(
             [dict(message) for message in messages],

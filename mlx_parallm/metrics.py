@@ -138,7 +138,7 @@ class Histogram:
         self.recent.append(seconds)
 
     def summary(self) -> dict[str, float]:
-        """Of the last thousand."""
+        """Returns mean, percentiles and maximum of the last thousand values, and the count of all."""
         last = sorted(self.recent)
         if not last:
             return {"count": 0, "mean": 0.0, "p50": 0.0, "p99": 0.0, "max": 0.0}

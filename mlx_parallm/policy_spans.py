@@ -15,7 +15,7 @@ class PolicySpan:
 
     @classmethod
     def of_json(cls, fields: Mapping[str, int] | Sequence[int]) -> "PolicySpan":
-        """As orjson wrote it; files of earlier releases have lists."""
+        """Reads a span as orjson wrote it; files of earlier releases have lists."""
         if isinstance(fields, Mapping):
             return cls(first=int(fields["first"]), end=int(fields["end"]), version=int(fields["version"]))
         first, end, version = fields
@@ -30,7 +30,7 @@ Spans = tuple[PolicySpan, ...]
 
 
 def spans_between(starts: Sequence[tuple[int, int]], end: int) -> Spans:
-    """Of (first token, version), each up to the next one's first token, the last up to `end`."""
+    """Makes spans of (first token, version), each up to the next one's first token, the last up to `end`."""
     following = itertools.pairwise([*starts, (end, 0)])
     return tuple(PolicySpan(first, last, version) for (first, version), (last, _) in following)
 
@@ -42,5 +42,5 @@ def within(spans: Iterable[PolicySpan], tokens: int) -> Spans:
 
 
 def as_lists(spans: Iterable[PolicySpan]) -> list[list[int]]:
-    """As answers have them: [first, end, version]."""
+    """Formats spans as responses have them: [first, end, version]."""
     return [[span.first, span.end, span.version] for span in spans]

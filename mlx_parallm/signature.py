@@ -47,7 +47,7 @@ class Signature:
     axes: tuple[Axis, ...] = ()
 
     def describe(self) -> dict[str, Any]:
-        """As `/v1/models/NAME` shows it."""
+        """Describes the signature as `/v1/models/NAME` shows it."""
         found: dict[str, Any] = {
             "inputs": {spec.name: spec.describe() for spec in self.inputs},
             "outputs": {spec.name: spec.describe() for spec in self.outputs},

@@ -120,7 +120,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of times in seconds; all zero when nothing was measured."""
+    """Percentiles of times in seconds; all zero when nothing was measured."""
 
     p50: float = 0.0
     p95: float = 0.0

@@ -232,7 +232,7 @@ class Chat:
         self.turns: list[Message] = []
 
     def loop(self) -> int:
-        """Until /exit or the end of input; on a pipe an answer that failed makes the exit code 1."""
+        """Chats until /exit or the end of input; on a pipe, a response that failed makes the exit code 1."""
         failed = False
         while True:
             try:

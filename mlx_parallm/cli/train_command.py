@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_alone(config: TrainConfig, work: "Callable[[TrainingManager, TrainConfig], None]") -> int:
-    """On an engine that nobody else uses: no port, no requests."""
+    """Does the work on an engine that nobody else uses: no port, no requests."""
     from mlx_parallm.progress import progress
     from mlx_parallm.runtime.startup import start
     from mlx_parallm.server.http import logs

@@ -114,7 +114,7 @@ def _changed(config: Any, path: tuple[str, ...], value: Any) -> Any:
 
 
 def check_at_least(config: Any, least: float, *names: str) -> None:
-    """Of fields that may be absent, too."""
+    """Raises ConfigError unless each of these fields is at least `least`, or absent."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value >= least:
@@ -130,7 +130,7 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def check_sampling_option(config: Any, name: str, parameter: str) -> None:
-    """Of a field that may be absent and is the default of a sampling parameter."""
+    """Checks a field that may be absent and is the default of a sampling parameter, against that parameter's bounds."""
     value, bounds = getattr(config, name), PARAMETERS[parameter].bounds
     if value is not None and bounds is not None and not bounds.allow(value):
         raise ConfigError(f"{_name_of(config, name)} must be {bounds}, not {value:g}")

@@ -160,7 +160,7 @@ def _parsed(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _line(text: str, *keys: object) -> str:
-    """Where a key stands in a file that was read already."""
+    """Returns the line of a key in a file that was read already, for an error message; empty where it is not there."""
     node, mark = yaml.compose(text), None
     for name in keys:
         pairs = [pair for pair in getattr(node, "value", []) if isinstance(pair, tuple) and pair[0].value == str(name)]

@@ -36,7 +36,7 @@ class ServeConfig:
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """From options by name, as `ServeConfig.of(port=8001, ssd=False)`."""
+        """Makes a config from options by name, as `ServeConfig.of(port=8001, ssd=False)`."""
         return build(cls, options)
 
     def but(self, **options: Any) -> Self:
@@ -79,7 +79,7 @@ class ServeConfig:
 
     @property
     def serving_share(self) -> float:
-        """Of the engine's time, where training has work too."""
+        """The share of the engine's time that serving has where training has work, too."""
         share = self.training.inference_share
         return min(0.05, share) if self.mode == "training" else share
 

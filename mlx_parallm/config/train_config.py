@@ -207,7 +207,7 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load_train_config(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> TrainConfig:
-    """With the defaults of the mode that is asked for."""
+    """Loads the config of a training run, with the defaults of the mode that is asked for."""
     first = load_config(flags, environment, TrainConfig, DEFAULTS)
     mode = first.mode
     schedule = {"total_steps": first.run.loop.steps} if mode == "rl" else {}

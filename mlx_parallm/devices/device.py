@@ -24,7 +24,7 @@ class Device:
     kept_of_rows: int  # and no more than one part in so many of what rows may hold
 
     def weight_bits(self, stored: float) -> float:
-        """Of a weight in memory that has so many bits in its file, where it is quantised there."""
+        """Returns how many bits a weight takes in memory that is quantised to `stored` bits in its file."""
         if self.keeps_quantised:
             return stored
         return 32 if self.float32 else 16

@@ -45,7 +45,7 @@ class AllocatorCache:
         give_memory_back()
 
     def trim(self) -> None:
-        """To be called often: it costs nothing where there is nothing to do."""
+        """Lets what has lain longest go near the limit. To be called often: it costs nothing where nothing is to do."""
         if mx.get_cache_memory() <= self._limit // 4 * 3:
             return
         with self._lock:

@@ -40,7 +40,8 @@ def largest_memory(device: Device) -> int:
 
 
 def wire_memory() -> int:
-    """On a Mac, keeps weights and caches from being paged out, with room left for the system; the bytes that may be."""
+    """Keeps weights and caches from being paged out on a Mac, with room left for the system; returns how many bytes may
+    be kept so, 0 elsewhere."""
     if this_device().kind != "metal":
         return 0
     info = mx.device_info()
@@ -68,7 +69,7 @@ def _available_on_machine() -> int:
 
 
 def mac_available_memory() -> int | None:
-    """Of what `vm_stat` counts, the pages that are free or can be had at once; None where there is none."""
+    """Returns the bytes that are free or can be had at once, as `vm_stat` counts pages; None where there is none."""
     if platform.system() != "Darwin":
         return None
     try:

@@ -44,7 +44,7 @@ def _uses(call: types.FunctionType, name: str, function: Callable[..., Any]) -> 
 
 @functools.cache
 def cache_first_class(original: type) -> type | None:
-    """Of an attention layer: the same, which asks a cache that has `attend` first."""
+    """Returns a subclass of an attention layer's class that asks a cache that has `attend` first."""
     return rebound_class(original, {"scaled_dot_product_attention": (mlx_attention, _attend_by_cache_first)})
 
 

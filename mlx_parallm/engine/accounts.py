@@ -77,7 +77,7 @@ class Accounts:
             mx.reset_peak_memory()
 
     def imbalance(self, live: LiveRequests, adapters: Registry, in_flight: bool) -> AssertionError | None:
-        """What does not add up, between two steps."""
+        """Returns the error of what does not add up between two steps, or None."""
         scheduler, cache = self._scheduler, self._runner.cache
         try:
             self._runner.check_integrity()

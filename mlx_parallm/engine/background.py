@@ -65,11 +65,11 @@ class Background:
             self._credit = min(MAX_CREDIT if self._carries_over else earned, self._credit + earned)
 
     def due(self, serving: bool) -> bool:
-        """Whether to run a step now; `serving`: there is also somebody to serve."""
+        """Returns whether to run a step now; `serving`: there is also somebody to serve."""
         return bool(self._tasks) and (not serving or self._credit > 0)
 
     def due_again(self, serving: bool) -> bool:
-        """Whether to run another step in the same turn: the time left must be enough for one as long as the last."""
+        """Returns whether to run another step in the same turn: the time left must be enough for one like the last."""
         return serving and self.due(serving) and self._time_left() > self._last
 
     def step(self, serving: bool) -> None:

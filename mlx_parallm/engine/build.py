@@ -48,7 +48,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class BaseParts:
-    """What an engine has before its model."""
+    """The parts that an engine has before its model."""
 
     config: ServeConfig
     profile: DeviceProfile

@@ -120,7 +120,7 @@ class Delivery:
             self.cancel(request.id, None, RequestTimeoutError(message))
 
     def fail_all(self, error: ParallmError) -> None:
-        """At the engine's end: tells every reader, and leaves rows and caches as they are."""
+        """Tells every reader of the engine's end, and leaves rows and caches as they are."""
         for request in self._live.requests():
             for row, reader in self._live.entries(request.id):
                 self._outbox.events.append((reader.on_delta, _failed(reader, error)))

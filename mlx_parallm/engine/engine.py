@@ -138,7 +138,7 @@ class Engine:
         return self._parts.pause.active
 
     def is_serving(self) -> bool:
-        """Whether there are requests that run or wait."""
+        """Returns whether there are requests that run or wait."""
         return not self._parts.compute.scheduler.idle
 
     def check_grammar(self, grammar: str, param: str, quick: bool = False) -> CompiledGrammar | None:
@@ -158,8 +158,8 @@ class Engine:
         self._parts.intake.submit_all(requests, on_delta)
 
     def live_requests(self) -> list[Request]:
-        """Those that have not ended, at a moment between two steps: what was cancelled before has ended by then, and
-        its recorder was told."""
+        """Returns the requests that have not ended, at a moment between two steps: what was cancelled before has ended
+        by then, and its recorder was told."""
         return self._thread.run_between_steps(self._parts.base.live.requests)
 
     def run(self, work: Callable[[], T]) -> T:
@@ -187,11 +187,11 @@ class Engine:
 
     @property
     def slice_seconds(self) -> float:
-        """How long the step of a prediction that runs now should take."""
+        """The seconds that the step of a prediction that runs now should take."""
         return self._parts.base.predictions.slice_seconds
 
     def predict(self, steps: "Steps[T]") -> "Future[T]":
-        """As `work`, with the share of the time that models have which predict."""
+        """Computes steps as `work` does, with the share of the time that predictive models have."""
         return self._hand_in(self._parts.base.predictions, steps)
 
     def _hand_in(self, background: Background, steps: "Steps[T]") -> "Future[T]":
@@ -218,7 +218,7 @@ class Engine:
         self._thread.stop()
 
     def release(self) -> None:
-        """After `stop`: frees weights and caches at once, whoever still knows this engine."""
+        """Frees weights and caches at once, whoever still knows this engine; to be called after `stop`."""
         compute = self._parts.compute
         compute.runner.cache.reset()
         if compute.prefix is not None:
@@ -269,6 +269,6 @@ class Engine:
         return self._parts.accounts.imbalance(self._parts.base.live, self.adapters, in_flight)
 
     def describe(self) -> list[tuple[str, str]]:
-        """What start-up tells people: label and value."""
+        """Returns what start-up tells people: label and value."""
         compute = self._parts.compute
         return describe(self.model, compute.runner.cache, compute.prefix, self.memory, self._parts.base.config)

@@ -68,7 +68,7 @@ class Admission:
         return rows
 
     def _room(self, request: Request) -> int:
-        """How many tokens may follow the prompt."""
+        """Returns how many tokens may follow the prompt."""
         length, model = len(request.prompt), self._model
         if not length:
             raise InvalidRequestError("the prompt is empty", param="prompt")

@@ -68,7 +68,7 @@ class LiveRequests:
                 yield reader.request
 
     def _twin(self, request: Request, row: Row) -> str | None:
-        """What a deterministic request computes; None for one that draws at random."""
+        """Returns a key of what a deterministic request computes; None for one that samples at random."""
         sampling = request.sampling
         if not sampling.greedy and sampling.seed is None:
             return None

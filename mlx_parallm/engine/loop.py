@@ -53,7 +53,7 @@ class EngineLoop:
             self._release_waiting()
 
     def abandon(self, error: Exception) -> None:
-        """On another thread: a rank is gone, and a pass that the engine thread waits for may never end."""
+        """Ends the engine from another thread: a rank is gone, and a pass that its thread waits for may never end."""
 
         def fail() -> None:
             raise error

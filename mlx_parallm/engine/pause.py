@@ -63,7 +63,7 @@ class Pause:
     # From any thread but the engine's.
 
     def request(self, mode: PauseMode, timeout: float) -> bool:
-        """Whether it came to a pause in this time."""
+        """Asks for a pause, and returns whether it came to one in this time."""
         self._decided.clear()
         self._thread.run_between_steps(lambda: self._begin(mode))
         if self._decided.wait(timeout):

@@ -37,7 +37,7 @@ class SsdTransfers:
         self._fetches = 0  # reads under way
 
     def fetch(self, job: Job) -> None:
-        """While a prompt waits, what the SSD has of it is read."""
+        """Has what the SSD holds of a prompt read while the prompt waits."""
         if job.chain is None or wants_prompt_logprobs(job) or self._disk.stuck:
             return
         if self._prefix.on_disk(job.chain, job.tokens):
@@ -57,7 +57,7 @@ class SsdTransfers:
                 time.sleep(0.01)  # the disk is behind
 
     def save(self) -> None:
-        """Before the end: the SSD gets what still waits, within reason."""
+        """Writes what still waits to the SSD before the end, within reason."""
         deadline = time.monotonic() + SAVE_SECONDS
         self.write_while(lambda: time.monotonic() < deadline)
         self._disk.close(max(0.1, deadline - time.monotonic()))

@@ -22,7 +22,7 @@ from mlx_parallm.models.language import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """What computes with a model, and holds what it has computed: every rank has its own."""
+    """The parts that compute with a model, and hold what they have computed: every rank has its own."""
 
     forward: Forward
     cache: BatchCache
@@ -37,7 +37,7 @@ class Ranks(Protocol):
 
     @property
     def adapter_split(self) -> Split:
-        """Which part of an adapter is this rank's; known once the model is split."""
+        """The part of an adapter that is this rank's; known once the model is split."""
         ...
 
     def split(self, module: nn.Module) -> None:
@@ -45,7 +45,7 @@ class Ranks(Protocol):
         ...
 
     def profile(self, profile: DeviceProfile) -> DeviceProfile:
-        """How to work on this device in step with the others."""
+        """Returns the profile by which to work on this device in step with the others."""
         ...
 
     def agree(self, model: LanguageModel, plan: MemoryPlan) -> MemoryPlan:
@@ -61,7 +61,7 @@ class Ranks(Protocol):
         ...
 
     def cause_of(self, error: Exception) -> Exception:
-        """What stands behind a fault: a rank that is gone, where one is; else the fault itself."""
+        """Returns what stands behind a fault: a rank that is gone, where one is; else the fault itself."""
         ...
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ class Row:
         return self.images.content[: len(text)] + text[len(self.images.content) :]
 
     def may_end_after(self, count: int) -> bool:
-        """Whether an end-of-sequence token may come after so many tokens."""
+        """Returns whether an end-of-sequence token may come after so many tokens."""
         return not self.end_ids.isdisjoint(self.stop_ids) and count >= self.sampling.min_tokens
 
     def follow_grammar(self, token: int) -> str:
@@ -127,7 +127,7 @@ class Row:
         return None if logprob is None else replace(logprob, top=logprob.top[: self.sampling.logprobs])
 
     def take_adapter(self, adapter: Any) -> None:
-        """From the next token asked for."""
+        """Has the row use this adapter from the next token asked for."""
         self.adapter = adapter
         self.policies = [policy for policy in self.policies if policy[0] < self.launched]
         if not self.policies or self.policies[-1][1] is not adapter:
@@ -135,7 +135,7 @@ class Row:
 
     @property
     def policy_spans(self) -> Spans:
-        """Which version makes which of the tokens that were asked for."""
+        """The adapter versions of the tokens that were asked for."""
         starts = [(first, 0 if adapter is None else adapter.number) for first, adapter in self.policies]
         return spans_between(starts, max(self.launched, len(self.tokens) + (self.stop_token is not None)))
 

@@ -146,7 +146,7 @@ class Scheduler:
         return Plan(prefills, [row for row in self.running if row.wants_more])
 
     def seconds_until_admission(self) -> float:
-        """How long an otherwise idle engine may sleep: the rest of the gather window, or while the SSD is read."""
+        """Returns the seconds that an idle engine may sleep: the rest of the gather window, or while the SSD reads."""
         arrivals = [job.arrival for job in self.waiting if not self._fetching(job)]
         return max(0.0, min(arrivals) + self.limits.gather_seconds - self.clock()) if arrivals else FETCH_SECONDS
 
@@ -238,7 +238,7 @@ class Scheduler:
         return self.fits(rows, max(lengths) + 1) or not beside
 
     def _worth_waiting(self, job: Job, other: Job) -> bool:
-        """Whether much of `job` is being computed for `other`, and will be in the cache at the next turn."""
+        """Returns whether much of `job` is being computed for `other`, and will be in the cache at the next turn."""
         if job.match is None or job.chain is None or other.chain is None:
             return False
         return job.chain.common(other.chain) * job.chain.size - job.computed >= self.limits.worth_waiting
@@ -267,7 +267,7 @@ class Scheduler:
         return groups
 
     def _together(self, group: Prefill, job: Job, real: int, size: int) -> bool:
-        """Whether a prompt that costs `size` belongs to a group whose prompts cost `real`, without padding."""
+        """Returns whether a prompt that costs `size` belongs to a group whose prompts cost `real`, without padding."""
         if self.limits.max_padding is None or any(_runs_alone(other) for other in (job, group.jobs[0])):
             return False
         if self.limits.max_prompts is not None and len(group.jobs) >= self.limits.max_prompts:
@@ -276,7 +276,7 @@ class Scheduler:
         return padded <= (real + size) * (1 + self.limits.max_padding)
 
     def _rounded(self, count: int) -> int:
-        """What computing so many tokens costs."""
+        """Returns the cost of computing so many tokens."""
         return -(-count // self.limits.round_to) * self.limits.round_to
 
 

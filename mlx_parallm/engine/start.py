@@ -58,7 +58,7 @@ def start_engine(
 def plan_engines(
     loaded: "Sequence[LoadedModel | Engine]", config: ServeConfig, *, limit: int | None = None, predictors: int = 0
 ) -> list[MemoryPlan]:
-    """How loaded models share the memory; the first is the one that trains."""
+    """Plans how loaded models share the memory; the first is the one that trains."""
     weights = [one.model.weight_bytes for one in loaded]
     adapters = [one.layout.adapter_bytes(LORA_RANK) for one in loaded]
     return plan_memory(weights, adapters, config, limit=limit, predictors=predictors)

@@ -34,7 +34,7 @@ class _Threads:
 
     @property
     def busy(self) -> int:
-        """Those that an engine has, which may hold its weights."""
+        """The number of threads that an engine has, which may hold its weights."""
         with self._lock:
             return len(self._threads) - len(self._idle)
 
@@ -142,7 +142,7 @@ class EngineThread:
                     raise self.unavailable() from None
 
     def empty_inbox(self) -> None:
-        """At the end, on the thread itself: requests and work that were handed in meanwhile must be told as well."""
+        """Empties the inbox at the end, on the thread itself: what was handed in meanwhile must be told as well."""
         while not self.inbox.empty():
             try:
                 self.inbox.get()()

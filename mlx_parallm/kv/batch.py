@@ -9,10 +9,10 @@ from mlx_parallm.kv.block_store import Side
 
 
 class RowContext(Protocol):
-    """What a pass depends on beside its tokens and caches: which adapter each row has."""
+    """The context of a pass beside its tokens and caches: which adapter each row has."""
 
     def row(self, number: int) -> "RowContext":
-        """For a pass over one of the rows."""
+        """Returns the context of a pass over one of the rows."""
         ...
 
 
@@ -43,13 +43,13 @@ class ForwardPass(Protocol):
 
 
 class BatchCache(Protocol):
-    """What the runner needs of the running rows' caches, whatever the model keeps in them."""
+    """The running rows' caches as the runner needs them, whatever the model keeps in them."""
 
     max_bytes: int  # may change while rows run: those beyond it are preempted
 
     @property
     def described(self) -> str:
-        """How rows run, for people."""
+        """The way in which rows run, for people."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class BatchCache(Protocol):
 
     @property
     def layers(self) -> Sequence[Any]:
-        """What the running rows have in each layer."""
+        """The caches of the running rows, one for each layer."""
         ...
 
     @property
@@ -74,7 +74,7 @@ class BatchCache(Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """By which places for rows are reckoned; ranks that share a model must have the same."""
+        """The sizes by which places for rows are reckoned; ranks that share a model must have the same."""
         ...
 
     def adopt_sizes(self, sizes: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class BatchCache(Protocol):
         ...
 
     def fits(self, rows: int, longest: int) -> bool:
-        """Whether that many rows, the longest of that many tokens, stay within the memory limit."""
+        """Returns whether that many rows, the longest of that many tokens, stay within the memory limit."""
         ...
 
     def max_length(self, rows: int) -> int:
@@ -104,11 +104,11 @@ class BatchCache(Protocol):
 
     @property
     def smallest_bytes(self) -> int:
-        """Of the shortest row that can run; known once a row has joined."""
+        """The bytes of the shortest row that can run; known once a row has joined."""
         ...
 
     def expect(self, rows: int) -> None:
-        """How many rows will soon run, so that growth happens once."""
+        """Takes note of how many rows will soon run, so that growth happens once."""
         ...
 
     def join(self, staged: list[Any], prompts: Sequence[tuple[int, int]]) -> list[int]:

@@ -46,7 +46,7 @@ class Chain:
         return self.hashes[number - 1] if number else self.root
 
     def common(self, other: "Chain") -> int:
-        """How many blocks the two have in common."""
+        """Returns how many blocks the two have in common."""
         pairs = zip(self.hashes, other.hashes, strict=False)
         return next((i for i, (one, two) in enumerate(pairs) if one != two), min(len(self.hashes), len(other.hashes)))
 
@@ -124,7 +124,7 @@ class BlockPool:
         return Match(ids, length)
 
     def longest(self, chain: Chain) -> int:
-        """How many blocks of a chain are here, without taking hold of them."""
+        """Returns how many blocks of a chain are here, without taking hold of them."""
         return next((i for i, hash_ in enumerate(chain.hashes) if hash_ not in self._by_hash), len(chain.hashes))
 
     def release(self, match: Match) -> None:

@@ -24,7 +24,7 @@ Host = list[Any]  # one block's planes as NumPy arrays of plain integers
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How blocks are kept."""
+    """The form in which blocks are kept: as they are, or quantised to `bits`."""
 
     bits: int | None = None
     group_size: int = 64
@@ -174,7 +174,7 @@ class BlockStore:
         return groups
 
     def to_host(self, groups: Sequence[Planes]) -> list[Host]:
-        """For each block of `copies` its planes."""
+        """Returns the planes of each block of `copies`, on the host."""
         host = [to_numpy(plane.view(integer_of(plane))) for planes in groups for plane in planes]
         return [[plane[number] for plane in host] for number in range(len(host[0]))]
 
@@ -223,12 +223,12 @@ class BlockStore:
 
 
 def groups_of(sides: Sequence[Side]) -> dict[Side, list[int]]:
-    """Which of a model's sides have one shape."""
+    """Groups a model's sides by their shape: the numbers of those that have one."""
     return {side: [i for i, other in enumerate(sides) if other == side] for side in dict.fromkeys(sides)}
 
 
 def _runs(ids: Sequence[int], chosen: Sequence[int]) -> list[tuple[int, int]]:
-    """Where in `ids` each run of neighbours begins, and its length."""
+    """Finds where in `ids` each run of neighbours begins, and its length."""
     runs: list[tuple[int, int]] = []
     for i in chosen:
         if runs and sum(runs[-1]) == i and ids[i] == ids[i - 1] + 1:

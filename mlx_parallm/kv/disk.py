@@ -49,7 +49,7 @@ class _File:
 
 @dataclass(slots=True)
 class _Work:
-    """What the thread has to do: writes wait for all else."""
+    """The disk thread's work: writes wait for all else."""
 
     calls: deque[Callable[[], None]] = field(default_factory=deque)
     writes: OrderedDict[bytes, Payload] = field(default_factory=OrderedDict)
@@ -217,7 +217,7 @@ class DiskTier:
             then(found)  # somebody waits
 
     def _load(self, hash_: bytes) -> Payload:
-        """On one of the readers' threads."""
+        """Reads a file, on one of the readers' threads."""
         return read_file(self._root / self._name(hash_), hash_.hex())
 
     def _take(self, hash_: bytes, reading: "Future[Payload]") -> Payload | None:

@@ -38,7 +38,7 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def modified_at(folder: Path) -> float:
-    """In nanoseconds; 0 where there is no such folder."""
+    """Returns when a folder was last modified, in nanoseconds; 0 where there is no such folder."""
     try:
         return folder.stat().st_mtime_ns
     except OSError:

@@ -17,7 +17,7 @@ from mlx_parallm.kv.block_store import Side
 
 
 class _RowCaches:
-    """What the two have in common: positions, and a memory limit by measured size."""
+    """The base of both caches here: positions, and a memory limit by measured size."""
 
     stages_many = False
     sides: Sequence[Side] = ()  # states that can't be cut into blocks

@@ -64,7 +64,7 @@ def read_file(path: Path, name: str) -> Payload:
 
 
 def decode(data: Array, name: str) -> Payload:
-    """Of a file's bytes: (size,) uint8."""
+    """Decodes a file's bytes: (size,) uint8."""
     try:
         length = int.from_bytes(data[:8].tobytes(), "little")
         header = json.loads(data[8 : 8 + length].tobytes())

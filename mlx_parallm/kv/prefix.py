@@ -35,7 +35,7 @@ class Prefix(Protocol):
 
     @property
     def store(self) -> Blocks | None:
-        """Where blocks' keys and values are; None: snapshots are kept."""
+        """The store of blocks' keys and values; None: snapshots are kept."""
         ...
 
     def wrap_store(self, wrap: Callable[[Blocks], Blocks]) -> None:
@@ -55,11 +55,11 @@ class Prefix(Protocol):
         ...
 
     def known(self, chain: Chain) -> int:
-        """How many of a text's blocks are here; all of them, where running rows can add none."""
+        """Returns how many of a text's blocks are here; all of them, where running rows can add none."""
         ...
 
     def worth_keeping(self, tokens: Sequence[int]) -> bool:
-        """Whether a text that begins so would be matched, and can be kept before anybody asks."""
+        """Returns whether a text that begins so would be matched, and can be kept before anybody asks."""
         ...
 
     def commit(self, layers: Sequence[Any], row: int, chain: Chain, tokens: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class Prefix(Protocol):
         ...
 
     def stops(self, chain: Chain, tokens: Sequence[int], start: int) -> list[int]:
-        """Where to pause a prompt that is computed from `start` on, for `take`."""
+        """Returns where to pause a prompt that is computed from `start` on, for `take`."""
         ...
 
     def take(self, chain: Chain, caches: list[Any], length: int, of: int) -> object | None:
@@ -83,7 +83,7 @@ class Prefix(Protocol):
         ...
 
     def on_disk(self, chain: Chain, tokens: Sequence[int]) -> list[bytes]:
-        """What the disk has of a text beyond what is here: hashes to read next."""
+        """Returns what the disk has of a text beyond what is here: hashes to read next."""
         ...
 
     def adopt(self, chain: Chain, tokens: Sequence[int], hashes: Sequence[bytes], payloads: Sequence[Payload]) -> bool:
@@ -97,7 +97,7 @@ class Prefix(Protocol):
 
     @property
     def to_write(self) -> bool:
-        """Whether there is room for it, too."""
+        """Whether something waits to be handed to the disk, and there is room for it."""
         ...
 
     def write_down(self) -> None:
@@ -150,7 +150,7 @@ class BlockPrefix:
         return Chain(root_of(self._identity, salt, adapter), self._size).extend(tokens)
 
     def known(self, chain: Chain) -> int:
-        """How many of a text's blocks are here."""
+        """Returns how many of a text's blocks are here."""
         return self._pool.longest(chain)
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
@@ -165,7 +165,7 @@ class BlockPrefix:
         return match
 
     def worth_keeping(self, tokens: Sequence[int]) -> bool:
-        """Whether a text that begins so would be matched."""
+        """Returns whether a text that begins so would be matched."""
         return len(tokens) >= self._min_match
 
     def release(self, match: Match) -> None:
@@ -308,13 +308,13 @@ class BlockPrefix:
             self._down |= {block.hash: None for block in blocks if self._lasting(block)}
 
     def _disk_pays(self) -> bool:
-        """Whether to read a block takes less time than to compute it."""
+        """Returns whether to read a block takes less time than to compute it."""
         if self.disk is None:
             return False
         return self.prompt_rate * self.store.block_bytes <= self.disk.read_rate * self._size
 
     def _lasting(self, block: Block) -> bool:
-        """Whether a block should go to the disk: one that is full and not there."""
+        """Returns whether a block should go to the disk: one that is full and not there."""
         return self.disk is not None and len(block.tokens) == self._size and block.hash not in self.disk
 
     def _rescue(self, gone: Sequence[Block]) -> None:

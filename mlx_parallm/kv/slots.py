@@ -68,7 +68,7 @@ class PromptLayer:
 
 
 class _Step:
-    """What all layers share in one decode step: where each row writes, and how far is read."""
+    """The state that all layers share in one decode step: where each row writes, and how far is read."""
 
     __slots__ = ("_mask_shape", "attend", "index", "length", "mask", "offset")
 

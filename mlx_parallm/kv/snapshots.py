@@ -108,7 +108,7 @@ class SnapshotPrefix:
         return [copied(cache) for cache in matches[0].state.caches]
 
     def stops(self, chain: Chain, tokens: Sequence[int], start: int) -> list[int]:
-        """Where to take snapshots of a prompt that is computed from `start` on."""
+        """Returns where to take snapshots of a prompt that is computed from `start` on."""
         parting = next((i for i, hash_ in enumerate(chain.hashes) if hash_ not in self._seen), len(chain.hashes))
         for hash_ in chain.hashes:
             self._seen[hash_] = None
@@ -229,13 +229,13 @@ class SnapshotPrefix:
         self._down[hash_] = snapshot
 
     def _disk_pays(self, snapshot: Snapshot) -> bool:
-        """Whether to read it takes less time than to compute it."""
+        """Returns whether to read a snapshot takes less time than to compute it."""
         assert self.disk is not None
         return self.prompt_rate * snapshot.nbytes <= self.disk.read_rate * snapshot.length
 
 
 def can_be_restored(fresh: list[Any]) -> bool:
-    """Whether caches of this kind can go to the SSD and come back."""
+    """Returns whether caches of this kind can go to the SSD and come back."""
     try:
         restored(payload_of(fresh), fresh)
     except Exception as error:

@@ -36,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What an adapter does to one layer."""
+    """An adapter's change to one layer."""
 
     a: Array  # (rank, size)
     b: Array  # (out_features, rank), times the scale

@@ -97,7 +97,7 @@ def parse(config: Mapping[str, Any], data: bytes, max_bytes: int) -> Adapter:
 
 
 def usual_config(data: bytes, max_bytes: int) -> dict[str, Any]:
-    """For weights that come without a config: the format that their names tell, and a scale of 1."""
+    """Returns the config of weights that come without one: the format that their names tell, and a scale of 1."""
     tensors = parse_tensors(data, max_bytes)
     ranks = {array.shape[0] for name, array in tensors.items() if "lora_A" in name and array.ndim == 2}
     if not any("lora_A" in name or "lora_embedding_A" in name for name in tensors):
@@ -174,7 +174,7 @@ def _check_rank(config: Mapping[str, Any], path: str, rank: int) -> None:
 
 
 def _of_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> Any:
-    """What the first of a config's patterns that fits a layer says, as PEFT decides it."""
+    """Returns what the first of a config's patterns that fits a layer says, as PEFT decides it; else the default."""
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
         raise AdapterError(f"the adapter's {name} is not a JSON object", param="config")
@@ -193,7 +193,7 @@ def _peft_scale(config: Mapping[str, Any], path: str, rank: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(pattern: str) -> Any:
-    """By RE2, whose time is linear in the text: the pattern comes from whoever uploads an adapter."""
+    """Compiles a pattern by RE2, whose time is linear in the text: whoever uploads an adapter writes the pattern."""
     options = re2.Options()
     options.log_errors = False
     options.max_mem = MAX_PATTERN_BYTES

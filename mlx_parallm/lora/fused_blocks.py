@@ -45,7 +45,7 @@ class JointProjections:
         return [layer.base_product(x) for layer in self._layers]
 
     def outputs(self, ys: Sequence[mx.array]) -> list[LayerOutput]:
-        """As the kernels take them."""
+        """Returns the layers' outputs as the kernels take them."""
         return [(y, hook.group, hook.number) for y, hook in zip(ys, self._hooks, strict=True)]
 
     def all_have_lora_alone(self) -> bool:
@@ -68,7 +68,7 @@ class JointProjections:
         return sums
 
     def _added_by_kernel(self, x: mx.array, ys: Sequence[mx.array]) -> dict[int, mx.array]:
-        """By one kernel for all layers that LoRA alone changes: their sums, by the layers' places here."""
+        """Adds by one kernel, for all layers that LoRA alone changes; returns the sums by the layers' places here."""
         add, outputs = self.active.kernels.add, self.outputs(ys)
         places = [place for place, hook in enumerate(self._hooks) if hook.has_lora_alone()]
         if add is None or not places:
@@ -77,7 +77,8 @@ class JointProjections:
         return {} if sums is None else dict(zip(places, sums, strict=True))
 
     def _multiplied(self, x: mx.array) -> list[mx.array] | None:
-        """By one kernel that also multiplies, except what DoRA changes; None where there is none for this pass."""
+        """Computes the layers' outputs by one kernel that also multiplies, except what DoRA changes; None where there
+        is none for this pass."""
         row_adapters, multiply = self.active.row_adapters, self.active.kernels.multiply
         if multiply is None:
             return None
@@ -200,7 +201,7 @@ class FusedBlock:
 
 
 def fused_part(layer: Any) -> FusedAttention | FusedMLP | None:
-    """What takes the place of an attention or MLP layer; None where it has another form, or no hooks."""
+    """Makes what takes the place of an attention or MLP layer; None where that has another form, or no hooks."""
     if _has_code_of(layer, SWIGLU_MLPS) and _have_hooks(layer, ("gate_proj", "up_proj", "down_proj")):
         return FusedMLP(layer)
     if not _have_hooks(layer, ("q_proj", "k_proj", "v_proj", "o_proj")):
@@ -211,7 +212,7 @@ def fused_part(layer: Any) -> FusedAttention | FusedMLP | None:
 
 
 def fused_block(layer: Any) -> FusedBlock | None:
-    """What takes the place of a block whose attention and MLP are fused; None where it has another form."""
+    """Makes what takes the place of a block whose attention and MLP are fused; None where it has another form."""
     if not _has_code_of(layer, BLOCKS):
         return None
     fused = isinstance(getattr(layer.self_attn, "fused", None), FusedAttention)
@@ -234,7 +235,7 @@ def _have_hooks(layer: nn.Module, names: Sequence[str]) -> bool:
 
 
 def _has_code_of(layer: Any, classes: Sequence[Any]) -> bool:
-    """Whether it computes as one of these: line for line the same, maybe with other functions bound to global names."""
+    """Returns whether a layer has the code of one of these, maybe with other functions bound to global names."""
     kind: Any = type(layer)
     code = _code(kind)
     return code is not None and any(code == _code(known) for known in classes)

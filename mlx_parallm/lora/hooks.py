@@ -27,7 +27,7 @@ Multiplier = Callable[[mx.array, Sequence[LayerWeights], Any], list[mx.array] | 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeParams:
-    """How RoPE rotates the heads of queries and keys by their positions."""
+    """The way in which RoPE rotates the heads of queries and keys by their positions."""
 
     inv_freq: mx.array  # (half a head,): the angle of a position …
     in_log2: bool  # … or its logarithm, to the base of 2
@@ -47,7 +47,7 @@ class FusedKernels:
 
 @dataclass(frozen=True, slots=True)
 class AdapterKernels:
-    """What the device has."""
+    """The kernels for adapters that the device has."""
 
     add: Adder | None = None
     multiply: Multiplier | None = None
@@ -59,7 +59,7 @@ class AdapterKernels:
 
 @dataclass(slots=True, eq=False)
 class ActiveAdapters:
-    """What a model's hooks share: the kernels, set at load, and the rows' adapters, set before each pass."""
+    """The state that a model's hooks share: the kernels, set at load, and the rows' adapters, set before each pass."""
 
     kernels: AdapterKernels = AdapterKernels()
     row_adapters: RowAdapters = BASE
@@ -74,7 +74,7 @@ class LoRAHook:
     number: int
 
     def has_lora_alone(self) -> bool:
-        """Whether some row of the pass has an adapter for this layer, and none of those is DoRA."""
+        """Returns whether some row of the pass has an adapter for this layer, and none of those is DoRA."""
         row_adapters = self.active.row_adapters
         return row_adapters.has(self.group) and row_adapters.without_dora(self.group)
 
@@ -119,7 +119,7 @@ class LoRAHook:
         return row_adapters.add_to_embedding(self.group, self.number, tokens, y)
 
     def row_groups(self, tokens: int) -> tuple[Any, int] | None:
-        """For kernels on the CPU: what rows add in this pass, and the layer's number; None where they can't do it."""
+        """Returns what rows add in this pass, for CPU kernels, and the layer's number; None where those can't do it."""
         row_adapters = self.active.row_adapters
         if not row_adapters.has(self.group):
             return None, 0

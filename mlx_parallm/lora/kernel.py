@@ -30,7 +30,7 @@ KernelLayer = tuple[mx.array, mx.array, mx.array, int]
 
 
 def add_adapters(x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA) -> list[mx.array] | None:
-    """For each layer's y + x (B, T, size) · the row's own columns of a[number] · its own of b[number].
+    """Returns y + x (B, T, size) · the row's own columns of a[number] · its own of b[number] for each layer.
 
     None where MLX's operations should do it.
     """
@@ -72,7 +72,7 @@ def add_and_rope(
 
 
 def _kernel_layers(x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA) -> list[KernelLayer] | None:
-    """What the kernels need of layers; None where they can't do it."""
+    """Returns what the kernels need of layers; None where they can't do it."""
     if row_adapters.spans is None or row_adapters.max_rank > MAX_RANK or x.ndim != 3:
         return None
     if x.shape[1] > 1 and x.shape[0] * x.shape[1] * row_adapters.max_rank > MOST_READ:
@@ -151,6 +151,6 @@ def _kernel(name: str, source: str, count: int, outputs: int, more: Sequence[str
 
 
 def log2_inv_freq(base: float, half: int) -> mx.array:
-    """To which 2 is to be raised for the angles by which RoPE rotates a position: as MLX's own kernel has them."""
+    """Returns the base-2 logarithms of RoPE's inverse frequencies, as MLX's own kernel has them."""
     share = np.arange(half, dtype=np.float32) / np.float32(half)
     return mx.array(-share * np.float32(math.log2(base)))

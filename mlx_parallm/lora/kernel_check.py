@@ -103,10 +103,8 @@ def adds_right(
     then: Callable[[list[mx.array]], list[mx.array]] = lambda sums: sums,
     tokens: int = 1,
 ) -> bool:
-    """Whether a kernel gives what layers of some sizes should, for a row without an adapter and one with.
-
-    `then`: what it does to the sums. The products are NumPy's: MLX's own on CUDA are in fewer bits than float32 has.
-    """
+    """Returns whether a kernel gives what layers of some sizes should, for a row without an adapter and one with.
+    `then`: what it does to the sums. The products are NumPy's: MLX's own on CUDA are in fewer bits than float32 has."""
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> mx.array:

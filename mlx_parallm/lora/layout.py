@@ -133,7 +133,7 @@ class Layout:
         return Resident(packed.rank, groups, packed.nbytes)
 
     def adapter_bytes(self, rank: int) -> int:
-        """Of an adapter of that rank on all linear layers."""
+        """Returns the bytes of an adapter of that rank on all linear layers."""
         linear = [group for group in self.groups if group.kind == "linear"]
         return sum(len(group.paths) * rank * (group.size + group.out_features) for group in linear) * self.dtype.size
 
@@ -151,7 +151,7 @@ class Layout:
         return Resident(RANK_STEP, groups)
 
     def _dora_factors(self, group: Group, a: mx.array, b: mx.array, m: Array) -> mx.array:
-        """What the adapted outputs are multiplied by: (layers, out_features)."""
+        """Returns the factors by which the adapted outputs are multiplied: (layers, out_features)."""
         norms = []
         for number, path in enumerate(group.paths):
             if np.isnan(m[number]).any():
@@ -174,7 +174,7 @@ def _digest(rank: int, groups: Mapping[int, PackedGroup]) -> str:
 
 
 def digest_of(adapter: Adapter) -> str:
-    """Of an adapter that is not packed: a rank has only a part of it."""
+    """Returns the digest of an adapter that is not packed: of a packed one, a rank has only a part."""
     digest = hashlib.blake2b(digest_size=16)
     for path, part in sorted(adapter.parts.items()):
         digest.update(repr((path, part.a.shape, part.b.shape)).encode())
@@ -200,7 +200,7 @@ def _kind(layer: object) -> Literal["linear", "embedding"] | None:
 
 
 def _compute_dtype(layers: Iterable[nn.Module]) -> mx.Dtype:
-    """What the model computes in: what its embedding gives."""
+    """Returns the precision that the model computes in: that of what its embedding gives."""
     embedding = next((layer for layer in layers if _kind(layer) == "embedding"), None)
     if embedding is None:
         return mx.float32
@@ -230,7 +230,7 @@ def _weight(layer: nn.Module) -> mx.array:
 
 
 def _row_norms(layer: nn.Module, weight: mx.array) -> mx.array:
-    """Of a weight's rows; where a rank has a part of each, of the whole rows."""
+    """Returns the norms of a weight's rows; where a rank has a part of each, those of the whole rows."""
     if not hasattr(layer, "sum_over_ranks"):
         return mx.linalg.norm(weight, axis=1)
     return mx.sqrt(layer.sum_over_ranks(mx.sum(weight * weight, axis=1)))

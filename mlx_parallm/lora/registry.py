@@ -122,12 +122,12 @@ class Registry:
         return [] if entry is None else list(entry.versions.values())
 
     def newest(self, version: V) -> V | Version:
-        """What the name of a version means now; itself, once the name is gone."""
+        """Returns the version that the name of this one means now; itself, once the name is gone."""
         entry = self._entries.get(version.name)
         return version if entry is None else entry.versions[entry.current]
 
     def route(self) -> Version | None:
-        """What the next request for the model's own name gets: each route in turn, by its share."""
+        """Returns what the next request for the model's own name gets: each route in turn, by its share."""
         chosen = self.traffic.next_route()
         return None if chosen is None or chosen.name is None else self.find(chosen.name, chosen.number)
 
@@ -141,7 +141,7 @@ class Registry:
 
     @property
     def routes(self) -> Sequence[AdapterRoute]:
-        """What the model's own name serves; empty: the model alone."""
+        """The routes that the model's own name serves; empty: the model alone."""
         return self.traffic.routes
 
     @property
@@ -245,7 +245,7 @@ class Registry:
         return version
 
     def serve(self, routes: Sequence[AdapterRoute], auto: AutoSplit | None = None) -> None:
-        """What the model's own name serves from now on. `auto`: until a rule finds the better of them."""
+        """Sets what the model's own name serves from now on. `auto`: until a rule finds the better of them."""
         self.traffic.serve(routes, auto)
 
     @between_steps

@@ -36,11 +36,11 @@ class RowAdapters(Protocol):
     """The adapters of a pass's rows."""
 
     def has(self, group: int) -> bool:
-        """Whether any of them changes these layers."""
+        """Returns whether any of them changes these layers."""
         ...
 
     def without_dora(self, group: int) -> bool:
-        """Whether none of them changes these layers by DoRA, which has factors."""
+        """Returns whether none of them changes these layers by DoRA, which has factors."""
         ...
 
     def add_to_linear(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
@@ -52,7 +52,7 @@ class RowAdapters(Protocol):
         ...
 
     def row(self, number: int) -> "RowAdapters":
-        """For a pass over one of the rows."""
+        """Returns the adapters of a pass over one of the rows."""
         ...
 
 

@@ -12,14 +12,14 @@ from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a model is split, as adapters see it."""
+    """The way in which a model is split, as adapters see it."""
 
     rank: int
     targets: Mapping[str, Target]  # the whole model's layers
     refused: str | None = None  # why adapters can't be split so
 
     def part_of(self, adapter: Adapter, own: Mapping[str, Target]) -> Adapter:
-        """What of an adapter is for the layers that this rank has, which may be none."""
+        """Returns what of an adapter is for the layers that this rank has, which may be none."""
         if self.refused is not None:
             raise AdapterError(self.refused)
         parts = {path: part for path, part in adapter.parts.items() if path in own}

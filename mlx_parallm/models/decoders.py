@@ -86,7 +86,7 @@ def _rope(settings: Settings) -> dict[str, Any]:
 
 
 def _max_length(inner: nn.Module, settings: Settings) -> int:
-    """Where a model's layers see a window and mlx-lm's see everything, no more than the window."""
+    """Returns a model's longest text: at most the window, where its layers see one and mlx-lm's see everything."""
     length = settings.size("max_position_embeddings", default=32768)
     if settings.get("sliding_window") is None or settings.get("use_sliding_window", default=True) is False:
         return length

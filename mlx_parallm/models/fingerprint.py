@@ -10,7 +10,7 @@ from mlx_parallm.host import to_numpy
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Of all weights, as they are held: sums over every row and column of their bits."""
+    """Returns a fingerprint of all weights, as they are held: sums over every row and column of their bits."""
     digest = hashlib.sha256()
     for name, array in tree_flatten(module.parameters()):
         digest.update(repr((name, array.shape, str(array.dtype))).encode())

@@ -38,7 +38,7 @@ class RowInputs:
         return RowInputs(adapters, None if self.shifts is None else self.shifts[number : number + 1])
 
     def arrays(self) -> list[mx.array]:
-        """Of a decode step, which has shifts alone."""
+        """Returns the arrays of a decode step, which of the images' inputs has shifts alone."""
         assert self.shifts is not None
         return [self.shifts, *([] if self.adapters is None else self.adapters.arrays())]
 
@@ -48,7 +48,7 @@ class RowInputs:
 
 
 class PassState:
-    """Where a model that reads images finds what the rows of the pass have; its copies share it."""
+    """The place where a model that reads images finds what the rows of the pass have; its copies share it."""
 
     inputs: RowInputs | None = None
 

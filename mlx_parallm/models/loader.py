@@ -100,7 +100,7 @@ def _local(folder: str) -> Path:
 
 
 def _load_text(folder: str, trust_remote_code: bool, text_only: str | None) -> Any:
-    """As mlx-lm loads it. `text_only`: why images are not read, where the model could."""
+    """Loads a model as mlx-lm does. `text_only`: why images are not read, where the model could."""
     try:
         loaded = _load_folder(folder, trust_remote_code)
     except ModelLoadError as error:

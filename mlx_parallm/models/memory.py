@@ -88,5 +88,5 @@ def size_text(count: int) -> str:
 
 
 def size_flag(count: int) -> str:
-    """As a flag takes it, rounded up."""
+    """Formats a size as a flag takes it, rounded up."""
     return f"{-(-count // (1 << 20))}MiB"

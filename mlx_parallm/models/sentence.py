@@ -159,7 +159,7 @@ def _prompts(folder: Path) -> dict[str, Any]:
 
 
 def _limits(transformer: Path) -> dict[str, Any]:
-    """Of sentence_bert_config.json, and of the tokenizer, which has the last word where the first says nothing."""
+    """Reads the limits from sentence_bert_config.json, or from the tokenizer's config where that says nothing."""
     limit, lower = None, False
     if (transformer / "sentence_bert_config.json").is_file():
         settings = Settings.of(transformer, "sentence_bert_config.json")

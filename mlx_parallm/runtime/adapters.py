@@ -104,7 +104,7 @@ class CheckpointAdapters:
             timer.start()
 
     def _sweep(self, registry: Registry) -> None:
-        """Those that nobody uses leave; while some stay, it comes again."""
+        """Unloads adapters that nobody uses; while some stay, it comes again."""
         with self._lock:
             self._sweeping = False
             for name, loaded in list(self._loaded.items()):
@@ -163,8 +163,8 @@ class SplitFile:
         registry.traffic.on_reward = lambda: self._write_later(registry)
 
     def write(self, registry: Registry, chosen: bool = False) -> None:
-        """What a rule decides or has decided; a disk that can't be written costs no more than this. The file leaves
-        when somebody has chosen what is served, and not because a start could not serve what it says."""
+        """Writes what a rule decides or has decided; a disk that can't be written costs no more than this. The file
+        leaves when somebody has chosen what is served, and not because a start could not serve what it says."""
         with self._lock:
             self._timer = None
             try:
@@ -192,8 +192,8 @@ class SplitFile:
                 self._timer.start()
 
     def restore(self, registry: Registry, load_checkpoint: Callable[[str], object]) -> None:
-        """What an earlier process served, if it was a split, or what a split has come to. Its arms may be checkpoints,
-        which are loaded first."""
+        """Serves again what an earlier process served, if it was a split, or what a split has come to. Its arms may be
+        checkpoints, which are loaded first."""
         document = self._read()
         if document is None:
             return

@@ -49,7 +49,7 @@ class AdapterTable(Protocol):
 
     @property
     def served_version(self) -> int:
-        """What the model's own name serves; 0: the model alone."""
+        """The version that the model's own name serves; 0: the model alone."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class AdapterTable(Protocol):
     def resident_bytes(self) -> int: ...
     @property
     def base(self) -> AdapterVersion:
-        """What is counted of answers without an adapter."""
+        """The counts of completions without an adapter."""
         ...
 
     def __contains__(self, name: str) -> bool: ...
@@ -73,11 +73,11 @@ class AdapterTable(Protocol):
 
     def versions(self, name: str) -> Sequence[AdapterVersion]: ...
     def newest(self, version: AdapterVersion) -> AdapterVersion:
-        """What the name of a version means now; itself, once the name is gone."""
+        """Returns the version that the name of this one means now; itself, once the name is gone."""
         ...
 
     def route(self) -> AdapterVersion | None:
-        """What the next request for the model's own name gets; None: the model alone."""
+        """Returns what the next request for the model's own name gets; None: the model alone."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class AdapterTable(Protocol):
 
 
 class ImageReader(Protocol):
-    """Of a model that reads images. On any thread; what it raises for a user is InvalidRequestError."""
+    """Reads images for a model. May be called on any thread; what it raises for a user is InvalidRequestError."""
 
     def read(self, pixels: Any) -> ImageInput:
         """An image of (height, width, 3) bytes as the model takes it."""
@@ -216,7 +216,7 @@ class TrainingClient(Protocol):
     @property
     def adapters(self) -> Sequence[str]: ...
     def scorer_for(self, metadata: Mapping[str, Any]) -> str | None:
-        """What scores collected answers with such metadata where the request names nothing; None: nobody."""
+        """Returns the scorer of collected completions with such metadata, where the request names none; or None."""
         ...
 
     def check_collects(
@@ -246,7 +246,7 @@ class TrainingClient(Protocol):
         ...
 
     def is_pending(self, request_id: str, index: int | None, owner: str | None) -> bool:
-        """Whether an answer by that name is being given. On any thread, and quick."""
+        """Returns whether a completion by that name is being generated. On any thread, and quick."""
         ...
 
     def checkpoint(self, adapter: str | None, name: str | None) -> tuple[str, str]: ...
@@ -273,7 +273,7 @@ class TrainingClient(Protocol):
 
 
 class PoolClient(Protocol):
-    """Which models there are, loaded or not, and how they come and go."""
+    """The models that there are, loaded or not, and how they come and go."""
 
     on_failure: Callable[[str], None] | None  # is told why a model has stopped for good, on its thread
 
@@ -293,7 +293,7 @@ class PoolClient(Protocol):
         ...
 
     def keep_alive(self, name: str, seconds: float) -> None:
-        """How long a model stays after its last request: 0 is not at all, `math.inf` pins it."""
+        """Sets how long a model stays after its last request: 0 is not at all, `math.inf` pins it."""
         ...
 
     def unload(self, name: str, timeout: float) -> None:

@@ -62,7 +62,7 @@ class PoolEntry:
 
     @property
     def path(self) -> str | None:
-        """Where its files are, unless they have to be downloaded first."""
+        """The path of its files, or the hub's name of a model whose files have to be downloaded first."""
         return self.downloaded or self.source
 
     @property
@@ -90,7 +90,7 @@ class PoolEntry:
         return message
 
     def failure(self) -> ParallmError:
-        """What a request for it gets once it has failed: no flag or folder promises a model that is not `lasting`."""
+        """Returns what a request for it gets if it has failed: no flag or folder promises one that isn't `lasting`."""
         assert self.error is not None
         kind = UnavailableError if self.lasting else ModelNotFoundError
         message = f"{self.name!r} can't be loaded: {self.error.message}; POST /v1/models/load tries again"
@@ -166,7 +166,7 @@ def models_in(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Of a folder's files, or of a file."""
+    """Returns the stamp of a folder's files, or of a file."""
     try:
         if path.is_file():
             found = path.stat()
@@ -190,7 +190,7 @@ def _is_model(path: Path) -> bool:
 
 
 class Holds:
-    """What requests use, by the number that they release it with: another model may have the name by then."""
+    """The models that requests use, by the number that they release them with: another may have the name by then."""
 
     def __init__(self) -> None:
         self._entries: dict[int, PoolEntry] = {}
@@ -244,7 +244,7 @@ class KnownModels:
         return self.entries[name]
 
     def find_or_add(self, name: str, source: str) -> PoolEntry:
-        """For a model at a path: the one that is known by this name, or a new one."""
+        """Returns the entry of a model at a path: the one that is known by this name, or a new one."""
         self.look_into_folder()
         known = self.entries.get(name)
         if known is not None and known.source == source:
@@ -259,7 +259,7 @@ class KnownModels:
         return entry
 
     def forget(self, entry: PoolEntry) -> None:
-        """Once it is unloaded, a model that was loaded by a path is no longer known."""
+        """Forgets a model that was loaded by a path, once it is unloaded."""
         if not entry.lasting and entry.status == "unloaded" and not entry.waiting:
             self.entries.pop(entry.name, None)
 
@@ -312,7 +312,7 @@ class IdleWatch:
         self._thread: threading.Thread | None = None
 
     def seconds_of(self, entry: PoolEntry) -> float | None:
-        """After how many it leaves; None: never."""
+        """Returns after how many seconds without requests a model leaves; None: never."""
         return entry.keep_alive if entry.keep_alive is not None else self._seconds
 
     def wake(self) -> None:

@@ -189,7 +189,8 @@ class Loader:
         self._leaving = weakref.ref(model)
 
     def reclaim(self) -> None:
-        """After the caller has let go of a model that was taken down: its memory goes back, and the others may have it.
+        """Gives back the memory of a model that was taken down, after the caller has let go of it; the others may have
+        it.
 
         A batch whose results are known already may still have to end on the thread of an engine.
         """
@@ -242,13 +243,13 @@ class Loader:
         return self._thread
 
     def _move_predictors(self) -> None:
-        """To the thread of the engine that is the first now: its steps and theirs take turns."""
+        """Moves predictors to the thread of the engine that is the first now: its steps and theirs take turns."""
         for predictor in self._memory.predictors:
             predictor.move(self._host())
 
 
 def _loaded_share(size: int) -> Share:
-    """How much of so many bytes of weights has come into memory since."""
+    """Returns a function that says which share of so many bytes of weights has come into memory since."""
     before = mx.get_active_memory()
 
     def share() -> float | None:

@@ -24,7 +24,7 @@ class MemoryShares:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all that is loaded."""
+        """The bytes of all weights that are loaded."""
         generators = sum(engine.model.weight_bytes for engine in self.engines)
         return generators + sum(predictor.info.weight_bytes for predictor in self.predictors)
 

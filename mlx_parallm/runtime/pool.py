@@ -88,7 +88,7 @@ class ModelPool:
 
     @property
     def generators(self) -> Mapping[str, Engine]:
-        """Those that are loaded, in the order of the config."""
+        """The models that generate and are loaded, in the order of the config."""
         with self._changed:
             return {one.name: one.model for one in self._known if isinstance(one.model, Engine)}
 
@@ -98,7 +98,7 @@ class ModelPool:
             return {one.name: one.model for one in self._known if isinstance(one.model, LocalPredictor)}
 
     def statuses(self) -> list[ModelStatus]:
-        """Of all models, loaded or not, those in the folder of models included."""
+        """Returns the statuses of all models, loaded or not, those in the folder of models included."""
         held = mx.get_active_memory()
         with self._changed:
             self._known.look_into_folder(at_most_every=LOOK_SECONDS)
@@ -146,7 +146,8 @@ class ModelPool:
         return loaded
 
     def keep_alive(self, name: str, seconds: float) -> None:
-        """How long a model stays after its last request, until it has left: 0 is not at all, `math.inf` pins it."""
+        """Sets how long a model stays after its last request, until it has left: 0 is not at all, `math.inf`
+        pins it."""
         with self._changed:
             entry = self._known.find(name)
             entry.pinned = seconds == math.inf
@@ -214,7 +215,7 @@ class ModelPool:
         self._changed.notify_all()
 
     def _is_fixed(self, entry: PoolEntry) -> bool:
-        """Whether it is the one that trains, whose state is bound to it, or that other processes hold parts of."""
+        """Returns whether it is the one that trains, with state bound to it, or other processes hold parts of it."""
         training = self._split or self._config.trains or bool(self._config.training.rewards.named_reward_models())
         return training and bool(self._memory.engines) and entry.model is self._memory.engines[0]
 
@@ -223,7 +224,7 @@ class ModelPool:
         return entry.status == "ready" and not stays
 
     def _leave(self, entry: PoolEntry) -> None:
-        """For one that nobody uses."""
+        """Unloads a model that nobody uses."""
         entry.status = "unloading"
         self._jobs.submit(self._take_down, entry)
 
@@ -248,7 +249,7 @@ class ModelPool:
             log.info("%s is loaded, after %.1f s", entry.name, time.monotonic() - begun)
 
     def _download(self, entry: PoolEntry) -> None:
-        """On a thread of its own."""
+        """Downloads a model, on a thread of its own, and has it loaded."""
         try:
             entry.download()
         except ParallmError as error:
@@ -374,7 +375,7 @@ class ModelPool:
         raise WaitsForRoom
 
     def _give_up(self, entry: PoolEntry, room_by: float) -> None:
-        """On a thread of its own: no model in use has left in time. Those that were to leave stay."""
+        """Fails a load for which no model in use has left in time; on its own thread. Those that were to leave stay."""
         with self._changed:  # a timer of a load that found room may end during the next
             if entry not in self._without_room or entry.room_by != room_by or self._closing.is_set():
                 return

@@ -52,7 +52,7 @@ class CostGroup:
         self.newest = number
 
     def excess(self, seconds: float) -> float:
-        """How much too long a batch is whose parts should take so many seconds at most; up to 1, it is not."""
+        """Returns how many times too long a batch is whose parts should take so many seconds; up to 1, it is not."""
         part = self.seconds if self.parts < 2 else self.seconds / self.parts / MEAN_PART
         return max(part / max(1e-6, seconds), self.seconds / MAX_SECONDS)
 
@@ -74,7 +74,7 @@ class BatchTimes:
         self._groups = {key: one for key, one in self._groups.items() if one.newest > self._count - RECENT}
 
     def cost_within(self, seconds: float) -> int:
-        """What the next batch may cost. Where all known ones take too long, one of half the cost is tried."""
+        """Returns what the next batch may cost. Where all known ones take too long, one of half the cost is tried."""
         if not self._groups:
             return FIRST_COST
         excesses = {bits: one.excess(seconds) for bits, one in self._groups.items()}
@@ -86,7 +86,7 @@ class BatchTimes:
 
     @property
     def launch_cost(self) -> int:
-        """Of the largest batch that takes about as long as the fastest."""
+        """The cost of the largest batch that takes about as long as the fastest."""
         seconds = {bits: one.seconds for bits, one in self._groups.items()}
         return self._largest_within(MIN_OVER_FASTEST * min(seconds.values()), seconds) if seconds else 0
 
@@ -96,8 +96,8 @@ class BatchTimes:
         return min(MAX_COST, math.ceil(max(costs)))
 
     def _worth_trying(self, bits: int, excesses: dict[int, float]) -> bool:
-        """Whether batches of this group may be faster than those of the next, the fastest that is known: not if that
-        one is little faster than its own double, or if inputs were too large for this group when it was tried."""
+        """Returns whether batches of this group may be faster than those of the next, the fastest that is known: not if
+        that one is little faster than its own double, or if inputs were too large for this group when it was tried."""
         if bits < 1 or bits in excesses or self._count - self._tried.get(bits, -RECENT) < RECENT:
             return False
         return bits + 2 not in excesses or excesses[bits + 2] >= MIN_OVER_FASTEST * excesses[bits + 1]
@@ -114,7 +114,7 @@ class PredictionHost(Protocol):
 
     @property
     def slice_seconds(self) -> float:
-        """How long the step that runs now should take."""
+        """The seconds that the step that runs now should take."""
         ...
 
     def predict(self, steps: "Steps[None]") -> "Future[None]": ...
@@ -270,7 +270,8 @@ class LocalPredictor:
         host.predict(self._steps(host)).add_done_callback(lambda steps: self._ended(steps, host))
 
     def _ended(self, steps: "Future[None]", host: PredictionHost) -> None:
-        """After a move it goes on there. Has the host stopped, or is our own code wrong, nobody may wait for ever."""
+        """Goes on at another host after a move. Has the host stopped, or is our own code wrong, it fails all calls:
+        nobody may wait for ever."""
         error = steps.exception()
         with self._lock:
             if self._running and self._host is not host:

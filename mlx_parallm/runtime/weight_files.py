@@ -29,7 +29,7 @@ def weight_bytes(source: str | Path, device: Device) -> int:
 
 
 def _file_bytes(file: Path, bits: int | None, device: Device) -> int:
-    """Of the tensors that its header names; 0 where it can't be read: loading will say why."""
+    """Returns the bytes of the tensors that a file's header names; 0 where it can't be read: loading will say why."""
     try:
         return sum(_tensor_bytes(tensor, bits, device) for tensor in _tensors(file))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
@@ -56,7 +56,7 @@ def _quantization(folder: Path) -> int | None:
 
 
 def _tensors(file: Path) -> Iterator[dict[str, Any]]:
-    """What the header says of each tensor."""
+    """Yields what the header says of each tensor."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length)) if length <= MAX_HEADER else {}

@@ -229,7 +229,7 @@ class ModelTable:
 
 
 def adapter_names(registry: AdapterTable) -> list[str]:
-    """Of the adapters that the request's key may use."""
+    """Returns the names of the adapters that the request's key may use."""
     caller = current_caller.get()
     return [name for name in registry.names if caller.may_use_adapter(name)]
 

@@ -71,6 +71,6 @@ class RecentRequests:
         )
 
     def latest(self, count: int, after: int = 0) -> Sequence[RecentRequest]:
-        """At most so many that ended after the one of this number, the newest first."""
+        """Returns at most so many requests that ended after the one of this number, the newest first."""
         found = [one for one in reversed(self._requests) if one.number > after]
         return found[: max(0, count)]

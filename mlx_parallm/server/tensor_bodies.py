@@ -37,7 +37,7 @@ def is_safetensors(request: Request) -> bool:
 
 
 def wants_safetensors(request: Request) -> bool:
-    """By `Accept`; where that does not say, as the body is."""
+    """Returns whether the response is to be safetensors: by `Accept`; where that does not say, as the body is."""
     for entry in request.headers.get("accept", "").split(","):
         kind = entry.partition(";")[0].strip().lower()
         if kind in SAFETENSORS_TYPES:

@@ -103,7 +103,7 @@ class Decoder(Protocol):
 
 
 class ByteDecoder:
-    """For vocabularies with bytes per token: joins them and decodes what is complete."""
+    """The decoder for vocabularies with bytes per token: joins them and decodes what is complete."""
 
     __slots__ = ("_pending", "_pieces", "_trim")
 
@@ -130,7 +130,7 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For any other tokenizer: decodes a short window of recent tokens and keeps what is new in it."""
+    """The decoder for any other tokenizer: decodes a short window of recent tokens and keeps what is new in it."""
 
     __slots__ = ("_read", "_start", "_tokens", "_vocabulary")
 
@@ -193,7 +193,7 @@ class Prefixes:
 
 
 def _failure(string: str) -> list[int]:
-    """For each beginning of the string, the length of the longest shorter one that it ends with."""
+    """Returns, for each prefix of the string, the length of the longest shorter prefix that it ends with."""
     failure, size = [0] * len(string), 0
     for place in range(1, len(string)):
         while size and string[place] != string[size]:
@@ -273,7 +273,7 @@ class TextStream:
         skip_special: bool = True,
         visible: Collection[int] = (),
     ) -> "TextStream":
-        """Of a completion of `prompt`; `chat`: of the next message of a conversation."""
+        """Makes the stream of a completion of `prompt`; `chat`: of the next message of a conversation."""
         return cls(
             vocabulary,
             sampling.stop,

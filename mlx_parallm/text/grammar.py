@@ -83,7 +83,7 @@ def answer_grammar(
     tool_name: str | None,
     parallel: bool,
 ) -> str | None:
-    """Of an answer in a chat, by the structure and the calls that are asked for; None where it is free."""
+    """Returns a chat response's grammar, by the structure and the calls that are asked for; None where it is free."""
     grammar, vocabulary = structure, answers.vocabulary
     if grammar is not None and answers.tool_format.kind == "harmony":
         grammar = in_final_channel(grammar, vocabulary)
@@ -213,7 +213,7 @@ class GrammarCompiler:
         self._tools_lock = threading.Lock()
 
     def check(self, grammar: str, param: str, quick: bool = False) -> CompiledGrammar | None:
-        """For grammars of clients: compiles one within the limits of `grammar_process`, or raises what is wrong.
+        """Compiles a client's grammar within the limits of `grammar_process`, or raises what is wrong.
 
         None: it takes longer than `quick` allows, and is to be checked again where slow ones wait for each other.
         """

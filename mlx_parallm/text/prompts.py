@@ -88,7 +88,7 @@ class Prompts:
         self._cache = _Cache()
 
     def encode(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
-        """With a `limit`, a text of that many tokens or more is refused, a long one by its beginning alone."""
+        """Encodes a text. With a `limit`, one of that many tokens or more is refused, a long one by its start alone."""
         key = b"1" if add_special_tokens else b"0"
         prompt = self._cache.get(key + text.encode("utf-8", "surrogatepass"))
         if prompt is None:
@@ -281,7 +281,7 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _place_of_result(call: Mapping[str, Any], results: Sequence[Message]) -> int:
-    """By the call's id; results without ids are in the order of the calls."""
+    """Finds a call's result by the call's id; results without ids are in the order of the calls."""
     identities = [result.get("tool_call_id") for result in results]
     return identities.index(call["id"]) if call.get("id") in identities else 0
 

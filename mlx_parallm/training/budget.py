@@ -39,7 +39,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, order=True)
 class MemoryUse:
-    """Of a micro-batch."""
+    """The bytes that a micro-batch took, and its tokens."""
 
     nbytes: int
     tokens: int

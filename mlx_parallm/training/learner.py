@@ -82,13 +82,13 @@ class Learner:
 
     @property
     def nbytes(self) -> int:
-        """Of parameters and the optimiser's memory of them."""
+        """The bytes of parameters and the optimiser's state."""
         arrays = [*self.stacks.values(), *(array for _, array in tree_flatten(self.optimizer.state))]
         return sum(array.nbytes for array in arrays)
 
     @property
     def learning_rate(self) -> float:
-        """Of the last step."""
+        """The learning rate of the last step."""
         return number(self.optimizer.learning_rate)
 
     # An update: gradients, then a step.

@@ -91,7 +91,7 @@ class TrainingManager:
             self.environment.start()
 
     def _keep_answers(self) -> None:
-        """On disk too: feedback may come after a restart."""
+        """Keeps completions on disk, too: feedback may come after a restart."""
         folder = Path(self.config.checkpoints.checkpoint_dir).expanduser()
         try:
             self._folder_lock = FolderLock(folder)
@@ -189,7 +189,7 @@ class TrainingManager:
         return reward_model
 
     def reward_model_name(self, name: str | None = None) -> str:
-        """Of the reward model of this name; of the first without one."""
+        """Returns the full name of the reward model of this name; of the first without one."""
         if not self.reward_models:
             raise InvalidRequestError("this server has no reward model: start it with --reward-model FOLDER")
         name = next(iter(self.reward_models)) if name in (None, "default") else name
@@ -309,7 +309,7 @@ class TrainingManager:
             time.sleep(LOOK_SECONDS)
 
     def session_of(self, record: Record) -> Session:
-        """Of the adapter that gave an answer."""
+        """Returns the session of the adapter that a completion was generated with."""
         return self.check_trained(record.policy)
 
     def check_trained(self, policy: str | None) -> Session:

@@ -33,10 +33,10 @@ class ProgressEntry(Protocol):
     def step(self) -> int: ...
 
     def flat(self) -> dict[str, Any]:
-        """For a line of JSON."""
+        """Returns the values for a line of JSON."""
 
     def parts(self) -> list[str]:
-        """For a line in the terminal."""
+        """Returns the parts of a line in the terminal."""
 
 
 class Board(Protocol):

@@ -67,7 +67,8 @@ def train_policy(manager: TrainingManager, config: TrainConfig) -> None:
 
 
 def _run_apart(loop: Loop, remote: RemotePolicy) -> None:
-    """In a process that serves nothing. A signal ends it after the step, or at once where it waits for the server."""
+    """Runs the loop in a process that serves nothing. A signal ends it after the step, or at once where it waits for
+    the server."""
 
     def stop() -> None:
         loop.stop()
@@ -96,7 +97,7 @@ def _read_adapter(folder: str, config: TrainConfig) -> Adapter:
 
 
 def _progress(config: TrainConfig, folder: Path, steps: int, title: str) -> Progress:
-    """With the options that others may see: no keys, no addresses."""
+    """Makes the progress of a run, with the options that others may see: no keys, no addresses."""
     public = {
         option.name: functools.reduce(getattr, option.path, config)
         for option in options_of(TrainConfig)
@@ -162,7 +163,7 @@ def _read_data(engine: Engine, config: TrainConfig, length: int) -> SplitData[An
 
 
 def _make_trainer(engine: Engine, config: TrainConfig, steps: int) -> Supervised[Any]:
-    """On the engine, from the adapter to go on from where there is one."""
+    """Makes the trainer on the engine, from the adapter to go on from where there is one."""
     run, lora = config.run, config.training.lora
     settings = SupervisedConfig.of(config.training.rl, total_steps=steps, packing=run.packing, beta=run.dpo_beta)
     kind: type[Supervised[Any]] = SFT if config.mode == "sft" else DPO

@@ -96,8 +96,9 @@ class PromptCache:
 
 
 class PackedCache:
-    """For rows that hold several texts, one after another: none sees another's. `texts` (n, T): the number of the text
-    that a token is of. Positions go on from one text to the next, which attention by distances does not see."""
+    """A cache for rows that hold several texts, one after another: none sees another's. `texts` (n, T): the number of
+    the text that a token is of. Positions go on from one text to the next, which attention by distances does not
+    see."""
 
     def __init__(self, texts: mx.array) -> None:
         self.offset = 0
@@ -218,7 +219,7 @@ class TrainableModel:
 
     @contextlib.contextmanager
     def dropping_out(self, drops: bool = True) -> Iterator[None]:
-        """Within, passes leave inputs of the adapter out, where it has a dropout."""
+        """Has passes within it leave inputs of the adapter out, where it has a dropout."""
         if not (drops and self.lora.dropout):
             yield
             return
@@ -299,7 +300,7 @@ class Stacks:
         return {name: stacks[stack][i] for stack, names in self.members.items() for i, name in enumerate(names)}
 
     def paths(self, path: str) -> list[str]:
-        """Of what somebody keeps for a stack (its name, a dot, a word), the same for each member; else the path."""
+        """Returns the paths of what somebody keeps for a stack (its name, a dot, a word), by members; else the path."""
         stack, _, word = path.partition(".")
         return [f"{name}.{word}" for name in self.members.get(stack, ())] or [path]
 
@@ -315,7 +316,7 @@ class Stacks:
 
 
 def _dtype(module: nn.Module) -> mx.Dtype:
-    """In which a model computes: that of its norms, or else of anything that is no packed integer."""
+    """Returns the precision a model computes in: that of its norms, or else of anything that is no packed integer."""
     arrays = [array for _, array in tree_flatten(module.parameters()) if mx.issubdtype(array.dtype, mx.floating)]
     dtype: mx.Dtype = min(arrays, key=lambda array: array.ndim).dtype
     return dtype

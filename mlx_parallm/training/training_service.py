@@ -205,8 +205,7 @@ class TrainingService:
             manager.rewards.check(scoring_function, metadata)
 
     def collect(self, collection: Collection) -> "Future[dict[int, float]]":
-        """Scores the answers of a call that has ended, and puts them into the buffer, elsewhere: their rewards, by the
-        numbers of the choices; those that could not be scored are missing."""
+        """Scores and buffers an ended call, elsewhere: rewards by choices' numbers; what can't be scored is missing."""
         with self._lock:
             self._collecting += 1
         return self._pool.submit(self._score, collection)
@@ -356,7 +355,7 @@ class TrainingService:
         return self._manager.session(adapter).buffer.recent.latest(count)
 
     def metrics(self) -> dict[str, TrainingMetrics]:
-        """Of each adapter that learns."""
+        """Returns the metrics of each adapter that learns."""
         return {name: _metrics(session) for name, session in list(self.sessions.items())}
 
 

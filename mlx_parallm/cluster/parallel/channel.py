@@ -73,7 +73,7 @@ class Channel:
         threading.Thread(target=self._send_beats, name="signs of life", daemon=True).start()
 
     def set_patience(self, seconds: float) -> None:
-        """From what comes next on, so long a silence means that the other side is gone."""
+        """Sets how many seconds of silence, from what comes next on, mean that the other side is gone."""
         self._socket.settimeout(seconds)
 
     def close(self) -> None:

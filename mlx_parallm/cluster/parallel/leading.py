@@ -69,7 +69,7 @@ class Leading:
 
 
 def staged_number(caches: Sequence[Any]) -> int:
-    """Of prompts' caches that every rank has."""
+    """Returns the number by which every rank knows the caches of some prompts."""
     assert isinstance(caches, Staged)
     return caches.number
 

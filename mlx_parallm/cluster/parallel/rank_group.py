@@ -151,7 +151,7 @@ class Leader(GroupMember):
             on_thread(f"rank {rank}", partial(self._listen, rank, channel))
 
     def send(self, message: Message) -> None:
-        """To all other ranks."""
+        """Sends a message to all other ranks."""
         if self._closing:
             return
         if self.lost is not None:
@@ -263,7 +263,7 @@ def group_config(config: ServeConfig, member: GroupMember) -> ServeConfig:
 
 
 def own_address() -> str:
-    """Where the other ranks reach rank 0, as mlx.launch knows it."""
+    """Returns the address at which the other ranks reach rank 0, as mlx.launch knows it."""
     if hostfile := os.environ.get("MLX_HOSTFILE"):
         first: str = json.loads(Path(hostfile).read_text())[0][0]
         return first.rpartition(":")[0]

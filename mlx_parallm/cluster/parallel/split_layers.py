@@ -48,7 +48,7 @@ def split_model(module: nn.Module, group: mx.distributed.Group) -> ModelSplit:
 
 
 def way_to_split(module: nn.Module, ranks: int) -> Way:
-    """By heads where their number divides, and mlx-lm knows how; else by layers."""
+    """Chooses how to split a model: by heads where their number divides, and mlx-lm knows how; else by layers."""
     args: Any = getattr(module, "args", None)
     sizes = [getattr(args, name, None) for name in DIVIDED]
     divides = all(isinstance(size, int) and size % ranks == 0 for size in sizes)

@@ -24,7 +24,7 @@ class Supervisor:
         self._stopping = False
 
     def run(self) -> int:
-        """Until a signal; returns the exit code of the last group."""
+        """Runs the group, and starts it again when it ends, until a signal; returns the exit code of the last group."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         pause = FIRST_PAUSE

@@ -34,7 +34,7 @@ SILENCE_SECONDS = 2.0
 
 @ray.remote(num_cpus=0)
 class FrontAddress:
-    """Where engines find the front, and the secret of their links."""
+    """Tells engines where the front is, and the secret of their links."""
 
     def __init__(self, url: str, secret: str) -> None:
         self._found = (url, secret)

@@ -85,7 +85,8 @@ class SharedState:
         return list(self._recent)[-missing:] if 0 < missing <= len(self._recent) else None
 
     def numbered(self, change: Change) -> Change:
-        """With a version that was never given out: a number means one set of weights, also where a call has failed."""
+        """Returns the change with a version that was never given out: a number means one set of weights, also where a
+        call has failed."""
         if change.kind != "publish" or change.number is None:
             return change
         history = self._adapters.get((change.model, change.name))

@@ -57,7 +57,7 @@ class EngineReplica:
         return {"in_flight": float(self._replica.in_flight)}
 
     def __call__(self) -> str:
-        """For `serve` alone: requests come by HTTP."""
+        """Exists for `serve` alone: requests come by HTTP."""
         return "ok"
 
     def __del__(self) -> None:
@@ -77,7 +77,7 @@ class RayCluster:
 
     @property
     def host(self) -> str:
-        """Where replicas reach the front."""
+        """The address at which replicas reach the front."""
         return ray.util.get_node_ip_address() if self.shared else LOOPBACK
 
     def open(self) -> None:
@@ -180,7 +180,7 @@ def join(config: ServeConfig) -> int:
 
 
 def queue_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """For a config of Serve: as many replicas as keep `target_ongoing_requests` requests in flight on each."""
+    """Says how many replicas Serve is to run: as many as keep `target_ongoing_requests` requests in flight on each."""
     settings = context.config
     assert settings is not None
     in_flight = sum((context.aggregated_metrics or {}).get("in_flight", {}).values())
@@ -196,7 +196,7 @@ def _ray_start(flags: list[str], replicas: int, folder: str) -> "subprocess.Pope
 
 
 def _end_with(parent: int) -> None:
-    """In a new process: it gets SIGTERM when its parent dies, however that dies. Linux alone has this."""
+    """Has this new process get SIGTERM when its parent dies, however that dies. Linux alone has this."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
         if os.getppid() != parent:

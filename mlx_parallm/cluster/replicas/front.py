@@ -94,7 +94,7 @@ class Front:
         self._everywhere = frozenset({DEFAULT, BASE, *config.named_models()})  # models that every replica has
 
     async def open(self) -> None:
-        """Within the event loop that it serves in."""
+        """Opens the HTTP client's session; to be called within the event loop that the front serves in."""
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=300),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
@@ -193,7 +193,7 @@ class Front:
         return b"".join(parts)
 
     async def _pass_on(self, exchange: Exchange) -> None:
-        """To the replica that is best for it; to the next where one dies before it answers."""
+        """Passes the request on to the replica that is best for it; to the next where one dies before it answers."""
         tried: set[str] = set()
         router = self._members.router
         while True:

@@ -119,7 +119,7 @@ class EventMerger:
         self.begun = asyncio.Event()  # there is a snapshot of each, or one has gone
 
     async def read(self, name: str, answer: BegunStream) -> None:
-        """Until the replica ends it, or is gone; it no longer counts then."""
+        """Reads a replica's events until the replica ends the stream, or is gone; it no longer counts then."""
         rest = b""
         try:
             async for part in answer.content.iter_any():

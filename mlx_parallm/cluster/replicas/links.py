@@ -29,7 +29,7 @@ def secret_headers(secret: str) -> dict[str, str]:
 
 
 def knows_secret(headers: Any, secret: str) -> bool:
-    """Of ASGI's headers."""
+    """Returns whether ASGI's headers have the secret."""
     given = next((value for name, value in headers if name == SECRET_HEADER), b"")
     return hmac.compare_digest(given, secret.encode())
 
@@ -44,7 +44,7 @@ def unpack_hashes(text: str) -> list[int]:
 
 
 def write_error(error: ParallmError) -> bytes:
-    """With the nearest class that every process knows."""
+    """Writes an error as JSON, with the nearest class that every process knows."""
     kind = next(one.__name__ for one in type(error).__mro__ if getattr(errors, one.__name__, None) is one)
     return orjson.dumps({"kind": kind, "message": error.message, "param": error.param, "code": error.code})
 

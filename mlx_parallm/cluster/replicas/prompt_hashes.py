@@ -30,7 +30,8 @@ class PromptDigest:
 
 
 def prompt_digest(body: bytes, tenant: bytes = b"", everywhere: Collection[str] = ()) -> PromptDigest:
-    """Of a JSON body. One that can't be read has no prompt: the replica says what is wrong with it.
+    """Returns the digest of the prompt in a JSON body. One that can't be read has no prompt: the replica says what is
+    wrong with it.
 
     `everywhere`: models that no replica has to load first.
     """

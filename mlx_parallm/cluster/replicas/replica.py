@@ -314,7 +314,8 @@ class Replica:
                     self._start_anew("the front has not answered for a minute")
 
     def _on_failure(self, reason: str) -> None:
-        """On the engine's thread. Ray's next health check ends this process and starts another."""
+        """Tells the front that the engine has failed; on the engine's thread. Ray's next health check ends this process
+        and starts another."""
         self.failure = reason
         try:
             self._front.say("failed", message=reason, fatal=False)

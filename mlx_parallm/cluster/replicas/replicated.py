@@ -250,7 +250,7 @@ class ReplicatedAdapters:
     def _publish(
         self, model: str, name: str, data: bytes, config: Mapping[str, Any], number: int | None, source: str, own: bool
     ) -> AdapterVersion:
-        """Where a number is given, it is checked as one process would; else the front gives the next."""
+        """Publishes a version. A given number is checked as one process would; else the front gives the next."""
         registry = self._runtime.pool.generators[model].adapters
         self._runtime.adapters.check(model, name, data, config)
         newest = max((version.number for version in registry.versions(name)), default=0)

@@ -92,7 +92,7 @@ def models(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def first(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Of what all replicas are told, and answer alike."""
+    """Returns the first replica's response, for what all replicas are told and answer alike."""
     return next(iter(answers.values()))
 
 

@@ -91,7 +91,7 @@ def _built(compiler: str) -> Path:
 
 
 def _fingerprint(source: bytes) -> str:
-    """Of the source and of the processor, since a home folder may be shared by machines."""
+    """Returns a fingerprint of the source and of the processor, since a home folder may be shared by machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

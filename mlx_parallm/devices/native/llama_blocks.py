@@ -95,7 +95,7 @@ class NativeBlock(llama.TransformerBlock):
 
 
 def _adapted_weights(*layers: nn.Module) -> list[AdaptedWeights] | None:
-    """Where the layers' weights are and what rows' adapters add to them; None where the kernels can't use them."""
+    """Returns where the layers' weights are and what rows' adapters add; None where the kernels can't use them."""
     adapted: list[AdaptedWeights] = []
     for layer in layers:
         weights = weight_addresses(layer)

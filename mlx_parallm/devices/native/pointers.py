@@ -10,7 +10,7 @@ Sizes = ctypes.c_int64 * 12
 
 
 def element_strides(view: Array) -> tuple[int, ...]:
-    """Of an array of float32."""
+    """Returns the strides of an array of float32, in elements."""
     return tuple(stride // 4 for stride in view.strides)
 
 

@@ -27,7 +27,7 @@ def has_lane_products() -> bool:
 
 
 class WeightAddresses:
-    """Where a layer's weights are in memory."""
+    """The addresses of a layer's weights in memory."""
 
     __slots__ = ("bias", "bias_address", "out_features", "size", "usable", "views", "weight", "weight_address")
 
@@ -58,7 +58,7 @@ AdaptedWeights = tuple[WeightAddresses, Array | None, int]
 
 
 def few_row_products(library: Any, x: mx.array, layers: Sequence[AdaptedWeights | None]) -> list[mx.array] | None:
-    """Of each layer for a few rows; None where a BLAS should do it."""
+    """Computes the output of each layer for a few rows; None where a BLAS should do it."""
     shape = x.shape
     rows = x.size // shape[-1]
     usable = [layer for layer in layers if layer is not None]
@@ -93,10 +93,10 @@ def low_rank_adder() -> Callable[..., list[mx.array] | None] | None:
 def _add_low_rank(
     library: Any, x: mx.array, layers: Sequence[tuple[mx.array, int, int]], row_adapters: Any
 ) -> list[mx.array] | None:
-    """For each layer's y (B, 1, N) + x (B, 1, K) · the row's a (rank, K) · its b (rank, N).
+    """Returns y (B, 1, N) + x (B, 1, K) · the row's a (rank, K) · its b (rank, N) for each layer.
 
-    `row_adapters.row_groups(group)` says where those are in memory, and of which rows they are. Written into each y
-    itself, which nobody else has seen. None where MLX should do it.
+    `row_adapters.row_groups(group)` says where a and b are in memory, and of which rows they are. The sum is written
+    into each y itself, which nobody else has seen. None where MLX should do it.
     """
     if x.ndim != 3 or x.shape[1] != 1 or x.dtype != mx.float32:
         return None

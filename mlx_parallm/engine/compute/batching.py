@@ -82,7 +82,7 @@ def check_room(cache: BatchCache, plan: MemoryPlan, context: int) -> None:
 
 
 def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int, profile: DeviceProfile) -> None:
-    """Where kernels are built at their first use, uses them: no request should wait for that."""
+    """Uses kernels once where they are built at their first use: no request should wait for that."""
     if not layout.traced:
         return
     _warm_up_rows(Runner(forward, cache, vocab_size, lambda: None, profile.round_prompts))
@@ -252,7 +252,7 @@ def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, profile: De
 
 
 def _probe(model: LanguageModel, forward: Forward, cache: BatchCache, rows: int) -> bool:
-    """Whether a batch of up to so many rows gives the logits that its rows give alone."""
+    """Returns whether a batch of up to so many rows gives the logits that its rows give alone."""
     prompts = [[token % model.vocab_size for token in prompt] for prompt in PROBE[: cache.free]]
     for prompt in prompts:
         staged = cache.stage(1, len(prompt))

@@ -29,7 +29,7 @@ class PassContexts:
         self._on_adapters = on_adapters
 
     def of_rows(self, rows: Sequence[Row | None]) -> PassContext:
-        """For decode steps of these rows."""
+        """Returns the context of decode steps of these rows."""
         adapters = self._row_adapters(rows)
         if self._encoder is None:
             return adapters
@@ -37,7 +37,7 @@ class PassContexts:
         return RowInputs(adapters, mx.array(shifts)) if any(shifts) else adapters
 
     def of_piece(self, job: Job, start: int, count: int, jobs: Sequence[Job] = (), height: int = 1) -> PassContext:
-        """For a pass over a piece of a prompt, or of `jobs` that are computed together, in `height` rows."""
+        """Returns the context of a pass over a piece of a prompt, or of `jobs` computed together in `height` rows."""
         rows = [other.rows[0] for other in jobs or (job,)]
         adapters = self._row_adapters([*rows, *[None] * (height - len(rows))])
         if self._encoder is None or rows[0].images is None:

@@ -35,7 +35,7 @@ def patch_layers(module: nn.Module, profile: DeviceProfile, split: Split | None 
 
 
 def use_device_kernels(module: nn.Module, profile: DeviceProfile) -> None:
-    """Without adapters. Does nothing to a model that has them already."""
+    """Gives a model without adapters the device's kernels. Does nothing to one that has them already."""
     if this_device().cuda:
         let_caches_attend(module)
     elif this_device().native and not profile.compiled:  # C kernels can't be traced
@@ -69,7 +69,8 @@ def add_hooks(layout: Layout) -> None:
 
 
 def fuse_blocks(module: nn.Module, kernels: AdapterKernels) -> None:
-    """Without kernels there is nothing to gain: MLX's operations add each layer's adapters."""
+    """Has attention, MLP and blocks compute their layers together, by kernels. Without any there is nothing to gain:
+    MLX's operations add each layer's adapters."""
     if not kernels:
         return
     # Attention and MLP before the blocks around them, which hand them the residual only where both can take it.

@@ -259,7 +259,7 @@ class Runner:
         return logits
 
     def _width(self, work: Prefill) -> int:
-        """How many tokens wide a pass over prompts is: the end of the longest is padded to a round number."""
+        """Returns how many tokens wide a pass over prompts is: the end of the longest is padded to a round number."""
         longest = max(work.jobs, key=lambda job: job.remaining)
         return work.count if work.count < longest.remaining else self._rounded(len(longest.tokens)) - longest.computed
 

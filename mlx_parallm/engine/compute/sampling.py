@@ -143,7 +143,7 @@ class Sampler:
         return self._scored(raw, logits, tokens, drawn)
 
     def _scored(self, raw: mx.array, logits: mx.array, tokens: mx.array, drawn: mx.array | None) -> Sampled:
-        """With the log-probabilities that rows ask for: the model's, or those that the tokens were drawn from."""
+        """Returns the tokens with the log-probabilities that rows ask for: the model's, or those sampled from."""
         if self._logprob_index is None:
             return Sampled(tokens, None, drawn)
         shown = raw[self._logprob_index]
@@ -152,7 +152,7 @@ class Sampler:
         return Sampled(tokens, scores_of(shown, tokens[self._logprob_index], self._top_count), drawn)
 
     def _at_temperature(self, raw: mx.array) -> mx.array:
-        """What a policy that learns is held against: the model at its temperature, before penalties and cuts."""
+        """Returns the logits to hold a policy that learns against: at its temperature, before penalties and cuts."""
         if not self._random:
             return raw
         return raw / mx.where(self._temperature > 0, self._temperature, 1.0)
@@ -192,7 +192,8 @@ class Sampler:
 
 
 def log_sum_exp(logits: mx.array) -> mx.array:
-    """Over the last axis, in pieces: MLX's CPU adds one number after another, which is 1e-4 off over a vocabulary."""
+    """Computes log-sum-exp over the last axis, in pieces: MLX's CPU adds one number after another, which is 1e-4 off
+    over a vocabulary."""
     size = logits.shape[-1]
     width = next((width for width in (512, 256, 128, 64, 32) if size > width and size % width == 0), None)
     if width is None:
@@ -257,7 +258,7 @@ class History:
             self.tokens = mx.pad(self.tokens, [(0, 0), (0, missing + 256)])
 
     def counts(self, vocab_size: int) -> tuple[mx.array, mx.array]:
-        """How often each token was generated, and whether it stands anywhere: (R, V), (R, V)."""
+        """Returns how often each token was generated, and whether it stands anywhere: (R, V), (R, V)."""
         place = mx.arange(self.tokens.shape[1])
         valid = place < self.lengths[:, None]
         generated = valid & (place >= self.prompts[:, None])

@@ -115,8 +115,8 @@ class EncoderLayer:
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:  # (B, H, T, D)
-    """On CUDA, MLX's attention asks cuDNN for a plan per shape, which takes 60 to 80 ms; short sequences are also
-    faster without it."""
+    """Computes attention. On CUDA, MLX's own asks cuDNN for a plan per shape, which takes 60 to 80 ms; short sequences
+    are also faster without it."""
     scale = q.shape[-1] ** -0.5
     if this_device().plans_shapes and q.shape[2] <= COMPOSED_LENGTH:
         return composed_attention(q, k, v, mask, scale)
@@ -152,7 +152,7 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Of tokens, and of their positions and types where the family has them."""
+    """The embeddings of tokens, and of their positions and types where the family has them."""
 
     word: mx.array  # (V, D)
     norm: NormWeights

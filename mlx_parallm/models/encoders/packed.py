@@ -102,7 +102,7 @@ class PackedLayer:
         return add_norm(self._library, self._mlp(second), _view(layer.down.bias), summed, None)
 
     def _attend(self, x: Array, places: Array, starts: Array) -> Array:
-        """Without the bias of its last product, which `add_norm` adds."""
+        """Returns attention's output without the bias of its last product, which `add_norm` adds."""
         layer, library = self._layer, self._library
         qkv = self._times(x, layer.qkv)
         if layer.qkv.bias is not None:

@@ -46,7 +46,7 @@ class Architecture:
 
 
 def expert_tensors(block: str) -> dict[str, str]:
-    """Of a layer whose MLP is a mixture: experts are stacked into one tensor each in GGUF and in mlx-lm."""
+    """Maps the names of tensors where the MLP is a mixture: GGUF and mlx-lm stack experts into one tensor each."""
     stacked = {f"ffn_{part}_exps": f"{block}.switch_mlp.{part}_proj" for part in ("gate", "up", "down")}
     return stacked | {"ffn_gate_inp": f"{block}.gate"}
 

@@ -48,7 +48,7 @@ def converted(path: Path, tell: Tell = lambda text: None) -> Path:
 
 
 def _fingerprint(path: Path) -> str:
-    """Of name, size and samples all over the content: quick on large files, and the same in every venv."""
+    """Fingerprints name, size and samples all over the content: quick on large files, and the same in every venv."""
     size = path.stat().st_size
     digest = hashlib.sha256(f"{FORMAT} {path.name} {size}".encode())
     with path.open("rb") as file:

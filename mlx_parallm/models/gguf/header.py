@@ -52,7 +52,7 @@ class Header:
 
     @property
     def head_dim(self) -> int:
-        """Of a query and a key in attention."""
+        """The size of a query and a key in attention."""
         size: int = self.get("attention.key_length", self.get("embedding_length") // self.get("attention.head_count"))
         return size
 

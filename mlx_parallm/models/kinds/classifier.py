@@ -118,7 +118,7 @@ class Classifier(Predictor):
         return [row[:length] if self.info.per_token else row for row, length in answers]
 
     def _check(self, batch: Sequence[TextTokens], lengths: Sequence[int]) -> None:
-        """Before anything is computed: an id outside the table would read other memory."""
+        """Checks lengths and ids before anything is computed: an id outside the table would read other memory."""
         limit, size = self._backbone.max_length, self._backbone.vocab_size
         if min(lengths) < 1 or max(lengths) > limit:
             raise InvalidRequestError(f"an input needs 1 to {limit} tokens", param="input")
@@ -135,13 +135,13 @@ class Classifier(Predictor):
 
 
 def _weight_bytes(backbone: Backbone, head: ClassificationHead) -> int:
-    """Of both, whose arrays may be the same."""
+    """Returns the bytes of backbone and head, whose arrays may be the same."""
     known = set(map(id, backbone.arrays())) if isinstance(backbone, Encoder) else set()
     return backbone.weight_bytes + sum(array.nbytes for array in head.arrays() if id(array) not in known)
 
 
 def _labels(settings: Settings, count: int) -> tuple[str, ...]:
-    """As id2label names them. transformers' names stand for those that it does not."""
+    """Returns the labels as id2label names them; those that it does not name have transformers' names."""
     names = settings.get("id2label", default={})
     if not isinstance(names, dict) or (names and len(names) != count):
         raise settings.wrong("id2label", names, f"an object with {count} names, one for each output of the head,")

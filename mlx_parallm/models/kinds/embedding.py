@@ -111,7 +111,7 @@ class Embedder(Predictor):
         return list(to_numpy(normalized(x) if self._sentence.normalize else x))[: len(batch)]
 
     def _check(self, batch: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-        """Before anything is computed: an id outside the table would read other memory."""
+        """Checks lengths and ids before anything is computed: an id outside the table would read other memory."""
         limit, size = self._states.max_length, self._states.vocab_size
         if min(lengths) < 1 or max(lengths) > limit:
             raise InvalidRequestError(f"an input needs 1 to {limit} tokens", param="input")

@@ -149,7 +149,7 @@ class Scale(Layer):
 
 @dataclass(slots=True, kw_only=True)
 class LayerNorm(Layer):
-    """Over the last axis."""
+    """Layer normalisation over the last axis."""
 
     epsilon: float = number(1e-5, 0)
     affine: bool = flag(True)
@@ -167,7 +167,7 @@ class LayerNorm(Layer):
 
 @dataclass(slots=True, kw_only=True)
 class BatchNorm(Layer):
-    """As at inference, by running mean and variance; channels are axis 1."""
+    """Batch normalisation as at inference, by running mean and variance; channels are axis 1."""
 
     epsilon: float = number(1e-5, 0)
     affine: bool = flag(True)
@@ -261,7 +261,7 @@ class Flatten(Layer):
 
 @dataclass(slots=True, kw_only=True)
 class Reshape(Layer):
-    """To (batch, *sizes); one size may be −1: what is left."""
+    """Reshapes to (batch, *sizes); one size may be −1: what is left."""
 
     takes: ClassVar[Takes] = "any"
     keeps: ClassVar[bool] = True
@@ -319,7 +319,7 @@ class Select(Layer):
 
 @dataclass(slots=True, kw_only=True)
 class Mean(Layer):
-    """Over some axes; [2, 3] of a picture is torch's AdaptiveAvgPool2d(1) with Flatten."""
+    """The mean over some axes; [2, 3] of a picture is torch's AdaptiveAvgPool2d(1) with Flatten."""
 
     axes: tuple[int, ...] = integers()
 

@@ -231,7 +231,7 @@ class Graph:
         return {name: to_numpy(value) for name, value in outputs.items()}
 
     def _elements_of_row(self, shapes: tuple[Shape, ...]) -> int:
-        """Of all results of one row. ShapeError where a layer can't take it."""
+        """Counts the elements of all results of one row; raises ShapeError where a layer can't take it."""
         values: list[Shape] = [()] * self._count
         for place, shape in enumerate(shapes):
             values[place] = (1, *shape)

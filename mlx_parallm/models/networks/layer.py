@@ -35,7 +35,7 @@ class Layer:
         return weights
 
     def shape(self, *inputs: Shape) -> Shape:
-        """Of the result; ShapeError."""
+        """Returns the shape of the result; raises ShapeError."""
         return inputs[0]
 
     def shapes(self, *inputs: Shape) -> tuple[Shape, ...]:

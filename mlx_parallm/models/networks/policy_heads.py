@@ -129,7 +129,7 @@ class Gaussian(ActionHead):
 
     @property
     def bounds(self) -> tuple[Floats, Floats]:
-        """Of each action; a single number is of all."""
+        """The bounds of each action; a single number holds for all."""
         found = []
         for name, default in (("low", -1.0), ("high", 1.0)):
             given = getattr(self, name) or (default,)
@@ -223,7 +223,7 @@ def draw_categorical(logits: Floats, chances: Floats, deterministic: Flags) -> t
 
 
 def log_density(raw: Floats, mean: Floats, log_std: Floats) -> Floats:
-    """Of a diagonal Gaussian, summed over the actions."""
+    """Returns the log density of a diagonal Gaussian, summed over the actions."""
     distance = (raw - mean) * np.exp(-log_std)
     found: Floats = (-0.5 * distance**2 - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
     return found

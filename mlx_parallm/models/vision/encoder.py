@@ -30,7 +30,7 @@ class ImageEncoder:
         self.encoded = 0  # images that were computed
 
     def fingerprint(self) -> str:
-        """Of its weights."""
+        """Returns a fingerprint of its weights."""
         parts = [part for name, part in self._model.items() if name != "language_model" and isinstance(part, nn.Module)]
         return " ".join(map(fingerprint, parts))
 
@@ -63,7 +63,7 @@ class ImageEncoder:
     def row_inputs(
         self, images: PromptImages, features: Mapping[int, mx.array], start: int, count: int, adapters: Any
     ) -> RowInputs:
-        """For a pass over tokens `start` to `start + count` of a text that begins with a prompt with images."""
+        """Returns the inputs of a pass over tokens `start` to `start + count` of a text whose prompt has images."""
         index = np.zeros((count,), np.int32)
         replaced = np.zeros((count,), np.bool_)
         pieces, known = [], 0

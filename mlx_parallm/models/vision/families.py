@@ -31,7 +31,7 @@ class Family(ABC):
         """A PIL image as the encoder takes it, and the tokens that stand for it."""
 
     def positions(self, length: int, images: Sequence[ImageInput], places: Places) -> Any:
-        """Of all tokens, (3, length), where RoPE has three axes."""
+        """Returns the positions of all tokens, (3, length), where RoPE has three axes."""
         return None
 
 

@@ -30,7 +30,8 @@ class LoadedVision:
 
 
 def has_image_encoder(config: dict[str, Any]) -> bool:
-    """By config.json. One that brings code of its own is left to mlx-lm, which asks whether that is trusted."""
+    """Returns whether config.json has an image encoder. A model that brings code of its own is left to mlx-lm, which
+    asks whether that is trusted."""
     return isinstance(config.get("vision_config"), dict) and "model_file" not in config
 
 

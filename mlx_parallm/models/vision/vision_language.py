@@ -13,8 +13,9 @@ from mlx_parallm.models.forward import PassState, RowInputs
 
 
 class ImageTextModel(nn.Module):
-    """Where features are several times as wide as embeddings (Qwen3-VL's DeepStack), the first part replaces these, and
-    each other is added to the states behind one of the first layers."""
+    """A language model that takes images' features. Where these are several times as wide as embeddings (Qwen3-VL's
+    DeepStack), the first part replaces the embeddings, and each other is added to the states behind one of the first
+    layers."""
 
     def __init__(self, language_model: nn.Module, three_axes: bool) -> None:
         super().__init__()

@@ -101,7 +101,8 @@ class Control:
         return JSONResponse({"is_paused": all(served.client.paused for served in self._models)})
 
     async def weight_version(self) -> Response:
-        """Of the adapter that the model's own name serves, or else of the one published last; 0 without any."""
+        """Returns the version of the adapter that the model's own name serves, or else of the one published last; 0
+        without any."""
         version = self._models.default.adapters.policy_version
         return JSONResponse({"weight_version": str(version), "policy_version": version})
 

@@ -56,7 +56,7 @@ class LoginRoutes:
         return response
 
     async def logout(self, request: Request) -> Response:
-        """Without a session it does nothing."""
+        """Ends the session; without one it does nothing."""
         token = session_token(request.headers)
         if token is not None:
             self._access.logins.end(token)
@@ -65,7 +65,7 @@ class LoginRoutes:
         return response
 
     async def session(self) -> Response:
-        """By cookie or bearer key. A page that gets no role asks for a key."""
+        """Says who is signed in, by cookie or bearer key. A page that gets no role asks for a key."""
         return JSONResponse(self._told(current_caller.get()))
 
     def _told(self, caller: Caller) -> dict[str, Any]:

@@ -85,8 +85,9 @@ class PoolRoutes:
         return JSONResponse(_describe(await self._status(body.model)))
 
     async def unload(self, body: UnloadModelBody) -> Response:
-        """Once the requests that use it have ended; those that take longer than `--drain-timeout-seconds` are cut off.
-        A model that a flag named, or that lies in `--model-dir`, is loaded again on the next request for it."""
+        """Unloads a model once the requests that use it have ended; those that take longer than
+        `--drain-timeout-seconds` are cut off. A model that a flag named, or that lies in `--model-dir`, is loaded again
+        on the next request for it."""
         before = await self._status(body.model)
         await asyncio.to_thread(self._pool.unload, body.model, self._patience)
         return JSONResponse(_describe(before) | {"status": "unloaded", "progress": 0.0, "error": None})

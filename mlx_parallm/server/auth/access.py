@@ -64,7 +64,7 @@ class AccessControl:
         return cls(KeyRing.of(config), audit=audit, login_secret=login_secret)
 
     def reload(self) -> None:
-        """On SIGHUP."""
+        """Reads the keys again and opens the audit log anew, on SIGHUP."""
         self.ring.reload()
         if self.audit is not None:
             self.audit.reopen()
@@ -78,7 +78,7 @@ class AccessControl:
         return self._signed_in(method, headers)
 
     def _signed_in(self, method: str, headers: Headers) -> Key | None:
-        """By the cookie of a login, which counts for pages of this very server, whatever other pages may call it."""
+        """Finds a key by a login's cookie, which counts for pages of this very server, whatever other pages call it."""
         origin = headers.get("origin")
         if method in CHANGING_METHODS and origin is not None and not is_own_origin(origin, headers.get("host", "")):
             return None

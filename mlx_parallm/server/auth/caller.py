@@ -29,7 +29,7 @@ class Caller:
         return name in self.key.adapters or name.rpartition("/")[0] in self.key.adapters
 
     def check_changes_adapter(self, name: str) -> None:
-        """Of an adapter that need not be there yet."""
+        """Checks that the caller may change an adapter, which need not be there yet."""
         if not self.may_use_adapter(name):
             raise PermissionDeniedError(f"this key may not change the adapter {name!r}", param="name")
 
@@ -50,7 +50,7 @@ class Caller:
         return self.owner if bound else None
 
     def visible_source(self, source: str) -> str:
-        """Where a model or an adapter came from, as this caller may know it: users see no paths of the server."""
+        """Returns where a model or adapter came from, as this caller may know it: users see no paths of the server."""
         is_path = source.startswith(("/", "~", "."))
         return Path(source).name if is_path and self.key is not None and self.key.role == "user" else source
 
@@ -79,12 +79,12 @@ class Caller:
             self.usage.running -= 1
 
     def charge_prompt(self, tokens: int) -> None:
-        """Before they are computed. RateLimitError."""
+        """Charges a prompt's tokens before they are computed; raises RateLimitError."""
         if self.usage is not None and self.key is not None:
             self.usage.charge_prompt(tokens, self.key.limits)
 
     def refund_prompt(self, tokens: int) -> None:
-        """Of a prompt that was charged and then not taken."""
+        """Gives back the tokens of a prompt that was charged and then not taken."""
         if self.usage is not None:
             self.usage.tokens.take_back(tokens)
 
@@ -102,7 +102,7 @@ class Caller:
             self.usage.expected -= expected
 
     def charge_output(self, tokens: int) -> None:
-        """Once they are known, whether they fit or not."""
+        """Charges generated tokens once they are known, whether they fit or not."""
         if self.usage is not None:
             self.usage.tokens.add(tokens)
 

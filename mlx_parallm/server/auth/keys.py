@@ -69,7 +69,7 @@ class Key:
 
     @property
     def hash(self) -> str:
-        """As it stands in a file."""
+        """The hash as it stands in a file."""
         return f"sha256:{self.salt.hex()}:{self.digest.hex()}"
 
 

@@ -94,13 +94,13 @@ class KeyUsage:
         self.running += 1
 
     def charge_prompt(self, tokens: int, limits: KeyLimits) -> None:
-        """Before a prompt is computed. RateLimitError where its tokens do not fit."""
+        """Charges a prompt's tokens before it is computed; raises RateLimitError where they do not fit."""
         _check(self.tokens, tokens, limits.tokens_per_minute, "tokens")
         self.tokens.add(tokens)
 
     def expect(self, tokens: int, stated: bool, limits: KeyLimits) -> int:
-        """Before an answer is generated: reserves its tokens, and says how many. RateLimitError where those of others
-        may use up the limit; its own may go over it."""
+        """Reserves a completion's tokens before it is generated, and returns how many. Raises RateLimitError where
+        those of others may use up the limit; its own may go over it."""
         limit = limits.tokens_per_minute
         if limit is None:
             return 0
@@ -151,7 +151,7 @@ def _check(window: SlidingWindow, amount: int, limit: int | None, what: str) -> 
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 120ms, 17.3s, 1m0s."""
+    """Formats a duration as OpenAI writes it: 120ms, 17.3s, 1m0s."""
     milliseconds = math.ceil(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds else "0s"

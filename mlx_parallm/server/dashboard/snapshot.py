@@ -47,7 +47,7 @@ class Reading:
 
 
 class RecentPercentiles:
-    """Of what histograms have seen during the last snapshots; not `live`: of the last thousand that each has seen."""
+    """Percentiles of what histograms saw during the last snapshots; not `live`: of the last thousand of each."""
 
     def __init__(self, live: bool) -> None:
         self._live = live
@@ -57,7 +57,7 @@ class RecentPercentiles:
         self._counts.clear()
 
     def take(self, histograms: Sequence[Histogram]) -> dict[str, float | None]:
-        """In seconds; None where there was nothing. To be called once for each snapshot."""
+        """Returns the percentiles in seconds; None where there was nothing. To be called once for each snapshot."""
         self._counts = {
             id(one): self._counts.get(id(one)) or deque([one.count if self._live else 0], WINDOW) for one in histograms
         }

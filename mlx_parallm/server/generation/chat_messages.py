@@ -48,7 +48,7 @@ class ContentPart(Body):
 
     @property
     def url(self) -> str | None:
-        """Of an image."""
+        """The URL of an image; None of other parts."""
         if self.type not in IMAGE_PARTS:
             return None
         return self.image_url.url if isinstance(self.image_url, ImageURL) else self.image_url
@@ -159,7 +159,8 @@ def image_sources(messages: Sequence[ChatMessage]) -> list[ImageSource]:
 
 
 def _message(message: ChatMessage, index: int) -> Message:
-    """As chat templates expect it: content is text, or parts where there are images; a call's arguments an object."""
+    """Returns a message as chat templates expect it: content is text, or parts where there are images; a call's
+    arguments are an object."""
     parts = message.content
     content: Any = "\n".join(part.content for part in parts) if isinstance(parts, list) else parts or ""
     if isinstance(parts, list) and any(part.url is not None for part in parts):

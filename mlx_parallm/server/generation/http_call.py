@@ -93,7 +93,8 @@ class Generation:
         return sum(map(len, self.prompts))
 
     def summary(self) -> AnswerSummary:
-        """For the list of recent requests. Only the rows of a stream tell of their first token when it is there."""
+        """Summarises the call for the list of recent requests. Only the rows of a stream tell of their first token when
+        it is there."""
         return AnswerSummary(
             model=self.served.name,
             adapter=None if self.version is None else self.version.label,
@@ -104,7 +105,7 @@ class Generation:
         )
 
     def recorded(self) -> list[tuple[str, int, int]]:
-        """Of each choice: the engine's name of its request, its number, and how many tokens it has."""
+        """Returns for each choice, unless aborted: the engine's name of its request, its number and its token count."""
         return [
             (self._requests[choice.prompt].id, choice.index, choice.completion_tokens)
             for choice in self.choices

@@ -91,7 +91,7 @@ class GenerationService:
         return generation
 
     def _with_defaults(self, call: GenerationCall, sent: Collection_[str]) -> GenerationCall:
-        """With the server's own defaults for what its client did not send."""
+        """Fills in the server's own defaults for what the client did not send."""
         defaults = {"temperature": self._config.default_temperature, "top_p": self._config.default_top_p}
         wanted: dict[str, Any] = {
             name: value for name, value in defaults.items() if value is not None and name not in sent

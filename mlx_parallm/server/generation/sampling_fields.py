@@ -41,7 +41,7 @@ class SampledBody(Body):
     sampling_names: ClassVar[Mapping[str, str]] = {}  # what the body calls each parameter
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """With `more`: what a route has beside these fields, or means otherwise."""
+        """Returns the body's sampling parameters. `more`: what a route has beside these fields, or means otherwise."""
         return SamplingParams(**({name: getattr(self, own) for name, own in self.sampling_names.items()} | more))
 
 

@@ -211,7 +211,7 @@ class _Encoder:
         return tokens[: self._limit] if self._truncation.side == "right" else tokens[-self._limit :]
 
     def _fitting(self, text: _Text, encoding: Any) -> EncodedText:
-        """As it is where it fits, else cut where that is asked for."""
+        """Returns a text as it is where it fits, else cut where that is asked for."""
         ids = encoding.ids
         if len(ids) > self._limit or self._most(text) is not None:
             encoding = self._cut(text)
@@ -238,7 +238,7 @@ class _Encoder:
         return self._tokenizer.post_process(first, second, text.special)
 
     def _most(self, text: _Text) -> int | None:
-        """To how many tokens a pair's second text, or a text that is no pair, is cut at its end."""
+        """Returns to how many tokens a pair's second text, or a text that is no pair, is cut at its end."""
         return self._truncation.alone if text.second is None else self._truncation.second
 
     def _shorten(self, first: Any, second: Any, room: int) -> None:

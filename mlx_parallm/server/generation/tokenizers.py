@@ -105,7 +105,7 @@ class TokenizerPool:
         return await asyncio.get_running_loop().run_in_executor(self.compilers, work)
 
     async def compile_slowly(self, work: Callable[[], T]) -> T:
-        """For grammars whose first try took too long: these wait for each other alone, and not for long."""
+        """Compiles grammars whose first try took too long: these wait for each other alone, and not for long."""
         if not self.slow_places.acquire(blocking=False):
             raise QueueFullError(
                 f"{MAX_SLOW_GRAMMARS} large schemas or patterns are waiting to be compiled: try again later"

@@ -43,8 +43,8 @@ def create_app(
     state: ServerState | None = None,
     login_secret: bytes | None = None,
 ) -> FastAPI:
-    """Over models that have started; their deltas come through `dispatcher`. `login_secret`: of several such
-    applications that are one to their clients."""
+    """Creates the application over models that have started; their deltas come through `dispatcher`. `login_secret`: of
+    several such applications that are one to their clients."""
     access, state = AccessControl.of(config, login_secret), state or ServerState()
     middleware, tokenizers = _middleware(config, access, state), TokenizerPool(media=_media(config))
     models = ModelTable(runtime, config.batch.request_timeout_seconds or None)
@@ -86,7 +86,7 @@ def _media(config: ServeConfig) -> MediaLoader:
 
 
 def _middleware(config: ServeConfig, access: AccessControl, state: ServerState) -> list[Middleware]:
-    """From the outside in."""
+    """Returns the middleware, from the outside in."""
     routes = route_table()
     cors = Middleware(
         CORSMiddleware,

@@ -133,7 +133,7 @@ def validation_error(errors: Sequence[Any], body: Any) -> InvalidRequestError:
 
 
 def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
-    """Where in the body it is. Pydantic's location also names the members of unions, which are no places."""
+    """Returns where in the body an error is. Pydantic's location also names members of unions, which are no places."""
     path: list[str | int] = []
     location = error["loc"][1:] if error["loc"][:1] == ("body",) else error["loc"]
     for number, part in enumerate(location, start=1):

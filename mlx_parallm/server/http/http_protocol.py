@@ -35,7 +35,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _wait(self, seconds: float | None) -> None:
-        """For what comes next, at most so long; None: for nothing."""
+        """Starts to wait for what comes next, at most so long; None: for nothing."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._give_up, seconds)

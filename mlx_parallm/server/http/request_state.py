@@ -55,7 +55,7 @@ def enter(scope: Scope, routes: RouteTable) -> RequestState:
 
 
 def state_of(scope: Scope) -> RequestState:
-    """Of a request that has entered."""
+    """Returns the state of a request that has entered."""
     state: RequestState = scope[KEY]
     return state
 

@@ -103,7 +103,7 @@ class RouteTable:
         self._unknown = {beginning: _unknown(found) for beginning, found in below.items()}
 
     def find(self, method: str, path: str) -> Route:
-        """Of a method that a path does not have, the path's first; of a path that is not there, by its neighbours."""
+        """Finds a route. Of a method that a path lacks, it is the path's first; without the path, by its neighbours."""
         methods = self._exact.get(path) or next(
             (found for found in self._patterns.values() if next(iter(found.values())).parameters(path) is not None), {}
         )

@@ -188,6 +188,6 @@ async def _look_for_unknown(request: StrictRequest, known: frozenset[str]) -> No
 
 
 def _is_json(request: Request) -> bool:
-    """As FastAPI tells it."""
+    """Returns whether the body is JSON, as FastAPI tells it."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     return kind.startswith("application/") and (kind == "application/json" or kind.endswith("+json"))

@@ -51,7 +51,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Of a list the first entry that is wrong ends its validation: a million of them would be a million errors."""
+        """Ends a list's validation at the first entry that is wrong: a million of them would be a million errors."""
         schema = handler(source)
         _end_early(handler.resolve_ref_schema(schema))
         return schema
@@ -65,7 +65,7 @@ class Body(BaseModel):
 
 
 def few(most: int) -> Any:
-    """For lists of which each entry is work: so many, and the first that is wrong is the one that is told of."""
+    """Limits lists of which each entry is work to so many; the first entry that is wrong is the one that is told of."""
     return Field(max_length=most, fail_fast=True)
 
 
@@ -148,7 +148,7 @@ def read_prompts(value: Any, most: int) -> list[str] | list[list[int]]:
 
 
 def _are_tokens(items: list[Any]) -> bool:
-    """Without Python's work for each: there may be millions."""
+    """Returns whether all items are token ids, without Python's work for each: there may be millions."""
     if len(items) > MAX_TOKENS:
         raise PydanticCustomError("prompt", f"At most {MAX_TOKENS} token ids fit in one prompt")
     return set(map(type, items)) == {int} and min(items) >= 0

@@ -45,7 +45,7 @@ class StopSignals:
         self._first: float | None = None
 
     def ends_at_once(self) -> bool:
-        """For each signal that comes."""
+        """Returns whether a signal that has come ends the process at once; to be called for each that comes."""
         now = self._clock()
         if self._first is None:
             self._first = now

@@ -18,7 +18,7 @@ MAX_NAMED = 5
 
 
 def known_fields(annotation: Any) -> frozenset[str]:
-    """Of a body's class, or of all members of a union of them."""
+    """Returns the names of the fields of a body's class, or of all members of a union of them."""
     return frozenset(name for kind in _classes(annotation) for name in _names(kind))
 
 

@@ -268,7 +268,7 @@ class JsonBlock:
         return event == "end" and self._close()
 
     def _read_tail(self) -> bool:
-        """After the arguments in an object: its closing brace, which may be missing, or more keys."""
+        """Reads what follows the arguments in an object: its closing brace, which may be missing, or more keys."""
         text = self._pending = self._pending.lstrip()
         if not text:
             return False

@@ -44,7 +44,7 @@ class Parser(Protocol):
 
     @property
     def state(self) -> Literal["start", "reasoning", "content", "tool"]:
-        """Where the text is now; in "tool", special tokens of the model's format are part of it."""
+        """The part that the text is in now; in "tool", special tokens of the model's format are part of it."""
 
     @property
     def calls(self) -> int:
@@ -89,7 +89,7 @@ def chat_parser(
 
 
 class ChatParser:
-    """For models that put marks around reasoning and calls, and those whose calls stand alone."""
+    """The parser for models that put marks around reasoning and calls, and those whose calls stand alone."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class ChatParser:
             piece.content += text
 
     def _settle_bare(self) -> bool:
-        """At the beginning of content: is it a call without marks?"""
+        """Decides, at the beginning of content, whether it is a call without marks; False until that is known."""
         if self._hold_space(self._gap):
             return False
         verdict = bare_call(self._buffer, self._names)
@@ -276,7 +276,7 @@ class ChatParser:
         return self._block is not None
 
     def _end_block(self, unread: str | None, piece: Piece) -> None:
-        """After a block: its calls are reported, or its text is content."""
+        """Ends a block: its calls are reported, or its text becomes content."""
         piece.calls += self._calls.take()
         malformed = unread is not None and not self.calls
         if malformed:

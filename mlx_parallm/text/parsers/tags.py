@@ -53,14 +53,14 @@ class Tags:
         return tool_call(name, arguments, complete=complete), tag.end() if tag is not None else len(text)
 
     def _value_span(self, text: str, at: int) -> tuple[int, int]:
-        """Where a value ends, and its closing tag; -1 for a tag that is missing: the value ends with the call then."""
+        """Finds where a value and its closing tag end; -1 for a tag that is missing: the value ends with the call."""
         if closing := self.value_end.search(text, self._inside(text, at)):
             return closing.span()
         end = text.find(self.call_end, at) if self.call_end else -1
         return (end if end >= 0 else len(text)), -1
 
     def _inside(self, text: str, at: int) -> int:
-        """Where to begin looking for the end of a value."""
+        """Returns where to begin looking for the end of a value."""
         if not self.cdata or not text[at : at + 64].lstrip().startswith(CDATA[0]):
             return at
         end = text.find(CDATA[1], at)

@@ -78,7 +78,7 @@ class ToolFormat:
         return TextBlock(calls, self.end, partial(self._read, notation.read, tools), notation.quoting)
 
     def _read(self, read: ReadCalls, tools: Sequence[Tool], text: str, cut_off: bool) -> list[ToolCall] | None:
-        """By our reader or, for variants that it does not know, by mlx-lm's, as far as that finds known tools."""
+        """Reads calls by our reader or, for variants that it does not know, by mlx-lm's, if that finds known tools."""
         found = read(text, cut_off, tools)
         if found is None and not cut_off and self.parse is not None and len(text) < _LONGEST_GUESS:
             names = {tool["function"]["name"] for tool in tools}
@@ -100,7 +100,7 @@ _LONGEST_GUESS = 4_000  # characters: some of mlx-lm's patterns take quadratic t
 
 
 def _read_with(parse: MlxParser, text: str, cut_off: bool, tools: Sequence[Tool]) -> list[ToolCall] | None:
-    """By mlx-lm's parser, which knows complete blocks only."""
+    """Reads calls by mlx-lm's parser, which knows complete blocks only."""
     if cut_off:
         return None
     try:  # others' code over a model's text: any exception says that it is malformed

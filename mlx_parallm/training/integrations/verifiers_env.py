@@ -111,7 +111,7 @@ class VerifiersEpisode(Environment):
         return ended.reward
 
     async def _play(self, row: Mapping[str, Any]) -> None:
-        """On the thread of the package's rollouts."""
+        """Plays an episode, on the thread of the package's rollouts."""
         environment = self._task.environment
         try:
             client = _client(self._task.package, self._asked.put)

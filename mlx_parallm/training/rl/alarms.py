@@ -60,17 +60,17 @@ class PolicyMonitor:
         return recent > best > -np.inf
 
     def forget_rewards(self) -> None:
-        """After an alarm: rewards of before it are compared with no more, so the same fall gives no second alarm."""
+        """Forgets the rewards from before an alarm: none is compared with, so the same fall gives no second alarm."""
         self.rewards.clear()
         self.deviations.clear()
 
     def reset(self) -> None:
-        """For another policy, or other problems: what was seen before says nothing of it."""
+        """Begins anew for another policy, or other problems: what was seen before says nothing of it."""
         self.forget_rewards()
         self.best_reward = -np.inf
 
     def restore(self, best_reward: float | None, rewards: list[float], deviations: list[float]) -> None:
-        """As a checkpoint has it."""
+        """Restores what was seen, as a checkpoint has it."""
         self.best_reward = -np.inf if best_reward is None else float(best_reward)
         self.rewards.extend(rewards)
         self.deviations.extend(deviations)

@@ -26,7 +26,7 @@ ROUND_UP_TO = 512  # … of fewer answers where so many would have more tokens t
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a micro-batch: so many prompts of one length, and answers of one length."""
+    """The shape of a micro-batch: so many prompts of one length, and answers of one length."""
 
     prompts: int
     prompt: int
@@ -109,7 +109,7 @@ class Micro:
         return int(self.mask.sum())
 
     def first_tokens(self, tokens: int) -> "Micro":
-        """As few of its answers as have so many tokens to learn from; all where they have fewer."""
+        """Returns as few of its answers as have so many tokens to learn from; all where they have fewer."""
         learnt = np.cumsum(self.mask.sum(axis=1))
         return self.first(min(len(learnt), int(np.searchsorted(learnt, tokens)) + 1))
 
@@ -230,12 +230,12 @@ class Batch:
             yield self._micro(parts, self._shape(parts, rounded))
 
     def _lengths(self, places: Sequence[int]) -> tuple[int, int]:
-        """Of the prompt and of the longest answer to it, which is the last."""
+        """Returns the lengths of the prompt and of the longest answer to it, which is the last."""
         last = self.trajectories[places[-1]]
         return len(last.prompt_ids), len(last.completion_ids)
 
     def _shape(self, parts: Sequence[Sequence[int]], rounded: bool) -> Shape:
-        """Of answers to several prompts, together."""
+        """Returns the shape of answers to several prompts, together."""
         lengths = [self._lengths(places) for places in parts]
         prompt, answer = (max(sizes) for sizes in zip(*lengths, strict=True))
         shape = Shape(prompts=len(parts), prompt=prompt, answers=sum(map(len, parts)), answer=answer)

@@ -126,7 +126,7 @@ class Buffer:
             return FrozenBuffer(waiting, asdict(self.counts), work())
 
     def status(self) -> dict[str, int]:
-        """For clients."""
+        """Returns the counters that clients see."""
         return {
             "trajectories_collected": self.counts.collected,
             "trajectories_buffered": len(self),

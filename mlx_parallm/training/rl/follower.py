@@ -29,7 +29,7 @@ class BufferFollower:
         self._thread.start()
 
     def stop(self) -> None:
-        """After the update that runs."""
+        """Stops after the update that runs."""
         self._stopped.set()
         self._buffer.wake()
         self._thread.join(STOP_SECONDS)

@@ -92,7 +92,8 @@ def _chosen(logits: mx.array, tokens: mx.array) -> mx.array:
 
 @_chosen.vjp
 def _chosen_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    """By hand: over a vocabulary, each array that gradients pass through is as large as all the rest of the model."""
+    """Computes the gradient by hand: over a vocabulary, each array that gradients pass through is as large as all the
+    rest of the model."""
     logits, tokens = primals
     places = tokens[..., None]
     total = mx.take_along_axis(logits, places, axis=-1) - output[..., None]
@@ -127,7 +128,7 @@ def _held(gap: mx.array) -> mx.array:
 
 @dataclass(slots=True)
 class Losses:
-    """Of each token (B, T), before its weight; zero where the mask is."""
+    """The losses of each token (B, T), before its weight; zero where the mask is."""
 
     policy: mx.array
     divergence: mx.array

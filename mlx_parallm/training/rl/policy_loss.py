@@ -21,7 +21,7 @@ LOGPROBS = "logprobs"  # among a loss's values; all others are summed up in `Los
 
 @dataclass(slots=True)
 class LossTotals:
-    """Over the tokens of an update."""
+    """The loss totals over the tokens of an update."""
 
     loss: float = 0.0
     tokens: float = 0.0
@@ -41,7 +41,7 @@ class LossTotals:
 
     @classmethod
     def read(cls, values: Mapping[str, mx.array]) -> "LossTotals":
-        """Of one micro-batch, computed."""
+        """Reads the totals of one micro-batch, which have been computed."""
         return cls(**{item.name: float(to_numpy(values[item.name])) for item in fields(cls)})
 
     def metrics(self) -> dict[str, float]:
@@ -122,7 +122,7 @@ class PolicyLoss:
         return self._logprobs(self._tree.module, micro)
 
     def _put(self, parameters: Parameters) -> None:
-        """In the model's own precision."""
+        """Puts parameters into the tree, in the model's own precision."""
         dtype = self._tree.dtype
         self._tree.set_parameters({name: array.astype(dtype) for name, array in parameters.items()})
 

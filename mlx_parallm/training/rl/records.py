@@ -28,7 +28,7 @@ class ChoiceKey:
 
     @classmethod
     def of_json(cls, fields: Mapping[str, Any] | Sequence[Any]) -> "ChoiceKey":
-        """As orjson wrote it; files of earlier releases have lists."""
+        """Reads a key as orjson wrote it; files of earlier releases have lists."""
         if isinstance(fields, Mapping):
             return cls(request=str(fields["request"]), index=int(fields["index"]))
         request, index = fields
@@ -76,7 +76,7 @@ class Record:
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Record":
-        """As `json` wrote it."""
+        """Reads a record as `json` wrote it."""
         spans = tuple(PolicySpan.of_json(span) for span in fields["spans"])
         known = {name: value for name, value in fields.items() if name not in NAMES}
         names = AnswerNames(**{own: fields.get(name, "") for name, own in NAMES.items()})

@@ -87,7 +87,7 @@ class RemotePolicy:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
     async def _persist(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Until the server answers."""
+        """Tries again until the server answers, or the time to wait for it is over."""
         deadline, told = time.monotonic() + self._wait_seconds, False
         while True:
             try:

@@ -24,7 +24,7 @@ RETRY_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RolloutClient:
-    """For whom answers are drawn: they end with it, or when its time is over, and a full queue is an error."""
+    """The client that completions are sampled for: they end with it, or with its time, and a full queue is an error."""
 
     owner: str = ""  # the name of its key
     timeout: float | None = None  # seconds for all answers together
@@ -187,7 +187,7 @@ class _Waiting:
                 self._changed.notify_all()
 
     def fail(self, error: ParallmError) -> None:
-        """From any thread: nobody waits any longer."""
+        """Ends the wait with an error: nobody waits any longer. May be called from any thread."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -198,7 +198,7 @@ class _Waiting:
             self._check()
 
     def wait_until_open(self, engine: Engine, ended: int) -> None:
-        """Until so many requests have ended."""
+        """Waits until so many requests have ended."""
         if ended > 0:
             self._wait_for(engine, lambda: self._ended >= ended)
 

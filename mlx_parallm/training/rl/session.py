@@ -355,7 +355,7 @@ class Session:
         return Restored(f"{self.name!r} goes on from checkpoint {checkpoint.path.name}, as version {number}", number)
 
     def _begin_anew(self) -> None:
-        """After somebody has taken the policy elsewhere: what was seen of the one before says nothing of it."""
+        """Begins anew after somebody has taken the policy elsewhere: what was seen before says nothing of it."""
         self.good = None
         self.monitor.reset()
         self.buffer.drop_abandoned(self.versions.abandoned)

@@ -53,7 +53,7 @@ class StepReport:
     resampled_problems: int = 0  # drawn in the place of those whose answers all got the same reward
 
     def parts(self) -> list[str]:
-        """For a line in the terminal."""
+        """Returns the parts of a line in the terminal."""
         parts: list[str] = []
         if self.report is not None:
             metrics = self.report.outcome.metrics
@@ -76,7 +76,7 @@ class StepReport:
         return parts
 
     def flat(self) -> dict[str, Any]:
-        """For a line of JSON."""
+        """Returns the values for a line of JSON."""
         entry: dict[str, Any] = {
             "step": self.step,
             "reward": self.reward,
@@ -152,7 +152,7 @@ class TaskSampler:
     def sample(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
     ) -> list[list[ScoredAnswer]]:
-        """For each problem, its answers with their scores."""
+        """Returns, for each problem, its completions with their scores."""
         drawn = self._rollouts.draw(
             [self.tokens(problem) for problem in problems], sampling, adapter=adapter, seed=seed, salt=salt
         )
@@ -202,7 +202,7 @@ def _differs(group: Sequence[ScoredAnswer]) -> bool:
 
 
 def _means(groups: Groups) -> dict[str, float]:
-    """Of each part of the reward; an episode that has failed may not have them all."""
+    """Returns the mean of each part of the reward; an episode that has failed may not have them all."""
     answers = [answer for group in groups for answer in group]
     names = dict.fromkeys(name for answer in answers for name in answer.parts)
     return {name: _mean(answer.parts.get(name) for answer in answers) for name in names}
@@ -343,7 +343,7 @@ class Loop:
         return _mean(answer.score for group in self._held_out_answers() for answer in group)
 
     def _evaluated(self, report: StepReport) -> StepReport:
-        """With the scores of held-out problems."""
+        """Adds the scores of held-out problems to a report."""
         answers = self._held_out_answers()
         report.held_out = _mean(answer.score for group in answers for answer in group)
         report.held_out_components = _means(answers)

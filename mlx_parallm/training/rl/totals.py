@@ -83,7 +83,7 @@ class Totals:
         self.history.append(entry | {name: outcome.metrics[name] for name in SHOWN if name in outcome.metrics})
 
     def status(self) -> dict[str, Any]:
-        """For clients."""
+        """Returns the totals that clients see."""
         return {
             "updates_published": self.updates,
             "updates_refused": self.refused,
@@ -102,7 +102,7 @@ class Totals:
         }
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Returns the totals that a checkpoint keeps."""
         return {name: getattr(self, name) for name in KEPT} | {"history": list(self.history)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -43,7 +43,7 @@ MIN_ROUNDED = 1024  # where shapes are rounded: smaller micro-batches would take
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one update. `adapter` is None where it was refused; `reason` says why."""
+    """The outcome of one update. `adapter` is None where it was refused; `reason` says why."""
 
     metrics: dict[str, float]
     used: int
@@ -93,12 +93,13 @@ class Trainer:
 
     @property
     def nbytes(self) -> int:
-        """Of parameters and the optimiser's memory of them."""
+        """The bytes of parameters and the optimiser's state."""
         return self.learner.nbytes
 
     @property
     def working_bytes(self) -> int:
-        """Of what an update holds beside activations: those, their gradients, and all of it as it was before."""
+        """The bytes of what an update holds beside activations: parameters and optimiser, gradients, all of it as it
+        was before, and the parameters of the reference, where it has some."""
         held = [*self.learner.stacks.values(), *(self.loss.initial or {}).values()]
         return (2 + self.kept_snapshots) * self.nbytes + sum(array.nbytes for array in held)
 
@@ -260,7 +261,7 @@ class Trainer:
         return BatchLoss(totals, samples)
 
     def _without_dropout(self, micro: Micro, logprobs: mx.array) -> mx.array:
-        """Of answers whose log-probabilities are known with it, if there is one."""
+        """Returns log-probabilities without dropout: these, or computed anew where there is a dropout."""
         return logprobs if not self.lora.dropout else self.check.new_logprobs(micro)
 
     def optim_step(self) -> Generator[None, None, float]:

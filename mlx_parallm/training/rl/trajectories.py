@@ -61,7 +61,7 @@ class Trajectory:
 
     @classmethod
     def recorded(cls, record: Record, reward: float, group_id: str = "") -> "Trajectory":
-        """From a record of the ledger."""
+        """Makes a trajectory from a record of the ledger."""
         return cls(
             prompt_ids=record.prompt_ids,
             completion_ids=record.completion_ids,
@@ -79,7 +79,7 @@ class Trajectory:
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Trajectory":
-        """As orjson wrote it."""
+        """Reads a trajectory as orjson wrote it."""
         spans = tuple(PolicySpan.of_json(span) for span in fields["spans"])
         source = None if fields["source"] is None else ChoiceKey.of_json(fields["source"])
         return cls(**{**fields, "spans": spans, "source": source})

@@ -54,7 +54,7 @@ class UpdateCheck:
         )
 
     def new_logprobs(self, micro: Micro) -> mx.array:
-        """By the new parameters, in the precision in which they will serve."""
+        """Returns log-probabilities by the new parameters, in the precision in which they will serve."""
         stacks = {name: array.astype(self._tree.dtype) for name, array in self._learner.stacks.items()}
         self._tree.set_parameters(self._learner.by_shape.split(stacks))
         return self._loss.logprobs(micro)

@@ -41,7 +41,7 @@ class Restored:
 
 
 class Publisher(Protocol):
-    """Where versions are served beside this process. Blocks until they are; what it raises undoes the change here."""
+    """Publishes versions beside this process. Blocks until they are served; what it raises undoes the change here."""
 
     def publish(self, name: str, adapter: Adapter, number: int) -> None: ...
     def roll_back(self, name: str, number: int) -> None: ...

@@ -276,7 +276,8 @@ def _sync(folder: Path) -> None:
 
 
 def to_disk(descriptor: int) -> None:
-    """On a Mac fsync leaves data in the drive's own cache: a checkpoint must outlast a loss of power."""
+    """Writes a file through to the disk: on a Mac, fsync leaves data in the drive's own cache, and a checkpoint must
+    outlast a loss of power."""
     full_sync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_sync is not None:
         with contextlib.suppress(OSError):  # a network volume may not know it

@@ -32,7 +32,7 @@ class Journal:
         self._descriptor: int | None = None
 
     def numbers(self) -> list[int]:
-        """Of its files, the oldest first."""
+        """Returns the numbers of its files, the oldest first."""
         if not self._folder.is_dir():
             return []
         files = (path.name for path in self._folder.iterdir() if path.is_file())

@@ -180,7 +180,7 @@ def _has_text(trajectory: Trajectory, record: Record) -> bool:
 
 
 def _has_logprobs(trajectory: Trajectory, record: Record) -> bool:
-    """Where it counts, and as far as it has any."""
+    """Returns whether the trajectory has the record's log-probabilities, where they count, and as far as it has any."""
     sent = trajectory.logprobs or ()
     learnt = trajectory.mask or [True] * len(sent)
     compared = zip(sent, record.logprobs, learnt, strict=False)

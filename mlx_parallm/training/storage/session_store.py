@@ -70,7 +70,7 @@ class SessionState:
 
     @classmethod
     def of_json(cls, state: Mapping[str, Any]) -> "SessionState":
-        """As a checkpoint has it; an earlier release may have left fields out."""
+        """Reads the state as a checkpoint has it; an earlier release may have left fields out."""
         known = {item.name for item in fields(cls)}
         found = cls(**{name: value for name, value in state.items() if name in known})
         if not all(isinstance(number, int) for number in (found.updates, found.last_version, found.journal)):
@@ -192,7 +192,7 @@ class SessionStore:
         self._changed.set()
 
     def record_trajectories(self, trajectories: Sequence[Trajectory]) -> None:
-        """Before `add` returns: what was acknowledged is on disk."""
+        """Writes trajectories to the journal before `add` returns: what was acknowledged is on disk."""
         try:
             self.journal.append(*({"trajectory": one} for one in trajectories))
         except OSError as error:
@@ -200,7 +200,7 @@ class SessionStore:
         self._changed.set()
 
     def record_version(self, number: int) -> None:
-        """Before anybody can see it."""
+        """Writes a version's number to the journal before anybody can see the version."""
         try:
             self.journal.append({"version": number}, durable=True)
         except OSError as error:

@@ -122,11 +122,11 @@ class DatasetReader:
         self._chat = chat
 
     def examples(self, path: Path | str) -> Dataset[Example]:
-        """For SFT: `messages`, or `prompt` and `completion`."""
+        """Reads the examples for SFT: `messages`, or `prompt` and `completion`."""
         return self._dataset(path, self._examples, lambda one: [one], lambda some: some[0])
 
     def preferences(self, path: Path | str) -> Dataset[Preference]:
-        """For DPO: `prompt`, `chosen` and `rejected`."""
+        """Reads the preferences for DPO: `prompt`, `chosen` and `rejected`."""
         return self._dataset(
             path,
             self._preferences,
@@ -231,7 +231,8 @@ def _alike(beginning: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def split(items: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """To learn from, and held out: a share of them, drawn by the seed alone; one at least where it is above 0."""
+    """Splits items into those to learn from and those held out: a share of them, chosen by the seed alone; one at least
+    where the share is above 0."""
     if not 0 <= share < 1:
         raise ConfigError(f"the share of rows to hold out must be at least 0 and below 1, not {share}")
     count = max(1, round(share * len(items))) if share else 0

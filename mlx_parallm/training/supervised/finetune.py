@@ -37,7 +37,7 @@ class EpochConfig:
                 raise ConfigError(f"{name} must not be negative, and is {getattr(self, name)}")
 
     def steps(self, count: int) -> int:
-        """Of a run over so many examples."""
+        """Returns the number of steps of a run over so many examples."""
         return self.epochs * -(-count // self.batch_size)
 
 
@@ -52,12 +52,12 @@ class RunReport:
     held_out: Mapping[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
-        """For a line of JSON."""
+        """Returns the values for a line of JSON."""
         held_out = {f"held_out_{name}": value for name, value in self.held_out.items()}
         return {"step": self.step, "epoch": self.epoch, "seconds": self.seconds, **self.metrics, **held_out}
 
     def parts(self) -> list[str]:
-        """For a line in the terminal."""
+        """Returns the parts of a line in the terminal."""
         parts = [f"epoch {self.epoch:.2f}"]
         shown = ("loss", "accuracy", "margin", "grad_norm")
         parts += [f"{name.replace('_', ' ')} {self.metrics[name]:.4f}" for name in shown if name in self.metrics]
@@ -100,11 +100,11 @@ class FineTuning(Generic[Item]):
         self._worse = 0  # evaluations since the best one
 
     def stop(self) -> None:
-        """After the step that runs; what was learnt until then stands."""
+        """Stops after the step that runs; what was learnt until then stands."""
         self._stopping.set()
 
     def run(self) -> list[RunReport]:
-        """With a patience, the parameters are those of the smallest held-out loss in the end."""
+        """Runs all epochs. With a patience, the parameters are those of the smallest held-out loss in the end."""
         reports = [RunReport(step=0, epoch=0.0, held_out=self._evaluate())]
         self._on_step(reports[0])
         batches = self._batches()
@@ -125,7 +125,7 @@ class FineTuning(Generic[Item]):
         return reports
 
     def _batches(self) -> list[list[Item]]:
-        """Of all epochs."""
+        """Returns the batches of all epochs."""
         size, batches = self._config.batch_size, []
         for epoch in range(self._config.epochs):
             order = list(range(len(self._items)))

@@ -44,7 +44,7 @@ class RewardModelFiles:
     state: dict[str, Any]
 
     def save(self, where: Where, name: str = NAME) -> Path:
-        """As a checkpoint of this name, or as this folder."""
+        """Saves the files as a checkpoint of this name, or as this folder."""
         checkpoints, name = _place(where, name)
         return checkpoints.save(name, self.files, self.arrays, self.state)
 
@@ -53,7 +53,7 @@ class RewardModel:
     def __init__(
         self, model: LanguageModel, lora: LoRAConfig, seed: int = 0, *, microbatch_tokens: int = MICRO_TOKENS
     ) -> None:
-        """Before it has learnt anything, every text has the score 0."""
+        """Gives every text the score 0 until something has been learnt."""
         self.lora = lora
         self.updates = 0  # optimiser steps that stand
         self.microbatch_tokens = microbatch_tokens
@@ -128,7 +128,7 @@ class RewardModel:
         self.tree.set_parameters({name: array for name, array in parameters.items() if name not in (WEIGHT, BIAS)})
 
     def _width(self, name: str) -> int:
-        """Of the hidden states: looks at the shape of some, which are never computed."""
+        """Returns the width of the hidden states, by the shape of some that are never computed."""
         try:
             hidden = self._backbone(mx.zeros((1, 2), mx.int32), cache=None)
         except (TypeError, ValueError, AttributeError) as error:
@@ -148,7 +148,7 @@ class RewardModel:
         self.load_state(kept.arrays, int(kept.state.get("updates", 0)))
 
     def pack(self) -> RewardModelFiles:
-        """As it is now. Waits for it."""
+        """Packs the reward model as it is now. Waits for it."""
         files = adapter_files(self.tree.adapter(), self.lora.scale, self.lora.rank, self._source)
         state = {"kind": KIND, "updates": self.updates, "model": self._source, "lora": asdict(self.lora)}
         return RewardModelFiles(files, self.state(), state)

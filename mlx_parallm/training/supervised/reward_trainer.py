@@ -21,7 +21,7 @@ from mlx_parallm.training.supervised.reward_model import BIAS, MICRO_TOKENS, Rew
 
 @dataclass(slots=True)
 class PairTotals:
-    """Over the pairs of an epoch."""
+    """The totals over the pairs of an epoch."""
 
     pairs: int = 0
     loss: float = 0.0

@@ -52,7 +52,7 @@ class SupervisedConfig(UpdateConfig):
 
     @classmethod
     def of(cls, update: UpdateConfig, **changes: Any) -> "SupervisedConfig":
-        """As another kind of update, but for some fields."""
+        """Makes a config from another kind of update's, but for some fields."""
         shared = {item.name: getattr(update, item.name) for item in fields(UpdateConfig)}
         return cls(**{**shared, **changes})
 
@@ -106,7 +106,7 @@ class Supervised(ABC, Generic[Item]):
         self.learner.set_parameters(self.tree.parameters_of(adapter))
 
     def adapter(self) -> Adapter:
-        """As it is now. Waits for it."""
+        """Returns the adapter as it is now. Waits for it."""
         return self.tree.adapter()
 
     def step(self, items: Sequence[Item], busy: Callable[[], bool] = lambda: False) -> Generator[None, None, Metrics]:
@@ -169,7 +169,7 @@ class Supervised(ABC, Generic[Item]):
     def _metrics(self, sums: Mapping[str, float], items: Sequence[Item]) -> Metrics: ...
 
     def _read(self, values: Values, micro: TokenRows, items: Sequence[Item]) -> dict[str, float]:
-        """Of a micro-batch's values, those that are summed over the batch."""
+        """Returns those of a micro-batch's values that are summed over the batch."""
         return {name: number(value) for name, value in values.items()}
 
     # Micro-batches.

@@ -47,7 +47,7 @@ class Scorer(ABC):
 
     @abstractmethod
     def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
-        """From 0 to 1. `metadata` has the answer's `finish_reason` too."""
+        """Returns the score of a completion, from 0 to 1. `metadata` has its `finish_reason`, too."""
 
     def scores(
         self, prompts: Sequence[str], completions: Sequence[str], metadata: Sequence[Mapping[str, Any]]
@@ -86,7 +86,7 @@ LARGEST_BY_LEVEL = {1: 9, 2: 49}  # of arithmetic's numbers
 
 
 class Arithmetic(Task):
-    """Sums: one digit, two, then differences and three numbers. Half a point for a bare number that is close."""
+    """Sums: one digit, two, then differences and three numbers."""
 
     name = "arithmetic"
     needs = numbers = ("answer",)
@@ -125,7 +125,7 @@ class Format(Task):
 
 
 class Length(Task):
-    """As many words as were asked for, and an end; nothing for an answer that had to be cut off."""
+    """A task to write as many words as were asked for, and an end; a completion that had to be cut off gets nothing."""
 
     name = "length"
     needs = numbers = ("words",)

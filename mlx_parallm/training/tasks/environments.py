@@ -168,7 +168,7 @@ class EpisodeSampler(TaskSampler):
     def sample(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
     ) -> list[list[ScoredAnswer]]:
-        """For each problem `sampling.n` episodes, with what they were worth; None where the environment failed."""
+        """Plays `sampling.n` episodes of each problem; returns them with scores, None where the environment failed."""
         single = replace(sampling, n=1)
         with ThreadPoolExecutor(STEPS_AT_ONCE, thread_name_prefix="environment") as pool:
             groups = [group for group in range(len(problems)) for _ in range(sampling.n)]
@@ -313,7 +313,7 @@ NUMBER = re.compile(r"-?\d[\d,]*")
 
 
 def evaluate(expression: str) -> int | None:
-    """Of whole numbers with +, - and *; None where it is anything else, or its result is huge."""
+    """Evaluates an expression of whole numbers with +, - and *; None where it is anything else, or the result huge."""
     try:
         return _value(ast.parse(expression.strip().replace("×", "*"), mode="eval").body)
     except (SyntaxError, ValueError, KeyError, RecursionError):

@@ -149,7 +149,7 @@ class PromptBody(Body):
         )
 
     def _template_kwargs(self) -> dict[str, Any]:
-        """As in Anthropic's API a model reasons only when it is asked to."""
+        """Returns the chat template's variables: as in Anthropic's API, a model reasons only when it is asked to."""
         kwargs: dict[str, Any] = {"enable_thinking": self.thinking is not None and self.thinking.is_on}
         if self.output_config.effort is not None:
             kwargs["reasoning_effort"] = EFFORTS[self.output_config.effort]

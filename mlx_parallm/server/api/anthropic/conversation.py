@@ -83,7 +83,7 @@ class Transcript:
             self._add("user", _joined(parts))
 
     def _add_result(self, block: ToolResultBlock, place: str) -> list[Any]:
-        """As a message; its images are returned, since templates show those of users alone."""
+        """Adds a tool's result as a message; its images are returned, since templates show those of users alone."""
         name = self._open.get(block.tool_use_id)
         if name is None:
             param = f"{place}.tool_use_id"

@@ -147,7 +147,7 @@ class OwnWriter(GenerateWriter):
         }
 
     def answer(self, results: Sequence[Collected]) -> dict[str, Any] | list[dict[str, Any]]:
-        """For a list of prompts a list, in which each says which it is."""
+        """Returns the response: for a list of prompts a list, in which each entry says which it is."""
         answers = [self._answer(*one) for one in zip(self.generation.choices, results, strict=True)]
         return [one | {"index": index} for index, one in enumerate(answers)] if self.body.several else answers[0]
 

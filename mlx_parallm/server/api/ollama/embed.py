@@ -84,7 +84,7 @@ class OllamaEmbeddings:
     async def _vectors(
         self, body: OllamaEmbeddingBody, texts: list[str], request: Request, field: str
     ) -> tuple[list[Vector], float, int]:
-        """With the time at which the model was there, and the tokens of all texts."""
+        """Returns the texts' vectors, the time at which the model was there, and the number of tokens of all texts."""
         async with self._predictors.use(self._names.own(body.model), "embedding", request=request) as model:
             loaded = time.perf_counter()
             self._names.keep_alive(model.name, body.keep_alive, request)

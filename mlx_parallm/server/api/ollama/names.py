@@ -28,7 +28,7 @@ class ModelNames:
         )
 
     def status(self, name: str) -> ModelStatus:
-        """Of the model of this name, or of the one that the adapter of this name belongs to."""
+        """Returns the status of the model of this name, or of the one that the adapter of this name belongs to."""
         own, statuses = self.own(name), self._models.visible_statuses()
         if own == DEFAULT:
             own = next((one.name for one in statuses.values() if one.kind in GENERATING), own)
@@ -47,5 +47,5 @@ class ModelNames:
 
 
 def shown(name: str) -> str:
-    """As Ollama lists names, always with a tag."""
+    """Returns a name as Ollama lists it, always with a tag."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST

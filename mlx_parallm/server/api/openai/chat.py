@@ -248,7 +248,7 @@ class ChatRoutes:
 
 
 def _last_words(messages: Sequence[ChatMessage]) -> str:
-    """Of the assistant, where the last message is its own."""
+    """Returns the assistant's last words where the last message is its own, else an empty string."""
     last = messages[-1]
     if last.role != "assistant" or last.content is None:
         return ""

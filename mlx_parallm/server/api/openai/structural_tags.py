@@ -37,7 +37,7 @@ class TagContent(Body):
         return self
 
     def written(self) -> str:
-        """As a Lark grammar."""
+        """Writes the content as a Lark grammar."""
         if self.json_schema is not None and self.type == "json_schema":
             return json_grammar(self.json_schema)
         if self.type == "regex":

@@ -104,7 +104,7 @@ class ResponseWriter(ABC):
         }
 
     def _token_text(self, token: int) -> str:
-        """In logprobs."""
+        """Returns a token's text as logprobs show it."""
         return f"token_id:{token}" if self.options.tokens_as_ids else self.served.vocabulary.text(token)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -163,6 +163,6 @@ def _by_id(entry: TokenLogprob, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _model_name(generation: Generation) -> str:
-    """As it was asked for; `default` by its own name."""
+    """Returns the model's name as it was asked for; for `default`, its own."""
     asked = generation.call.model
     return generation.served.name if asked == "default" else asked

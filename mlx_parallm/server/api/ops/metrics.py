@@ -125,7 +125,7 @@ def family(one: Declared, *labels: str) -> Any:
 def families(
     table: Mapping[str, Declared], labels: Sequence[str], found: Iterable[tuple[Sequence[str], Any]]
 ) -> Iterator[Metric]:
-    """Of a class's numbers; `found`: objects of that class, each with its labels."""
+    """Yields the metrics of a class's numbers; `found`: objects of that class, each with its labels."""
     sources = list(found)
     for attribute, one in table.items():
         metric = family(one, *labels)
@@ -165,7 +165,7 @@ class EngineCollector(Collector):
         return found
 
     def _adapters(self) -> Iterator[Metric]:
-        """Of the versions that are there now: there would be no end to their number."""
+        """Yields metrics of the adapter versions that are there now: of all that ever were, there would be no end."""
         swaps, held = family(LORA_SWAPS, "model"), family(LORA_RESIDENT_BYTES, "model")
         policy = family(POLICY_VERSION, "model")
         labels = ("model", "adapter", "version")

@@ -160,7 +160,7 @@ def read_call(body: ActBody, info: PolicyInfo) -> ActCall:
 
 
 def by_name(value: Any, specs: Sequence[TensorSpec]) -> Mapping[str, Any]:
-    """Where there is only one tensor, it may come without its name."""
+    """Returns tensors by name; where there is only one, it may come without its name."""
     if isinstance(value, dict) and not ("data" in value and "shape" in value):
         return value
     if len(specs) == 1:

@@ -196,7 +196,7 @@ def _arguments(arguments: str) -> dict[str, Any]:
 
 
 def encode_reasoning(text: str) -> str:
-    """For clients that keep no reasoning but what they can't read. It is no secret: base64, and no key."""
+    """Encodes reasoning for clients that keep none but what they can't read. It is no secret: base64, and no key."""
     return ENCODED + base64.b64encode(text.encode()).decode()
 
 

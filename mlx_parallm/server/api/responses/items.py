@@ -207,7 +207,7 @@ def read_item(stored: dict[str, Any]) -> InputItem:
 
 
 def stored_items(items: list[InputItem]) -> list[dict[str, Any]]:
-    """As they are kept and listed: with ids, and messages in parts."""
+    """Returns items as they are kept and listed: with ids, and messages in parts."""
     stored: list[dict[str, Any]] = []
     taken: set[str] = set()
     for item in items:

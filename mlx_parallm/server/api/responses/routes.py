@@ -202,7 +202,7 @@ class ResponseRoutes:
         return messages
 
     async def _prepare(self, body: ResponseBody, messages: Sequence[PromptMessage], request: Request) -> Generation:
-        """With `truncation: auto`, as much of the conversation as fits."""
+        """Prepares a response; with `truncation: auto`, from as much of the conversation as fits."""
         try:
             return await self._prepared(body, messages, request)
         except ContextLengthError:

@@ -160,7 +160,7 @@ def _offered(tool: Any, namespace: str | None) -> OfferedTool:
 
 
 def _about(tool: CustomTool) -> str | None:
-    """With the grammar of its input, for the model to read."""
+    """Returns a tool's description with the grammar of its input, for the model to read."""
     if tool.format is None or not tool.format.definition:
         return tool.description
     syntax = "regular expression" if tool.format.syntax == "regex" else "Lark grammar"

@@ -23,7 +23,7 @@ Response = dict[str, Any]
 
 
 class ResponsesWriter:
-    """Of one response. `keep` is given the response when it has ended."""
+    """Writes one response. `keep` is given the response when it has ended."""
 
     ending = b""
     media_type = b"text/event-stream; charset=utf-8"
@@ -189,5 +189,5 @@ def _envelope(body: ResponseBody, generation: Generation, stores: bool) -> Respo
 
 
 def _plain(body: Body) -> dict[str, Any]:
-    """As it was sent."""
+    """Returns a body as it was sent."""
     return body.model_dump(exclude_unset=True, by_alias=True)

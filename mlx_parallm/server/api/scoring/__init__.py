@@ -83,7 +83,7 @@ class ScoringRoutes:
         return await self._rerank(body, request, "1")
 
     async def rerank_v2(self, body: RerankBody, request: Request) -> Response:
-        """As /v1/rerank; documents come back only with `return_documents`."""
+        """Does the same as /v1/rerank; documents come back only with `return_documents`."""
         return await self._rerank(body, request, "2")
 
     async def _rerank(self, body: RerankBody, request: Request, version: str) -> Response:
@@ -111,7 +111,8 @@ class ScoringRoutes:
             return JSONResponse(answer)
 
     def _first(self, name: str | None, *suitable: Callable[[PredictorInfo], bool]) -> str | None:
-        """Without a name, the first model that suits, by the first test that any passes; None where there is none."""
+        """Returns the name or, without one, the first model that suits, by the first test that any passes; None where
+        there is none."""
         if name not in (None, "default"):
             return name
         caller, clients = current_caller.get(), self._context.runtime.predictors
@@ -132,7 +133,7 @@ def _embeds(info: PredictorInfo) -> bool:
 
 
 def _check_forms(info: ClassifierInfo, texts: Sequence[Any]) -> None:
-    """Where an entity stands can be said of a plain text alone."""
+    """Checks the inputs of a model that labels tokens: where an entity stands can be said of a plain text alone."""
     plain = (isinstance(text, str) or (isinstance(text, list) and isinstance(text[0], int)) for text in texts)
     if info.per_token and not all(plain):
         raise InvalidRequestError(

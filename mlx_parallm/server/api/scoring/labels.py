@@ -14,7 +14,7 @@ OUTSIDE = "O"  # of no entity
 
 
 def probabilities(logits: NDArray[np.float32], activation: str) -> Values:
-    """Over the last axis: softmax, sigmoid, or the logits as they are."""
+    """Returns the probabilities over the last axis: softmax, sigmoid, or the logits as they are."""
     values: Values = logits.astype(np.float64)
     if activation == "softmax":
         values = np.exp(values - values.max(axis=-1, keepdims=True))
@@ -25,7 +25,7 @@ def probabilities(logits: NDArray[np.float32], activation: str) -> Values:
 
 
 def classification(info: ClassifierInfo, values: Values) -> dict[str, Any]:
-    """Of a whole text."""
+    """Returns the classification of a whole text."""
     best = int(values.argmax())
     answer: dict[str, Any] = {
         "label": info.labels[best],
@@ -41,7 +41,7 @@ def classification(info: ClassifierInfo, values: Values) -> dict[str, Any]:
 def entities(
     info: ClassifierInfo, values: Values, found: EncodedText, tokenizer: Any, whole: bool
 ) -> list[dict[str, Any]]:
-    """Of a text's tokens, special ones apart: those that have a label, or with `whole` the entities that they form."""
+    """Returns a text's tokens, special ones apart, that have a label, or with `whole` the entities that they form."""
     tokens = [_token(info, values[place], found, tokenizer, place) for place in _places(found)]
     if not whole:
         return [token for token in tokens if token["label"] != OUTSIDE]

@@ -79,8 +79,8 @@ class TrainingRoutes:
         return self._models.default
 
     async def update(self, body: UpdateBody) -> Response:
-        """From the trajectories in the body, or those in the buffer. It is published unless it is refused: not finite,
-        no change, or too far from the policy before."""
+        """Makes an update from the trajectories in the body, or those in the buffer. It is published unless it is
+        refused: not finite, no change, or too far from the policy before."""
         self._check_adapter(body.adapter)
         given = None if body.trajectories is None else [one.trajectory() for one in body.trajectories]
         work = partial(
@@ -106,7 +106,7 @@ class TrainingRoutes:
         )
 
     async def status(self, adapter: str | None = None) -> Response:
-        """Of the first adapter that learns, or of the one that is named."""
+        """Returns the status of the first adapter that learns, or of the one that is named."""
         self._check_adapter(adapter)
         found = self._training.status(adapter)
         if "adapters" in found:

@@ -8,7 +8,7 @@ from mlx_parallm.text.parsers.values import ANY, typed
 
 
 def stripped_value(raw: str, tag: "re.Match[str]", schema: object) -> object:
-    """Without a schema, whatever value the text reads as."""
+    """Reads a stripped value by its schema; without one, as whatever the text reads as."""
     return typed(raw.strip(), schema, ANY)
 
 

@@ -23,7 +23,8 @@ class Parsed:
 
 
 def trajectories_of(batch: Mapping[str, Any], max_token_len: int = 0) -> Parsed:
-    """Of an answer to /batch. Groups that are malformed, or have a sequence that is too long, are skipped whole."""
+    """Reads the trajectories of a response to /batch. Groups that are malformed, or have a sequence that is too long,
+    are skipped whole."""
     parsed = Parsed()
     groups = batch.get("batch")
     for group in groups if isinstance(groups, list) else ():
@@ -100,7 +101,7 @@ def _advantage(sent: Any, learnt: Sequence[int], length: int) -> float | None:
 
 
 def _logprobs(sent: Any, learnt: Sequence[int], length: int) -> list[float] | None:
-    """Of the completion. Tokens that nobody drew have a 1 there, and get 0: they are masked."""
+    """Returns the completion's log-probabilities. Tokens not sampled have a 1 there, and get 0: they are masked."""
     if not isinstance(sent, list) or len(sent) != length:
         return None
     logprobs = [0.0] * (length - learnt[0])
@@ -122,7 +123,7 @@ def _temperature(*sources: Any) -> float:
 
 
 def _for_each(values: Any, count: int) -> list[Any]:
-    """Of every sequence. A list of another length can't be told apart, and says nothing."""
+    """Returns a value for every sequence. A list of another length can't be told apart, and says nothing."""
     return values if isinstance(values, list) and len(values) == count else [None] * count
 
 

@@ -28,7 +28,7 @@ REGISTRATIONS = 3  # attempts, where the API holds data from before anybody had 
 
 @dataclass(frozen=True, slots=True)
 class AtroposConfig:
-    """Where the API is, and what it tells the environments about this trainer."""
+    """The address of the API, and what it tells the environments about this trainer."""
 
     url: str
     batch_size: int = 32  # sequences in a batch
@@ -102,7 +102,7 @@ class AtroposClient:
         self._http.close()
 
     def run(self, on_batch: Callable[[list[Trajectory]], None], stop: threading.Event) -> None:
-        """Until `stop`, or until `on_batch` raises. The next batch is asked for when `on_batch` has returned."""
+        """Hands batches to `on_batch` until `stop`, or until it raises. The next is asked for when it has returned."""
         delay, failures = 0.0, 0
         while not stop.wait(delay):
             try:

@@ -59,7 +59,7 @@ class EnvironmentConfig:
 
     @classmethod
     def of(cls, config: ServeConfig) -> "EnvironmentConfig | None":
-        """Of the environment to start, where the config names one."""
+        """Returns the config of the environment to start, where the server's config names one."""
         if config.training.environment is None or config.training.built_in_scorer or not config.trains:
             return None
         if config.training.atropos_url is None:
@@ -97,7 +97,7 @@ class EnvironmentConfig:
         return [str(Path(words[0]).expanduser()) if words[0].endswith(".py") else words[0], *words[1:]]
 
     def arguments(self, tokenizer: str) -> list[str]:
-        """As `BaseEnv.cli` reads them."""
+        """Returns the command line as `BaseEnv.cli` reads it."""
         program, *own = self.program
         return [
             program,
@@ -157,14 +157,14 @@ class AtroposProcess:
             delay = min(LONGEST_WAIT, 2 * delay)
 
     def _wait_until_ready(self) -> bool:
-        """Until the server and the API answer; False: it is not to start any more."""
+        """Waits until the server and the API answer; False: it is not to start any more."""
         for url in (f"{self.config.server_url}/health", f"{self.config.api_url}/status"):
             while not self._stop.is_set() and not _answers(url):
                 self._stop.wait(LOOK_SECONDS)
         return not self._stop.is_set()
 
     def _live(self) -> int | None:
-        """From its start to its end: its exit code, and None where it was to end."""
+        """Runs the environment from its start to its end; returns its exit code, or None where it was to end."""
         config = self.config
         try:
             process = self._started()
@@ -183,7 +183,7 @@ class AtroposProcess:
             self.pid = None
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """In a session of its own, so that Ctrl-C is ours alone to hear."""
+        """Starts the environment in a session of its own, so that Ctrl-C is ours alone to hear."""
         config = self.config
         config.log.parent.mkdir(parents=True, exist_ok=True)
         with open(config.log, "ab", opener=_private) as output:

@@ -110,7 +110,7 @@ class Intake:
         self.admission.rows(request)
 
     def submit_all(self, requests: Sequence[Request], on_delta: OnDelta) -> None:
-        """From any thread: takes all requests or raises."""
+        """Takes all requests or raises; any thread may call it."""
         if self.thread.closed is not None:
             raise UnavailableError(self.thread.closed)
         self._reserve(requests)
@@ -158,7 +158,7 @@ class Intake:
             self._pending[owner] += count
 
     def _add(self, request: Request, rows: list[Row], arrival: float, on_delta: OnDelta) -> None:
-        """On the engine thread."""
+        """Queues the rows of a request that was accepted; the engine thread calls it."""
         self.idle.leave()
         needed = self.live.add(request, rows, arrival, on_delta)
         if needed:

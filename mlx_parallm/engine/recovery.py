@@ -102,7 +102,7 @@ class Recovery:
     _dying: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def recover(self, error: Exception) -> None:
-        """After a fault rows go back to the queue and the step is tried again, unless there were too many."""
+        """Puts rows back into the queue after a fault, and the step is tried again, unless there were too many."""
         self.metrics.faults += 1
         if self.ranks is not None:  # which are out of step, in the middle of a pass
             raise self.ranks.cause_of(error)

@@ -258,11 +258,9 @@ class Registry:
 
     def note_reward(self, name: str | None, number: int, reward: float) -> None:
         """An answer of this adapter version got a reward. Not on the engine thread."""
-        if name is None:
-            self.traffic.note_reward(self.base.stats, ("base",), reward)
-            return
-        stats = next((version.stats for version in self.versions(name) if version.number == number), None)
-        self.traffic.note_reward(stats, (f"{name}@{number}", name), reward)
+        known = [self.base] if name is None else [one for one in self.versions(name) if one.number == number]
+        names = ("base",) if name is None else (f"{name}@{number}", name)
+        self.traffic.note_reward(known[0].stats if known else None, names, reward)
 
     @between_steps
     def pin(self, name: str, number: int | None, pinned: bool) -> Version:

@@ -228,7 +228,7 @@ def _disk(config: ServeConfig, identity: str) -> DiskTier | None:
 
 
 def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfile, mask_rank: int = 4) -> SlotCache:
-    """With the kernels that there are for the device."""
+    """Makes slots with the kernels that there are for the device."""
     kernel: Attend | None = None
     if profile.fused:
         kernel = attend

@@ -123,6 +123,12 @@ def test_absent_file() -> None:
         parse("--config", "nowhere.yaml")
 
 
+@pytest.mark.parametrize(("given", "missing"), [("tls_cert", "tls_key"), ("tls_key", "tls_cert")])
+def test_https_takes_a_certificate_and_its_key(given: str, missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{given} needs {missing} too"):
+        ServeConfig.of(**{given: "file.pem"})
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -135,6 +141,7 @@ def test_absent_file() -> None:
         {"max_concurrent_streams": -1},
         {"max_tokens": 0},
         {"max_model_len": 0},
+        {"idle_unload_seconds": 0.0},
         {"log_level": "LOUD"},
     ],
 )

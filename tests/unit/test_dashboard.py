@@ -32,11 +32,13 @@ def test_rates_are_differences_over_time() -> None:
     one, other = engine(generated_tokens=10), engine(generated_tokens=5, prompt_tokens=100)
     before = read([one, other])
     one.generated_tokens, one.batches_processed, one.batch_fill_sum = 30, 4, 1.0
+    one.cached_tokens = 30
     one.decode_rate.add(20, 1.0)
     other.background.seconds = 0.5
     after = read([one, other])
     after.at = before.at + 2.0
     found = rates(before, after)
+    assert found["cached"] == 15.0
     assert (found["generated"], found["prompt"], found["fill"]) == (10.0, 0.0, 0.25)
     assert (found["serving"], found["training"], found["predicting"], found["idle"]) == (0.5, 0.25, 0.0, 0.25)
 

@@ -122,6 +122,7 @@ def test_wrong_tokens_are_refused(tokens: list[int], tmp_path: Path) -> None:
         ("bert", {"architectures": ["DebertaV2ForSequenceClassification"], "model_type": "deberta-v2"}, "deberta-v2"),
         ("modernbert_cls", {"classifier_pooling": "max"}, "classifier_pooling"),
         ("llama", {"hidden_size": 48}, "can't be loaded"),
+        ("llama", {"is_causal": False}, "is_causal is False"),
     ],
 )
 def test_wrong_configs_are_named(name: str, changes: dict[str, Any], words: str | None, tmp_path: Path) -> None:

@@ -57,15 +57,6 @@ def test_open_files_are_raised_to_what_is_allowed() -> None:
     assert limited(256, few) == f"{few} {few} {few}"
 
 
-def test_mlx_lm_leaves_the_limit_of_open_files_alone() -> None:
-    """It sets one as it is imported, which is too low for a server."""
-    code = "import mlx_parallm, resource as r; before = r.getrlimit(r.RLIMIT_NOFILE)\n"
-    code += "r.setrlimit(r.RLIMIT_NOFILE, (2048, 4096)); assert r.getrlimit(r.RLIMIT_NOFILE) == before\n"
-    code += "r.setrlimit(r.RLIMIT_NOFILE, (200, 300)); print(*r.getrlimit(r.RLIMIT_NOFILE))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.stdout == "200 300\n", ended.stderr
-
-
 def test_a_checkpoint_reaches_the_drive_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[object] = []
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)

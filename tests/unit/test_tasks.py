@@ -57,6 +57,8 @@ def test_arithmetic_answers_are_those_of_its_questions() -> None:
         ("letters", "none", {"answer": 2}, 0.0),
         ("format", "<answer>corn</answer>", {}, 1.0),
         ("format", "It is <answer>corn</answer>", {}, 2 / 3),
+        ("format", "<answer>corn", {}, 2 / 3),
+        ("format", "corn</answer>", {}, 1 / 3),
         ("format", "corn", {}, 0.0),
         ("length", "one two three", {"words": 3}, 1.0),
         ("length", "one two three", {"words": 3, "finish_reason": "length"}, 0.0),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,14 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from mlx_parallm.cli import main
+from mlx_parallm.config import ServeConfig
 from mlx_parallm.config.options import parse_bool, parse_bytes
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError
+from mlx_parallm.llm import LLM
 from mlx_parallm.runtime.weights import weight_bytes
 from mlx_parallm.server import routing
 from mlx_parallm.server.api.generate.sglang import SglangSampling
+from mlx_parallm.server.api.predict.bodies import ActBody
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.limits import sampling_for
 from mlx_parallm.terminal.recommend import BITS, EFFICIENCY, MODELS, prospects
@@ -72,6 +76,11 @@ def test_seeds_have_64_bits() -> None:
             SglangSampling.model_validate({"seed": seed})
 
 
+def test_a_policy_is_named_in_two_ways() -> None:
+    for name in ("model_id", "model"):
+        assert ActBody.model_validate({name: "cartpole", "observations": [[0.0]]}).model_id == "cartpole"
+
+
 @pytest.mark.parametrize("top_k", [-1, 0, 64, 1000])
 def test_a_top_k_of_the_whole_vocabulary_cuts_nothing(top_k: int) -> None:
     served: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=64), context_length=128)
@@ -117,6 +126,11 @@ def test_a_body_is_nested_so_deeply() -> None:
     assert routing._parsed(b"[" * depth + b"]" * depth)
     with pytest.raises(InvalidRequestError, match=f"more than {depth} levels"):
         routing._parsed(b"[" * (depth + 1) + b"]" * (depth + 1))
+
+
+def test_a_model_in_a_script_has_as_many_rows_as_a_server() -> None:
+    default = signature(LLM).parameters["max_batch_size"].default
+    assert default == ServeConfig().batch.max_batch_size == 32
 
 
 def test_booleans_and_sizes_as_people_write_them() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.models.kinds import kind_of
 from mlx_parallm.models.kinds.classifier import Classifier, load
+from mlx_parallm.models.padding import warm_up_shapes
 from mlx_parallm.types import TextTokens
 from tests.support.classifiers import with_labels, write_classifier
 
@@ -98,6 +100,21 @@ def test_limits_are_those_of_weights_tokenizer_and_window(tmp_path: Path) -> Non
     assert load(tmp_path / "bert").info.context_length == 20
     (tmp_path / "bert/tokenizer_config.json").write_text(json.dumps({"model_max_length": 1e30}))
     assert load(tmp_path / "bert").info.context_length == 64
+
+
+def test_what_requests_will_need_is_computed_once_before_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the first pass of a shape builds its kernels."""
+    monkeypatch.setattr("mlx_parallm.models.padding.device_kind", lambda: "cuda")
+    model, shapes = loaded("bert", tmp_path), []
+    compute = model.predict
+
+    def predict(batch: Sequence[TextTokens]) -> Any:
+        shapes.append((len(batch), len(batch[0].tokens)))
+        return compute(batch)
+
+    monkeypatch.setattr(model, "predict", predict)
+    model.warm_up()
+    assert shapes == list(warm_up_shapes(64)) != []
 
 
 def test_labels_without_names_have_those_of_transformers(tmp_path: Path) -> None:

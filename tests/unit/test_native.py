@@ -22,6 +22,7 @@ from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.native import kernels
 from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.models.native.layers import Embedding, Linear
+from mlx_parallm.models.native.products import has_lane_products
 from mlx_parallm.types import SamplingParams
 from tests.tiny import tiny
 
@@ -152,6 +153,14 @@ def test_products_of_a_few_rows(rows: tuple[int, ...], size: int, lines: int, bi
     slices = mx.random.normal((*rows, 2 * size))[..., ::2]
     assert close(fast(slices), plain(slices), 1e-5)
     assert fast(x.astype(mx.float16)).dtype == plain(x.astype(mx.float16)).dtype
+
+
+@pytest.mark.parametrize(("machine", "has"), [("arm64", True), ("aarch64", True), ("x86_64", False)])
+def test_which_processors_multiply_a_vector_by_an_element(
+    machine: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert has_lane_products() is has
 
 
 def test_an_embedding_as_the_output_head() -> None:

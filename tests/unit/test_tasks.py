@@ -15,9 +15,10 @@ import pytest
 
 from mlx_parallm.config.training import BUILT_IN_SCORERS
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.training.environments import EnvironmentTask
 from mlx_parallm.training.find_task import find_task
 from mlx_parallm.training.rewards import MAX_HANGING, Item, Rewards, load_function
-from mlx_parallm.training.tasks import SCORERS, TASKS, Rows, Task
+from mlx_parallm.training.tasks import SCORERS, TASKS, Rows
 
 
 @pytest.mark.parametrize("name", list(TASKS))
@@ -156,8 +157,13 @@ def test_tasks_of_ones_own(tmp_path: Path) -> None:
         "    name = 'echo'\n"
         "    def problem(self, random, level): return Problem(({'role': 'user', 'content': str(random.random())},))\n"
         "    def score(self, completion, metadata): return 1.0\n"
+        "from mlx_parallm.training.environments import Environment\n"
+        "class Room(Environment):\n"
+        "    def reset(self, seed, level=1): return [{'role': 'user', 'content': f'room {seed}'}]\n"
+        "    def step(self, messages): return [], 0.5, True\n"
     )
-    assert isinstance(find_task(f"{file}:Echo"), Task)
+    assert type(find_task(f"{file}:Echo")).__name__ == "Echo"
+    assert isinstance(find_task(f"{file}:Room"), EnvironmentTask)
     for wrong in ("nothing", "reasoning_gym:nothing", f"{file}:Task2"):
         with pytest.raises(ConfigError):
             find_task(wrong)

@@ -15,6 +15,7 @@ from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.training.buffer import Buffer
 from mlx_parallm.training.follower import BufferFollower
 from mlx_parallm.training.ledger import Ledger
+from mlx_parallm.training.loop import StepReport
 from mlx_parallm.training.records import TOKENS_OF_NAMES, ChoiceKey, PackedRecord, PolicySpan, Record
 from mlx_parallm.training.request_loop import RequestLoop
 from mlx_parallm.training.trajectories import Trajectory, prompt_group
@@ -289,7 +290,7 @@ def test_updates_follow_the_buffer_as_soon_as_there_is_enough() -> None:
 
 def test_a_loop_over_requests_outlives_an_update_that_fails() -> None:
     """The session's part is played: its first update is refused."""
-    buffer, reports = Buffer(10), []
+    buffer, reports = Buffer(10), list[StepReport]()
     buffer.add([one("a"), one("a")])
     made = SimpleNamespace(outcome=SimpleNamespace(metrics={"reward_mean": 0.5}))
     answers = iter([InvalidRequestError("nothing to learn"), made, made])

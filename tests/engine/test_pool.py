@@ -151,7 +151,7 @@ def test_a_model_that_is_not_loaded_may_be_unloaded_and_one_that_loads_may_not(
     assert status(runtime, "one").status == "unloaded"
     loading = runtime.pool.acquire("two")
     if not loading.done():
-        with pytest.raises(ConflictError, match="'two' is .* now; try again when it is done"):
+        with pytest.raises(ConflictError, match=r"'two' is .* now; try again when it is done"):
             runtime.pool.unload("two", 10)
     runtime.pool.release(loading.result(60))
 

@@ -64,6 +64,16 @@ def test_a_check_that_breaks_is_a_finding() -> None:
     assert (finding.verdict, finding.found) == ("wrong", "RuntimeError: out of luck")
 
 
+def test_every_check_that_breaks_has_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*arguments: object) -> Finding:
+        raise RuntimeError("out of luck")
+
+    for name in MACHINE:
+        monkeypatch.setattr(machine, "_" + name.lower().replace(" ", "_"), broken)
+    found = list(machine.examine(1, tmp_path))
+    assert [(finding.name, finding.verdict) for finding in found] == [(name, "wrong") for name in MACHINE]
+
+
 def test_faults_that_go_unnoticed_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine._faults().verdict == "ok"
     monkeypatch.setattr(machine, "to_numpy", lambda array: None)

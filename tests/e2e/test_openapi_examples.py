@@ -1,4 +1,5 @@
-"""The examples of /openapi.json, each sent to a real server that has a model of every kind: all of them work.
+"""The examples of /openapi.json, each sent to a real server that has a model of every kind: all of them work, and
+no field of theirs is unknown.
 
 The server runs in a folder with the models and adapters that the examples name. Two values of theirs can't be the same
 everywhere and are replaced: the weights of an adapter, and the ids of stored responses.
@@ -63,6 +64,7 @@ def client(world: Path) -> Iterator[httpx.Client]:
     flags = [part for name in SERVED for part in ("--model-path", f"{name}=models/{name}")]
     flags += ["--model-path", "all-MiniLM-L6-v2=models/vectors", "--admin-key", KEY, "--api-key", "other"]
     flags += ["--enable-rl-training", "--checkpoint-dir", "checkpoints", "--lora-rank", "4", "--responses-dir", "kept"]
+    flags += ["--unknown-fields", "refuse"]
     with contextlib.chdir(world):
         server = ours("tiny=models/chat", flags)
     headers = {"Authorization": f"Bearer {KEY}"}

@@ -69,12 +69,14 @@ def test_usage_counts_a_prompt_once_however_many_choices_it_has(api: Api) -> Non
 def test_stream(api: Api) -> None:
     body: dict[str, Any] = dict(max_tokens=9, ignore_eos=True, n=2, temperature=1.2, seed=3)
     whole = api.chat(**body, cache_salt="whole")
-    chunks = api.stream_chat(**body, cache_salt="streamed", stream_options={"include_usage": True})
+    more: dict[str, Any] = {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    chunks = api.stream_chat(**body, **more, cache_salt="streamed")
     for index in range(2):
         parts = choices(chunks, index)
         assert parts[0]["delta"] == {"role": "assistant", "content": ""}
         assert content_of(chunks, index) == whole["choices"][index]["message"]["content"]
         assert finish_of(chunks, index) == "length"
+        assert sum(len(part.get("token_ids", ())) for part in parts) == 9
     assert chunks[-1]["usage"] == whole["usage"]
     assert len({chunk["id"] for chunk in chunks}) == 1
 

@@ -11,7 +11,7 @@ from tests.support.servers import ServerProcess, free_port, running
 # A real server whose decode step raises as soon as a certain file is there: as often as the file says, or always.
 SABOTAGE = """
 import pathlib, sys
-from mlx_parallm.cli import main
+from mlx_parallm.cli.main import main
 from mlx_parallm.engine.runner import Runner
 
 decode, trigger = Runner.decode, pathlib.Path(sys.argv.pop(1))

@@ -75,6 +75,9 @@ def secured(
 
 
 def test_https_by_httpx(secured: Secured) -> None:
+    url = secured.server.url
+    assert url.startswith("https://")
+    assert f"{url}  (described at {url}/docs)" in secured.server.log(), "as a start tells people"
     with secured.client("user") as client:
         assert client.get("/health").json()["status"] == "healthy"
         answer = client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})

@@ -341,6 +341,12 @@ def test_checkpoints_on_demand_and_internals(client: httpx.Client) -> None:
     assert internals["trainer_bytes"] > 0
 
 
+def test_an_adapters_name_means_the_adapter_and_no_checkpoint_of_that_name(client: httpx.Client) -> None:
+    post(client, "/training/checkpoint", {"name": "policy"})
+    answer = client.post("/v1/completions", json={"model": "policy", "prompt": PROMPT, "max_tokens": 1})
+    assert answer.headers["X-Parallm-Adapter"].startswith("policy@")
+
+
 def test_back_to_a_checkpoint(client: httpx.Client) -> None:
     greedy = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "request_id": "r", "model": "policy"}
     before = post(client, "/generate", greedy)

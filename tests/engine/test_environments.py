@@ -10,13 +10,21 @@ import pytest
 from mlx_parallm.config.train_config import LoopConfig
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.sampling_params import SamplingParams
+from mlx_parallm.text.parsers.calls import CallDelta, Piece
 from mlx_parallm.text.prompts import Message
 from mlx_parallm.training.rl.batches import PaddedPrompts
 from mlx_parallm.training.rl.objectives import chosen_logprobs
 from mlx_parallm.training.rl.task_loop import Loop, ScoredAnswer
 from mlx_parallm.training.rl.trajectories import Trajectory
 from mlx_parallm.training.tasks.built_in import Problem
-from mlx_parallm.training.tasks.environments import Calculator, Environment, EnvironmentTask, EpisodeSampler, evaluate
+from mlx_parallm.training.tasks.environments import (
+    Calculator,
+    Environment,
+    EnvironmentTask,
+    EpisodeSampler,
+    _calls,
+    evaluate,
+)
 from mlx_parallm.training.tasks.find_task import find_task
 from mlx_parallm.training.trainable_model import answer_logits
 from tests.engine.test_session import School, school
@@ -80,6 +88,18 @@ def test_an_episode_is_one_trajectory_with_the_samplers_own_numbers() -> None:
         assert report.outcome.metrics["tokens"] == 6 * 18, "what others wrote is not learnt from"
         assert report.outcome.metrics["max_logprob_gap"] < 1e-4
         one.driver.settle()
+
+
+def test_calls_that_came_in_pieces_are_put_together() -> None:
+    pieces = [
+        Piece(calls=(CallDelta(0, "a", "look", '{"at"'), CallDelta(0, arguments=": 1}"))),
+        Piece(calls=(CallDelta(1, "b", "hear"),)),
+        Piece(calls=(CallDelta(1, arguments="{}"),)),
+    ]
+    assert [(call["id"], call["function"]) for call in _calls(pieces)] == [
+        ("a", {"name": "look", "arguments": '{"at": 1}'}),
+        ("b", {"name": "hear", "arguments": "{}"}),
+    ]
 
 
 def test_an_environment_that_fails_costs_its_episode_alone() -> None:

@@ -144,6 +144,19 @@ def test_a_model_that_was_unloaded_answers_as_before(models: Path, started: Call
     assert {name: answer(runtime, name) for name in ("two", "one")} == {name: before[name] for name in ("two", "one")}
 
 
+def test_a_model_that_is_not_loaded_may_be_unloaded_and_one_that_loads_may_not(
+    models: Path, started: Callable[..., Runtime]
+) -> None:
+    runtime = started(model_dir=str(models))
+    runtime.pool.unload("one", 10)
+    assert status(runtime, "one").status == "unloaded"
+    loading = runtime.pool.acquire("two")
+    if not loading.done():
+        with pytest.raises(ConflictError, match=r"'two' is .* now; try again when it is done"):
+            runtime.pool.unload("two", 10)
+    runtime.pool.release(loading.result(60))
+
+
 def test_the_longest_unused_leaves_for_another(models: Path, started: Callable[..., Runtime]) -> None:
     size = weight_bytes(models / "one", "cpu")
     runtime = started(model_dir=str(models), memory_limit=int(size * 2.6))

@@ -101,6 +101,19 @@ def test_learns_which_text_is_better() -> None:
     assert abs(np.mean(every)) < 0.5 * np.std(every)  # the bias centres them
 
 
+def test_metrics_are_means_over_the_pairs_and_the_bias_centres_their_scores() -> None:
+    model, pairs = stirred(RewardModel(tiny(), LORA)), made(6)
+    texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)]
+    before = np.array(model.scores(texts)).reshape(6, 2)
+    metrics = run_through(RewardTrainer(model, learning_rate=1e-12, epochs=1, batch_size=6).train(pairs))
+    margins = before[:, 0] - before[:, 1]
+    assert metrics["margin"] == pytest.approx(margins.mean(), abs=1e-5)
+    assert metrics["accuracy"] == pytest.approx((margins > 0).mean())
+    assert metrics["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-5)
+    assert abs(before.mean()) > 1e-3
+    assert np.mean(model.scores(texts)) == pytest.approx(0, abs=1e-5)
+
+
 def test_the_same_seed_and_any_cut_come_to_the_same() -> None:
     one, same, cut = (RewardModel(tiny(), LORA) for _ in range(3))
     for model, tokens in ((one, 10_000), (same, 10_000), (cut, 60)):

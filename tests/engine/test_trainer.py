@@ -362,6 +362,16 @@ def test_a_schedule_counts_updates_and_its_warm_up_begins_with_nothing() -> None
     assert rates == pytest.approx([0.0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0], abs=1e-9)
 
 
+def test_the_memory_of_an_update_is_that_of_its_gradients_and_of_what_was_before() -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig())
+    parameters = sum(array.nbytes for array in trainer.parameters.values())
+    stacks = sum(array.nbytes for array in trainer.learner.stacks.values())
+    assert trainer.nbytes >= 3 * parameters, "with two moments of each"
+    assert trainer.working_bytes == 2 * trainer.nbytes + stacks
+    trainer.kept_snapshots = 3
+    assert trainer.working_bytes == 5 * trainer.nbytes + stacks
+
+
 def test_dropout_is_of_updates_alone_and_repeats_itself() -> None:
     lora = LoRAConfig(rank=4, alpha=8, dropout=0.5)
     first, again = (Trainer(tiny(), lora, RLConfig(learning_rate=1e-2)) for _ in range(2))

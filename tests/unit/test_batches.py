@@ -9,9 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.config.algorithms import ALGORITHMS
+from mlx_parallm.training.budget import ALONE, MIN_MICRO, Budget
 from mlx_parallm.training.rl.batches import Batch, Micro, PaddedPrompts, Shape
 from mlx_parallm.training.rl.trajectories import Trajectory
 from tests.unit.reference_objectives import reference_advantages, reference_weights
+
+
+def test_a_micro_batch_is_larger_while_nobody_waits() -> None:
+    budget = Budget(0.1)
+    assert [budget.tokens(busy) for busy in (True, False, True)] == [
+        2 * MIN_MICRO,
+        2 * ALONE * MIN_MICRO,
+        2 * MIN_MICRO,
+    ]
 
 
 def batch(groups: Sequence[tuple[int, Sequence[int]]]) -> Batch:

@@ -1,10 +1,12 @@
 """The load generator's own parts: prompts, statistics, and an HTTP client that must read any server's bytes."""
 
+import argparse
 import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import orjson
@@ -21,7 +23,7 @@ from mlx_parallm.bench.load_test import (
     percentile,
     run_load,
 )
-from mlx_parallm.cli.bench_command import as_dict, notes, parse_list, parse_span, rows
+from mlx_parallm.cli.bench_command import add_flags, as_dict, draw, notes, parse_list, parse_span, rows
 from mlx_parallm.errors import ConfigError, UnavailableError
 from mlx_parallm.http_client import ChunkedDecoder, Endpoint, EventParser, WireError, send
 
@@ -164,6 +166,23 @@ def test_summary_counts_only_what_ended_right() -> None:
     assert len(notes([summary])) == 1
 
 
+def test_flags_come_in_groups() -> None:
+    parser = argparse.ArgumentParser(prog="bench")
+    add_flags(parser)
+    titles = [line for line in parser.format_help().splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles[-4:] == ["the server:", "requests:", "load:", "results:"]
+
+
+def test_results_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    stream = RequestRecord(streamed=True, started=0.0, first=0.1, gaps=[0.01, 0.02], total=0.2, finish_reason="stop")
+    draw(
+        [LoadResult(replace(SPEC, concurrency=clients), [stream], 1.0, 0.1) for clients in (1, 8)],
+        tmp_path / "load.png",
+    )
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_json_hides_the_key_and_is_json() -> None:
     result = LoadResult(replace(SPEC, api_key="secret"), [], seconds=1.0, client_cpu=0.0)
     text = orjson.dumps(as_dict(result)).decode()
@@ -297,6 +316,17 @@ def test_an_error_inside_a_stream_is_an_error() -> None:
 
     result = with_server(handler, lambda url: load(replace(SPEC, url=url, requests=1, stream_share=1.0)))
     assert result.summary().errors == {"in stream: unavailable": 1}
+
+
+def test_a_whole_answer_may_come_in_chunks() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"5\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (WHOLE[:5], len(WHOLE) - 5, WHOLE[5:]))
+        writer.close()
+
+    result = with_server(handler, lambda url: load(replace(SPEC, url=url, requests=1, stream_share=0.0)))
+    assert [record.text for record in result.finished] == ["Hello"]
 
 
 def test_no_server_is_said_at_once() -> None:

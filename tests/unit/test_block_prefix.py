@@ -137,3 +137,12 @@ def test_what_waits_for_the_ssd_takes_a_quarter_of_the_memory(tmp_path: Path) ->
         dropped = disk.metrics.dropped
         prefix.take(prefix.chain(TOKENS, ""), [cache], len(TOKENS), len(TOKENS))
         assert (prefix.waiting_to_write, disk.metrics.dropped - dropped) == (kept, not kept)
+
+
+def test_a_snapshot_is_taken_where_a_text_leaves_one_that_was_seen_before() -> None:
+    prefix = SnapshotPrefix(lambda: [KVCache()], SIZE, "model", 1 << 24, 1)
+    begin = list(range(SIZE))  # what two conversations have in common
+    texts = [begin + [number] * (2 * SIZE + 1) for number in (100, 200)]
+    stops = [prefix.stops(prefix.chain(text, ""), text, 0) for text in texts]
+    assert SIZE not in stops[0]
+    assert stops[1] == sorted({*stops[0], SIZE})

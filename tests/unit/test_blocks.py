@@ -313,6 +313,19 @@ def test_a_flush_leaves_what_is_held() -> None:
     pool.release(held)
 
 
+def test_what_is_beyond_the_limit_goes_when_it_is_released() -> None:
+    pool = BlockPool(4, 4)
+    text = [1] * 4 + [2] * 4
+    put(pool, [3] * 8)
+    held = pool.match(chain([3] * 8), [3] * 8, 8)
+    put(pool, text)
+    assert pool.set_limit(1) == 2, "the second place is held"
+    assert (pool.cached, pool.longest(chain(text))) == (2, 0)
+    pool.release(held)
+    assert (pool.cached, pool.longest(chain([3] * 8))) == (1, 1)
+    pool.check_integrity()
+
+
 def test_a_refresh_passes_over_blocks_that_are_not_there_or_held() -> None:
     pool = BlockPool(4, 4)
     text = [1] * 4 + [2] * 4 + [3] * 4

@@ -1,18 +1,29 @@
 """Bounds and names that users meet, each where it is checked: sampling, bodies, options, memory, recommendations."""
 
 import json
+import math
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from safetensors.numpy import save_file
 
+from mlx_parallm.cli.main import main
 from mlx_parallm.cli.recommend import BITS, EFFICIENCY, MODELS, prospects
+from mlx_parallm.config import ServeConfig
 from mlx_parallm.config.options import parse_bool, parse_bytes
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError
+from mlx_parallm.llm import LLM
 from mlx_parallm.runtime.weight_files import weight_bytes
 from mlx_parallm.sampling_params import MAX_STOP_CHARS, MAX_STOPS, SamplingParams, check_sampling
+from mlx_parallm.server.api.generate.sglang import SglangSampling
+from mlx_parallm.server.api.predict.bodies import ActBody
+from mlx_parallm.server.generation.call import GenerationCall
+from mlx_parallm.server.generation.limits import sampling_for
 from mlx_parallm.server.http import routing
 from mlx_parallm.text.prompts import CHECKED_CHARACTERS, Prompts
 from mlx_parallm.validation import check_ids
@@ -34,6 +45,7 @@ from tests.unit.vocabularies import byte_level
         ({"max_tokens": 0}, "max_tokens", "no prompt_logprobs"),
         ({"temperature": float("nan")}, "temperature", "between 0 and"),
         ({"temperature": "hot"}, "temperature", "must be a number, not 'hot'"),
+        ({"top_p": 1.01}, "top_p", "between"),
         ({"top_k": 1.5}, "top_k", "must be a whole number, not 1.5"),
         ({"n": True}, "n", "must be a whole number, not True"),
     ],
@@ -54,6 +66,35 @@ def test_sampling_at_its_bounds_is_taken() -> None:
         {"max_tokens": 0, "prompt_logprobs": 0},
     ):
         check_sampling(SamplingParams(**fields), 100)  # type: ignore[arg-type]
+
+
+def test_seeds_have_64_bits() -> None:
+    for seed in (-(2**63), 2**63 - 1):
+        assert SglangSampling.model_validate({"seed": seed}).sampling_seed == seed
+    for seed in (-(2**63) - 1, 2**63):
+        with pytest.raises(ValidationError):
+            SglangSampling.model_validate({"seed": seed})
+
+
+def test_a_policy_is_named_in_two_ways() -> None:
+    for name in ("model_id", "model"):
+        assert ActBody.model_validate({name: "cartpole", "observations": [[0.0]]}).model_id == "cartpole"
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 64, 1000])
+def test_a_top_k_of_the_whole_vocabulary_cuts_nothing(top_k: int) -> None:
+    served: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=64), context_length=128)
+    call = GenerationCall(prompts=["a"], sampling=SamplingParams(top_k=top_k))
+    assert sampling_for(call, served, 1, None, None).top_k == 0
+
+
+@pytest.mark.parametrize("param", ["prompt", "messages"])
+def test_a_context_that_is_full_is_told_in_openai_s_words(param: str) -> None:
+    assert ContextLengthError.of(8, 9, param=param).message == (
+        f"This model's maximum context length is 8 tokens. However, your {param} resulted in 9 tokens, and the answer "
+        f"needs at least one more. Please reduce the length of the {param}."
+    )
+    assert f"(5 in the {param}, 4 in the completion)" in ContextLengthError.of(8, 5, 4, param=param).message
 
 
 def test_token_ids_are_within_the_vocabulary() -> None:
@@ -87,6 +128,11 @@ def test_a_body_is_nested_so_deeply() -> None:
         routing._parsed(b"[" * (depth + 1) + b"]" * (depth + 1))
 
 
+def test_a_model_in_a_script_has_as_many_rows_as_a_server() -> None:
+    default = signature(LLM).parameters["max_batch_size"].default
+    assert default == ServeConfig().batch.max_batch_size == 32
+
+
 def test_booleans_and_sizes_as_people_write_them() -> None:
     for text in ("1", "true", "Yes", "ON"):
         assert parse_bool(text) is True
@@ -117,6 +163,36 @@ def test_weights_are_known_before_they_are_loaded(tmp_path: Path) -> None:
     assert weight_bytes(tmp_path / "nothing", "cpu") == 0
     (tmp_path / "model.gguf").write_bytes(b"x" * 900)
     assert [weight_bytes(tmp_path / "model.gguf", kind) for kind in ("metal", "cpu", "cuda")] == [900, 6400, 3200]
+
+
+def test_caches_of_recommended_models_are_those_of_their_configs() -> None:
+    layers_heads_width = {
+        "Qwen3-0.6B-4bit": (28, 8, 128),
+        "Llama-3.2-1B-Instruct-4bit": (16, 8, 64),
+        "Qwen3-1.7B-4bit": (28, 8, 128),
+        "Llama-3.2-3B-Instruct-4bit": (28, 8, 128),
+        "Qwen3-4B-4bit": (36, 8, 128),
+        "Qwen3-8B-4bit": (36, 8, 128),
+        "Qwen3-14B-4bit": (40, 8, 128),
+        "gpt-oss-20b-MXFP4-Q4": (24, 8, 64),
+        "Qwen3-30B-A3B-4bit": (48, 4, 128),
+        "Qwen3-32B-4bit": (64, 8, 128),
+        "Llama-3.3-70B-Instruct-4bit": (80, 8, 128),
+        "gpt-oss-120b-MXFP4-Q4": (36, 8, 64),
+    }
+    known = {name: 2 * math.prod(numbers) for name, numbers in layers_heads_width.items()}
+    assert {model.name.removeprefix("mlx-community/"): model.kv for model in MODELS} == known
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("cpu", 32), ("metal", BITS), ("cuda", 16)])
+def test_weights_are_as_wide_as_the_device_computes_with_them(
+    kind: str, bits: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.devices.device.device_kind", lambda: kind)
+    monkeypatch.setattr("mlx_parallm.cli.recommend.bandwidth", lambda: 1e11)
+    assert main(["recommend", "--json", "--memory-limit", "64GiB"]) == 0
+    (one,) = [one for one in json.loads(capsys.readouterr().out)["models"] if "Qwen3-4B" in one["name"]]
+    assert one["weights"] == int(4e9 * bits / 8)
 
 
 def test_recommendations_fit_and_are_as_fast_as_the_memory() -> None:

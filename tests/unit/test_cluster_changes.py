@@ -53,6 +53,7 @@ def test_a_late_replica_gets_what_is_kept() -> None:
         ("pin", "math", 1),
         ("serve", "", None),
     ]
+    assert [change.fields for change in state.replay() if change.kind == "pin"] == [{"pinned": True}]
     state.add(Change("rollback", "tiny", "math", 5))
     assert ("rollback", "math", 5) in replayed(state)
     state.add(Change("pin", "tiny", "math", 1, {"pinned": False}))

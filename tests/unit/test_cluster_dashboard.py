@@ -73,6 +73,8 @@ def test_charts_of_all_replicas_have_one_point_a_second() -> None:
     assert [point["generated"] for point in found] == [5.0, 10.0, 5.0]
     assert [point["first_p50"] for point in found] == [0.1, 0.1, None]
     assert found[0].keys() == one[0].keys()
+    slow = points(snapshot(1, 10, 0.4, at=100.9))
+    assert whole_history([one, [slow]])[0]["first_p50"] == 0.4, "that of the slowest"
 
 
 def test_the_front_answers_each_route_as_it_declares() -> None:

@@ -19,6 +19,7 @@ from mlx_parallm.config import (
 )
 from mlx_parallm.config.options import options_of
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.integrated import RLIntegratedServer
 
 
 def parse(*arguments: str, environment: dict[str, str] | None = None) -> ServeConfig:
@@ -123,6 +124,12 @@ def test_absent_file() -> None:
         parse("--config", "nowhere.yaml")
 
 
+@pytest.mark.parametrize(("given", "missing"), [("tls_cert", "tls_key"), ("tls_key", "tls_cert")])
+def test_https_takes_a_certificate_and_its_key(given: str, missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{given} needs {missing} too"):
+        ServeConfig.of(**{given: "file.pem"})
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -135,6 +142,7 @@ def test_absent_file() -> None:
         {"max_concurrent_streams": -1},
         {"max_tokens": 0},
         {"max_model_len": 0},
+        {"idle_unload_seconds": 0.0},
         {"log_level": "LOUD"},
     ],
 )
@@ -171,6 +179,11 @@ def test_modes_of_training() -> None:
     many = tuple(f"a{number}" for number in range(9))
     with pytest.raises(ConfigError, match="9 adapters"):
         ServeConfig.of(enable_rl_training=True, train_adapter=many)
+
+
+def test_a_server_for_training_has_no_session_before_it_has_begun() -> None:
+    with pytest.raises(ConfigError, match="not loaded yet: run_inference or run_training_loop does that"):
+        RLIntegratedServer("no/model").session  # noqa: B018
 
 
 def test_a_reward_model_has_a_rate_of_its_own_unless_one_is_given() -> None:

@@ -1,6 +1,7 @@
 """What the dashboard shows, without a server: rates and percentiles of snapshots, recent requests, recent groups."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from mlx_parallm.server.auth.caller import Caller
 from mlx_parallm.server.auth.keys import Key
 from mlx_parallm.server.dashboard.page_files import PageFiles
 from mlx_parallm.server.dashboard.recent_rollouts import token_texts
-from mlx_parallm.server.dashboard.snapshot import RecentPercentiles, cache, memory, rates, read
+from mlx_parallm.server.dashboard.snapshot import RecentPercentiles, Snapshots, cache, memory, rates, read
 from mlx_parallm.server.http.request_state import AnswerSummary, enter
 from mlx_parallm.server.recent_requests import RecentRequests
 from mlx_parallm.training.rl.recent import MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS, RecentGroups
@@ -31,13 +32,37 @@ def test_rates_are_differences_over_time() -> None:
     one, other = engine(generated_tokens=10), engine(generated_tokens=5, prompt_tokens=100)
     before = read([one, other])
     one.generated_tokens, one.batches_processed, one.batch_fill_sum = 30, 4, 1.0
+    one.cached_tokens = 30
     one.decode_rate.add(20, 1.0)
     other.background.seconds = 0.5
     after = read([one, other])
     after.at = before.at + 2.0
     found = rates(before, after)
+    assert found["cached"] == 15.0
     assert (found["generated"], found["prompt"], found["fill"]) == (10.0, 0.0, 0.25)
     assert (found["serving"], found["training"], found["predicting"], found["idle"]) == (0.5, 0.25, 0.0, 0.25)
+
+
+def test_an_engine_that_has_just_started_has_counted_nothing() -> None:
+    metrics = EngineMetrics()
+    for steps in (metrics.decode, metrics.prefill):
+        assert (steps.count, steps.start_seconds, steps.wait_seconds) == (0, 0.0, 0.0)
+
+
+def test_percentiles_go_on_while_somebody_looks() -> None:
+    one = engine()
+    client = SimpleNamespace(metrics=one, paused=False)
+    models: Any = [SimpleNamespace(name="m", client=client)]
+    context: Any = SimpleNamespace(
+        models=models,
+        state=SimpleNamespace(draining=False),
+        runtime=SimpleNamespace(training=SimpleNamespace(metrics=dict)),
+    )
+    snapshots = Snapshots(context)
+    one.time_to_first_token.observe(9.0)  # before anybody looked
+    assert snapshots.take()["first_token"]["p50"] is None
+    one.time_to_first_token.observe(0.3)
+    assert snapshots.take()["first_token"]["p50"] is not None
 
 
 def test_rates_are_unknown_at_first_and_when_a_model_has_left() -> None:

@@ -13,9 +13,11 @@ from mlx_parallm.server.api.anthropic.bodies import CountTokensBody, MessagesBod
 from mlx_parallm.server.api.ollama.bodies import OllamaChatBody, OllamaOptions
 from mlx_parallm.server.api.ollama.durations import read_keep_alive
 from mlx_parallm.server.api.ollama.names import shown
+from mlx_parallm.server.api.trl import _likeliest
 from mlx_parallm.server.http.error_shapes import Failure
 from mlx_parallm.server.http.http_errors import validation_error
 from mlx_parallm.text.parsers.calls import read_arguments
+from mlx_parallm.types import TokenLogprob
 
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 CALL = {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": 1}}
@@ -37,6 +39,15 @@ def body(*messages: Any, **fields: Any) -> MessagesBody:
 
 def rendered(*messages: Any, **fields: Any) -> list[dict[str, Any]]:
     return body(*messages, **fields).turn().conversation.messages
+
+
+def test_trl_is_told_the_likeliest_tokens_and_the_one_that_was_drawn() -> None:
+    score = TokenLogprob(7, -2.0, 3, ((5, -0.5), (6, -1.5), (7, -2.0)))
+    assert [_likeliest(score, count) for count in (0, 1, 3)] == [
+        [(7, -2.0)],
+        [(5, -0.5), (7, -2.0)],
+        [(5, -0.5), (6, -1.5), (7, -2.0)],
+    ]
 
 
 def test_system_prompts_in_either_form() -> None:

@@ -84,6 +84,19 @@ def test_weights_may_lie_in_several_files(tmp_path: Path) -> None:
         load_encoder(folder)
 
 
+def test_every_so_manieth_layer_of_modernbert_sees_all_tokens(tmp_path: Path) -> None:
+    config = dict(MODELS["modernbert"]["config"])
+    depth = config["num_hidden_layers"]
+    assert depth > 2
+    kinds = ["sliding_attention" if index % 2 else "full_attention" for index in range(depth)]
+    told = load_encoder(write(tmp_path / "told", "modernbert", config={"layer_types": kinds, "local_attention": 2}))
+    folder = write(tmp_path / "counted", "modernbert")
+    config |= {"global_attn_every_n_layers": 2, "local_attention": 2}
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    np.testing.assert_array_equal(hidden_of(load_encoder(folder), "modernbert"), hidden_of(told, "modernbert"))
+
+
 def test_configs_of_nomic_itself(tmp_path: Path) -> None:
     """Names of GPT-2's config, as the published models have them."""
     folder = write(tmp_path, "nomic_bert")

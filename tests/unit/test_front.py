@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from starlette.responses import PlainTextResponse
 
 aiohttp = pytest.importorskip("aiohttp")
 
@@ -19,6 +20,7 @@ from mlx_parallm.cluster.replicas.front import Front  # noqa: E402
 from mlx_parallm.cluster.replicas.links import PREFIX_HEADER, SECRET_HEADER, knows_secret  # noqa: E402
 from mlx_parallm.cluster.replicas.members import Member, Members  # noqa: E402
 from mlx_parallm.config import ServeConfig  # noqa: E402
+from mlx_parallm.server.api.ops import CLUSTER_PATH  # noqa: E402
 
 SECRET = "between us"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -279,6 +281,17 @@ async def test_a_background_response_is_asked_of_the_replica_that_makes_it() -> 
             await it.calls.get(f"/v1/responses/{made}")
         await it.calls.post(f"/v1/responses/{made}/cancel")
         assert set(it.asked) == {maker}
+
+
+async def test_a_machine_that_wants_to_join_is_answered_by_the_front_itself() -> None:
+    async def where_ray_is(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("here")(scope, receive, send)
+
+    async with cluster() as found:
+        await found.add("a", hello)
+        found.front.join_route = where_ray_is
+        assert (await found.calls.get(CLUSTER_PATH)).text == "here"
+        assert found.asked == []
 
 
 def test_the_secret_is_the_front_s_and_the_replicas_own() -> None:

@@ -289,7 +289,8 @@ def test_rope_scaling_of_llama_3_is_recognised(tmp_path: Path) -> None:
     header = read_header(path)
     scaling = model_config(header, architecture_of(header))["rope_scaling"]
     assert scaling["rope_type"] == "llama3"
-    assert scaling["factor"] == 8
+    assert (scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]) == (8, 1, 4)
+    assert scaling["original_max_position_embeddings"] == 8192
     load(str(path), name="m")
     file.add("rope_freqs.weight", np.linspace(1, 8, head_dim // 2), "F32")
     with pytest.raises(ModelLoadError, match="rope_freqs"):

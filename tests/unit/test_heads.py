@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.devices.device import DEVICES
+from mlx_parallm.devices.padding import warm_up_shapes
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.models.kinds import kind_of
 from mlx_parallm.models.kinds.classifier import Classifier, load
@@ -101,6 +103,21 @@ def test_limits_are_those_of_weights_tokenizer_and_window(tmp_path: Path) -> Non
     assert load(tmp_path / "bert").info.context_length == 64
 
 
+def test_what_requests_will_need_is_computed_once_before_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the first pass of a shape builds its kernels."""
+    monkeypatch.setattr("mlx_parallm.devices.padding.device_kind", lambda: "cuda")
+    model, shapes = loaded("bert", tmp_path), []
+    compute = model.predict
+
+    def predict(batch: Sequence[TextTokens]) -> Any:
+        shapes.append((len(batch), len(batch[0].tokens)))
+        return compute(batch)
+
+    monkeypatch.setattr(model, "predict", predict)
+    model.warm_up()
+    assert shapes == list(warm_up_shapes(64)) != []
+
+
 def test_labels_without_names_have_those_of_transformers(tmp_path: Path) -> None:
     model = loaded("bert", tmp_path, id2label=None)
     assert model.info.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
@@ -123,6 +140,7 @@ def test_wrong_tokens_are_refused(tokens: list[int], tmp_path: Path) -> None:
         ("bert", {"architectures": ["DebertaV2ForSequenceClassification"], "model_type": "deberta-v2"}, "deberta-v2"),
         ("modernbert_cls", {"classifier_pooling": "max"}, "classifier_pooling"),
         ("llama", {"hidden_size": 48}, "can't be loaded"),
+        ("llama", {"is_causal": False}, "is_causal is False"),
     ],
 )
 def test_wrong_configs_are_named(name: str, changes: dict[str, Any], words: str | None, tmp_path: Path) -> None:

@@ -132,8 +132,8 @@ def test_a_file_that_can_not_be_parsed_is_not_repeated(tmp_path: Path, suffix: s
 
 def test_a_keys_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
-    for name in ("none", "bytes"):
-        with pytest.raises(ConfigError, match="can't be read"):
+    for name, reason in (("none", "can't be read"), ("bytes", "can't be read: it is no text")):
+        with pytest.raises(ConfigError, match=reason):
             read_keys(tmp_path / name)
 
 
@@ -154,7 +154,10 @@ def test_a_file_holds_all_of_a_key_but_the_key(tmp_path: Path, suffix: str) -> N
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_the_command_adds_lists_and_removes(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_adds_lists_and_removes(
+    tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / f"keys{suffix}"
     flags = ["--role", "trainer", "--requests-per-minute", "9", "--model", "m", "--model", "n"]
     assert main(["keys", "add", "alice", "--file", str(path), *flags]) == 0
@@ -170,6 +173,9 @@ def test_the_command_adds_lists_and_removes(tmp_path: Path, suffix: str, capsys:
     assert main(["keys", "list", "--file", str(path)]) == 0
     listed = capsys.readouterr().out
     assert "alice" in listed
+    assert [name.strip() for name in listed.splitlines()[1].strip("┃").split("┃")] == [
+        *("name", "role", "requests/min", "tokens/min", "at once", "models", "adapters", "cache", "created")
+    ]
     assert key.digest.hex()[:8] not in listed
     assert main(["keys", "remove", "bob", "--file", str(path)]) == 2
     assert main(["keys", "remove", "alice", "--file", str(path)]) == 0

@@ -63,6 +63,13 @@ def test_cgroup_v1(tmp_path: Path) -> None:
     assert cgroup_room(root, own) == 0
 
 
+def test_cgroup_v1_with_several_controllers_in_one(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("4:cpu,memory:/box\n")
+    group(tmp_path / "cpu,memory" / "box", memory_limit_in_bytes=4 * GIB, memory_usage_in_bytes=GIB)
+    assert cgroup_room(tmp_path, own) == 3 * GIB
+
+
 def test_no_cgroups(tmp_path: Path) -> None:
     assert cgroup_room(tmp_path, tmp_path / "none") is None
 

@@ -1,5 +1,6 @@
 """The CPU's C kernels give what MLX's operations give, and leave alone what they don't know."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
-from mlx_parallm.devices.native import kernels
+from mlx_parallm.devices.native import classes, kernels
 from mlx_parallm.devices.native.native_layers import Embedding, Linear
+from mlx_parallm.devices.native.products import has_lane_products
 from mlx_parallm.devices.native.token_draws import drawer
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.batching import slot_cache
@@ -154,6 +156,14 @@ def test_products_of_a_few_rows(rows: tuple[int, ...], size: int, lines: int, bi
     assert fast(x.astype(mx.float16)).dtype == plain(x.astype(mx.float16)).dtype
 
 
+@pytest.mark.parametrize(("machine", "has"), [("arm64", True), ("aarch64", True), ("x86_64", False)])
+def test_which_processors_multiply_a_vector_by_an_element(
+    machine: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert has_lane_products() is has
+
+
 def test_an_embedding_as_the_output_head() -> None:
     fast = type("Fast", (Embedding,), {"kernels": kernels()})(300, 64)
     x = mx.random.normal((7, 1, 64))
@@ -205,9 +215,19 @@ def test_draws_follow_the_probabilities() -> None:
     assert np.abs(found - np.array(mx.softmax(logits / heat))).max() < 0.015
 
 
+@pytest.fixture(params=["here", "arm64"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This one, and one that has blocks and products of its own in C: those are right on any, and slower here."""
+    if request.param != "here":
+        monkeypatch.setattr("platform.machine", lambda: request.param)
+    classes._class_with.cache_clear()
+    yield
+    classes._class_with.cache_clear()
+
+
 @pytest.mark.parametrize("rows", [2, 5, 8, 33])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_a_block_decodes_as_mlx_does(rows: int, adapted: bool) -> None:
+def test_a_block_decodes_as_mlx_does(rows: int, adapted: bool, machine: None) -> None:
     """Rows of different lengths in slots, with and without adapters: the same logits, and the same slots after them."""
     plain, fast = fast_llama()
     tuning = DeviceProfile.of("cpu")

@@ -132,6 +132,7 @@ WRONG_DEFINITIONS: list[tuple[dict[str, Any], str]] = [
     (layers({"type": "embedding", "name": "fc", "num_embeddings": 2, "embedding_dim": 3}), "takes integers"),
     (layers(FC, shape=["batch", "width"]), "takes 1 features and is given 102 .width is 1 to 1024"),
     (layers({"type": "layer_norm", "name": "n"}, shape=["batch", "width"]), "has weights over a dynamic axis"),
+    (layers({"type": "batch_norm", "name": "n"}, shape=["batch"]), "axis 1"),
     (
         layers({"type": "conv2d", "name": "c", "out_channels": 2, "kernel_size": 3}),
         "takes .batch, channels, height, width.",

@@ -9,17 +9,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.cluster.parallel.channel import BEAT, Channel, Message
+from mlx_parallm.cluster.parallel import channel as parallel_channel
+from mlx_parallm.cluster.parallel import supervisor as parallel_supervisor
+from mlx_parallm.cluster.parallel.channel import BEAT, PIECE, SIZES, Channel, Message
 from mlx_parallm.cluster.parallel.leading import Leading
 from mlx_parallm.cluster.parallel.led_parts import lead_parts
-from mlx_parallm.cluster.parallel.rank_group import GroupMember, group_config
+from mlx_parallm.cluster.parallel.rank_group import GroupMember, Leader, group_config
 from mlx_parallm.cluster.parallel.split_layers import runs_of, split_model, way_to_split
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.batching import batch_cache
 from mlx_parallm.engine.compute.patch import attach_adapters
 from mlx_parallm.engine.ranks import DeviceParts
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target
 from mlx_parallm.lora.split import Split
 from mlx_parallm.models.forward import Forward
@@ -47,6 +49,69 @@ def test_messages_come_as_they_were_sent() -> None:
     with pytest.raises(ConnectionError):
         receiver.receive()
     receiver.close()
+
+
+def test_large_messages_come_whole() -> None:
+    near, far = connected()
+    sender, receiver = Channel(near), Channel(far)
+    receiver.set_patience(5)
+    weights = np.arange(PIECE // 4 + 1000, dtype=np.int32)
+    sending = threading.Thread(target=sender.send, args=(Message("adapter", (), (weights,)).encode(),))
+    sending.start()
+    assert (receiver.receive().arrays[0] == weights).all()
+    sending.join()
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("room", [0, -1])
+def test_a_message_has_no_more_bytes_than_it_may(room: int) -> None:
+    near, far = connected()
+    sender, receiver = Channel(near), Channel(far)
+    encoded = Message("hello", (1, "secret")).encode()
+    sender.send(encoded)
+    limit = len(encoded) - SIZES.size + room
+    if room < 0:
+        with pytest.raises(ConnectionError, match="no message of a rank"):
+            receiver.receive(limit)
+    else:
+        assert receiver.receive(limit).values == (1, "secret")
+    sender.close()
+    receiver.close()
+
+
+def test_who_says_nothing_for_long_still_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_channel, "BEAT_SECONDS", 0.02)
+    near, far = connected()
+    sender, receiver = Channel(near), Channel(far)
+    receiver.set_patience(0.25)
+    sender.beat()
+    later = threading.Timer(0.6, sender.send, [Message("plan", (3, 4)).encode()])
+    later.start()
+    assert receiver.receive().values == (3, 4)
+    later.join()
+    sender.close()
+    receiver.close()
+
+
+def test_rank_0_hears_that_another_has_failed() -> None:
+    near, far = connected()
+    other, ours, lost = Channel(near), Channel(far), threading.Event()
+    leader = Leader(Rank(0), ServeConfig(), {1: ours})  # type: ignore[arg-type]
+    leader.watch(lambda error: lost.set())
+    other.send(Message("failed", ("no memory",)).encode())
+    assert lost.wait(5)
+    assert str(leader.lost) == "rank 1 of 2 has failed: no memory"
+    with pytest.raises(RankLostError, match="no memory"):
+        leader.send(Message("stop", ()))
+    other.close()
+    ours.close()
+
+
+def test_the_supervisor_needs_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"]):
+        assert parallel_supervisor.main(words) == 2
+        assert "usage: " in capsys.readouterr().err
 
 
 def test_what_is_no_message_is_refused() -> None:

@@ -72,6 +72,12 @@ def several(logits: Array, actions: Array) -> Array:
     return total
 
 
+def test_an_action_without_any_probability_is_never_drawn() -> None:
+    logits = np.array([[-np.inf, 0.0, -np.inf]] * 3)
+    drawn, _ = heads.draw_categorical(logits, np.array([0.0, 0.5, np.nextafter(1.0, 0.0)]), np.zeros(3, bool))
+    assert drawn.tolist() == [1, 1, 1]
+
+
 def test_gaussian_log_probabilities_are_torchs() -> None:
     raw, mean, log_std = (GOLDEN[name].astype(np.float64) for name in ("raw", "mean", "log_std"))
     actions, scores = heads.Gaussian(mean="m", log_std="s").act(raw, mean, log_std)

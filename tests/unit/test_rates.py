@@ -126,6 +126,17 @@ def test_answers_that_are_being_generated_count() -> None:
     assert usage.expect(5000, True, KeyLimits()) == 0
 
 
+def test_answers_that_must_fit_are_refused_where_they_do_not() -> None:
+    usage, limits = KeyUsage(Clock()), KeyLimits(tokens_per_minute=100)
+    usage.tokens.add(30)
+    assert [usage.reserve(tokens, limits) for tokens in (40, 30)] == [40, 30]
+    with pytest.raises(RateLimitError, match="has used 30 tokens within the last minute, and this request has 72;"):
+        usage.reserve(2, limits)
+    with pytest.raises(RateLimitError, match="has 101 tokens, more than this key may use in a minute"):
+        usage.reserve(31, limits)
+    assert (usage.reserve(101, KeyLimits()), usage.expected) == (0, 70)
+
+
 def test_usage_belongs_to_a_key_and_outlives_a_change_of_its_limits() -> None:
     rates = RateLimits(Clock())
     before, after = (Key.of("a", "user", "x", limits=KeyLimits(number)) for number in (5, 6))

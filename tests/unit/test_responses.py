@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from mlx_parallm.errors import InvalidRequestError, NotFoundError, UnavailableError
 from mlx_parallm.server.api.responses.bodies import ResponseBody
@@ -183,6 +183,27 @@ def test_items_follow_one_another() -> None:
     assert {item["status"] for item in items} == {"completed"}
     assert kinds.count("output_item.added") == kinds.count("output_item.done") == 4
     assert kinds[-2:] == ["function_call_arguments.done", "output_item.done"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "function"),
+    [
+        ({"type": "function", "name": "f"}, "f"),
+        ({"type": "custom", "name": "patch"}, "patch"),
+        ({"type": "local_shell"}, "local_shell"),
+        ({"type": "custom", "name": "f"}, None),
+        ({"type": "function", "name": "patch"}, None),
+    ],
+)
+def test_a_tool_is_chosen_by_its_type_and_name(choice: dict[str, str], function: str | None) -> None:
+    body = {"input": "x", "tools": TOOLS, "tool_choice": choice}
+    if function is None:
+        with pytest.raises(ValidationError, match="There is no tool"):
+            ResponseBody.model_validate(body).tool_use  # noqa: B018
+    else:
+        use = ResponseBody.model_validate(body).tool_use
+        assert use.named is not None
+        assert (use.must_call, use.named.function) == (True, function)
 
 
 def test_other_tools_get_items_of_their_own() -> None:

@@ -38,6 +38,24 @@ def test_defaults() -> None:
     assert (body.model, body.temperature, body.n, body.max_tokens, body.stop) == ("default", 1.0, 1, None, ())
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user"}, "messages.0.content: A user message needs content"),
+        ({"role": "tool", "content": "4"}, "messages.0.tool_call_id: A tool message needs the id of the call"),
+    ],
+)
+def test_a_message_without_what_its_role_needs(message: dict[str, Any], said: str) -> None:
+    assert wrong(ChatBody, {"messages": [message]}).message.startswith(said)
+
+
+def test_a_parameter_of_the_address_is_named() -> None:
+    found = [{"type": "int_parsing", "loc": ("query", "limit"), "msg": "Input should be a valid integer"}]
+    error = validation_error(found, None)
+    assert (error.message, error.param) == ("limit: Input should be a valid integer", "limit")
+    assert error.code == "invalid_value"
+
+
 def test_null_is_absent_at_every_depth() -> None:
     empty = dict.fromkeys(name for name in ChatBody.model_fields if name != "messages")
     assert ChatBody.model_validate({"messages": HELLO, **empty}) == ChatBody.model_validate({"messages": HELLO})

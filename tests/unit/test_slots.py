@@ -96,6 +96,11 @@ def test_rows_of_mlx_lms_caches_fit_to_the_byte(kind: type[MergedCache] | type[S
     assert not cache.fits(5, 10), "no row is smaller than the smallest"
     assert [cache.max_length(rows) for rows in (1, 2, 4, 5)] == [1024, 512, 256, 0]
     assert cache.free == 15
+    cache.leave(0)
+    assert cache.free == 16
+    with pytest.raises(AssertionError, match="free already"):
+        cache.leave(0)
+    assert (cache.compact(0), cache.nbytes, cache.positions) == ([], 0, 0)
 
 
 def test_layers_with_a_window_see_each_rows_last_tokens() -> None:

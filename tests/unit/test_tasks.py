@@ -15,7 +15,8 @@ import pytest
 
 from mlx_parallm.config.training import BUILT_IN_SCORERS
 from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.training.tasks.built_in import SCORERS, TASKS, Rows, Task
+from mlx_parallm.training.tasks.built_in import SCORERS, TASKS, Rows
+from mlx_parallm.training.tasks.environments import EnvironmentTask
 from mlx_parallm.training.tasks.find_task import find_task
 from mlx_parallm.training.tasks.scorers import MAX_HANGING, Item, Rewards, load_function
 
@@ -57,6 +58,8 @@ def test_arithmetic_answers_are_those_of_its_questions() -> None:
         ("letters", "none", {"answer": 2}, 0.0),
         ("format", "<answer>corn</answer>", {}, 1.0),
         ("format", "It is <answer>corn</answer>", {}, 2 / 3),
+        ("format", "<answer>corn", {}, 2 / 3),
+        ("format", "corn</answer>", {}, 1 / 3),
         ("format", "corn", {}, 0.0),
         ("length", "one two three", {"words": 3}, 1.0),
         ("length", "one two three", {"words": 3, "finish_reason": "length"}, 0.0),
@@ -154,8 +157,13 @@ def test_tasks_of_ones_own(tmp_path: Path) -> None:
         "    name = 'echo'\n"
         "    def problem(self, random, level): return Problem(({'role': 'user', 'content': str(random.random())},))\n"
         "    def score(self, completion, metadata): return 1.0\n"
+        "from mlx_parallm.training.tasks.environments import Environment\n"
+        "class Room(Environment):\n"
+        "    def reset(self, seed, level=1): return [{'role': 'user', 'content': f'room {seed}'}]\n"
+        "    def step(self, messages): return [], 0.5, True\n"
     )
-    assert isinstance(find_task(f"{file}:Echo"), Task)
+    assert type(find_task(f"{file}:Echo")).__name__ == "Echo"
+    assert isinstance(find_task(f"{file}:Room"), EnvironmentTask)
     for wrong in ("nothing", "reasoning_gym:nothing", f"{file}:Task2"):
         with pytest.raises(ConfigError):
             find_task(wrong)

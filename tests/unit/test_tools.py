@@ -158,9 +158,11 @@ def test_a_mark_in_prose_stays(size: int) -> None:
     assert run(ChatParser(tool_format=OURS, tools=TOOLS), text, size).content == text
 
 
-def test_a_call_without_its_end(size: int) -> None:
+@pytest.mark.parametrize("templates_own", [False, True])
+def test_a_call_without_its_end(templates_own: bool, size: int) -> None:
     text = block("add", {"a": 1}).removesuffix("\n</tool_call>")
-    assert joined(run(ChatParser(tool_format=OURS, tools=TOOLS), text, size)) == [("add", {"a": 1})]
+    tool_format = native(json_tools) if templates_own else OURS
+    assert joined(run(ChatParser(tool_format=tool_format, tools=TOOLS), text, size)) == [("add", {"a": 1})]
 
 
 def test_without_parallel_calls_the_first_is_the_last(size: int) -> None:

@@ -4,6 +4,8 @@ import threading
 import time
 import tracemalloc
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import orjson
 import pytest
@@ -13,7 +15,10 @@ from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.policy_spans import PolicySpan
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.rl.buffer import Buffer
+from mlx_parallm.training.rl.follower import BufferFollower
 from mlx_parallm.training.rl.records import TOKENS_OF_NAMES, ChoiceKey, PackedRecord, Record
+from mlx_parallm.training.rl.request_loop import RequestLoop
+from mlx_parallm.training.rl.task_loop import StepReport
 from mlx_parallm.training.rl.trajectories import Trajectory, prompt_group
 from mlx_parallm.training.storage.ledger import Ledger
 from mlx_parallm.types import AnswerNames, Request
@@ -66,6 +71,39 @@ def test_the_ledger_finds_by_every_name() -> None:
         ledger.find("r", 1)
     with pytest.raises(NotFoundError):
         ledger.find("other")
+
+
+def test_only_what_was_drawn_and_recorded_is_kept() -> None:
+    ledger = Ledger()
+    for tokens, logprobs, stop in (([5, 6], [], None), ([], [-0.1], None), ([], [], 9)):
+        request, row = ended(tokens, stop=stop)
+        row.sampled_logprobs = logprobs
+        ledger(request, 0, row)
+    assert len(ledger) == 0
+    ledger(*_with_index(ended([], stop=9)))
+    assert ledger.find("r").completion_ids == (9,)
+
+
+def test_one_of_several_answers_has_a_name_of_its_own() -> None:
+    ledger = Ledger()
+    for index in range(2):
+        request, row = ended([5, 6 + index], name="two", n=2)
+        ledger(request, index, row)
+    assert ledger.find("two.1").completion_ids == (5, 7)
+    with pytest.raises(InvalidRequestError, match="has 2 answers"):
+        ledger.find("two")
+    ledger(*_with_index(ended([5, 6], name="one")))
+    with pytest.raises(NotFoundError):
+        ledger.find("one.0")
+
+
+def test_what_an_earlier_process_has_kept_is_found_again() -> None:
+    first, second = Ledger(), Ledger()
+    for name in ("a", "b"):
+        first(*_with_index(ended([5, 6], name=name)))
+    second.restore(first.records())
+    assert [record.id for record in second.records()] == [record.id for record in first.records()]
+    assert second.find("a") == first.find("a")
 
 
 def test_an_answer_belongs_to_the_key_that_asked() -> None:
@@ -235,6 +273,43 @@ def test_ids_alone_are_enough_for_what_was_drawn_here() -> None:
     ledger.check(bare)
     assert not bare.off_policy
     assert bare.logprobs == pytest.approx((-0.1, -0.2, -0.3))
+
+
+def test_updates_follow_the_buffer_as_soon_as_there_is_enough() -> None:
+    buffer, updated = Buffer(10), threading.Event()
+
+    def update() -> None:
+        buffer.take(99, 1)
+        updated.set()
+
+    follower = BufferFollower("policy", buffer, 2, update)
+    follower.start()
+    try:
+        buffer.add([one("a")])
+        assert not updated.wait(0.05)
+        buffer.add([one("a")])
+        assert updated.wait(10)
+    finally:
+        follower.stop()
+
+
+def test_a_loop_over_requests_outlives_an_update_that_fails() -> None:
+    """The session's part is played: its first update is refused."""
+    buffer, reports = Buffer(10), list[StepReport]()
+    buffer.add([one("a"), one("a")])
+    made = SimpleNamespace(outcome=SimpleNamespace(metrics={"reward_mean": 0.5}))
+    answers = iter([InvalidRequestError("nothing to learn"), made, made])
+
+    def update(at_most: int) -> object:
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    session: Any = SimpleNamespace(buffer=buffer, update=update)
+    found = RequestLoop(session, 2, 2, reports.append).run()
+    assert [(report.step, report.reward) for report in found] == [(1, 0.5), (2, 0.5)]
+    assert reports == found
 
 
 def test_waiting_for_enough() -> None:

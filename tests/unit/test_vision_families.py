@@ -4,10 +4,19 @@ real ones."""
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_parallm.engine.compute.pass_contexts import PassContexts
+from mlx_parallm.engine.rows import Job, Row
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.models.forward import RowInputs
+from mlx_parallm.models.vision.encoder import ImageEncoder
 from mlx_parallm.models.vision.families import FAMILIES
+from mlx_parallm.models.vision.processor import ImageProcessor
+from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import ImageInput
 
 PIXELS, SEEN = np.arange(24.0).reshape(1, 2, 3, 2, 2), np.ones((1, 2, 2, 2))
@@ -75,3 +84,34 @@ def test_the_token_of_images_is_the_configs(config: dict[str, int]) -> None:
     processor = SimpleNamespace(image_processor=None, tokenizer=Tokenizer(), image_token_id=9, image_seq_len=1)
     assert FAMILIES["idefics3"](processor, config).image_token == 5
     assert FAMILIES["idefics3"](processor, {}).image_token == 9
+
+
+IMAGE = ImageInput(b"digest", {}, [1, 9, 9, 2])
+
+
+def processor() -> ImageProcessor:
+    family: Any = SimpleNamespace(image_token=9, positions=lambda length, images, places: None)
+    return ImageProcessor(family)
+
+
+def test_images_stand_where_the_template_has_put_their_marks() -> None:
+    tokens, images = processor().place([5, 9, 6], [IMAGE])
+    assert tokens == [5, 1, 9, 9, 2, 6]
+    assert [places.tolist() for places in images.places] == [[2, 3]]
+    for prompt in ([5, 6], [9, 9]):
+        with pytest.raises(InvalidRequestError, match=f"have 1 images, .* makes places for {prompt.count(9)}"):
+            processor().place(prompt, [IMAGE])
+
+
+def test_a_piece_of_a_prompt_has_the_features_of_its_images_and_one_without_images_none() -> None:
+    contexts = PassContexts(encoder=ImageEncoder(nn.Module(), 9))
+    tokens, images = processor().place([5, 9, 6], [IMAGE])
+    rows = [Row(tokens, SamplingParams(), 0, 0, 10, frozenset()) for _ in range(2)]
+    rows[0].images = images
+    jobs = [Job([row], tokens, 0, 0.0) for row in rows]
+    jobs[0].features[0] = mx.array([[1.0], [2.0]])
+    found = contexts.of_piece(jobs[0], 1, 4)
+    assert isinstance(found, RowInputs)
+    assert found.replaced[0, :, 0].tolist() == [False, True, True, False]
+    assert found.features[0, 1:3, 0].tolist() == [1.0, 2.0]
+    assert contexts.of_piece(jobs[1], 1, 4) is None

@@ -12,7 +12,7 @@ from tests.support.servers import ServerProcess, free_port, running
 SABOTAGE = """
 import pathlib, sys
 from mlx_parallm.cli.main import main
-from mlx_parallm.engine.runner import Runner
+from mlx_parallm.engine.compute.runner import Runner
 
 decode, trigger = Runner.decode, pathlib.Path(sys.argv.pop(1))
 

@@ -17,6 +17,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import DEVICES
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from mlx_parallm.models import kinds
@@ -139,7 +140,7 @@ def test_a_model_that_was_unloaded_answers_as_before(models: Path, started: Call
     for name in ("one", "two"):
         runtime.pool.unload(name, 10)
         assert status(runtime, name).status == "unloaded"
-    assert held - mx.get_active_memory() >= 2 * weight_bytes(models / "one", "cpu"), "its memory is free again"
+    assert held - mx.get_active_memory() >= 2 * weight_bytes(models / "one", DEVICES["cpu"]), "its memory is free again"
     assert not runtime.models
     assert {name: answer(runtime, name) for name in ("two", "one")} == {name: before[name] for name in ("two", "one")}
 
@@ -158,7 +159,7 @@ def test_a_model_that_is_not_loaded_may_be_unloaded_and_one_that_loads_may_not(
 
 
 def test_the_longest_unused_leaves_for_another(models: Path, started: Callable[..., Runtime]) -> None:
-    size = weight_bytes(models / "one", "cpu")
+    size = weight_bytes(models / "one", DEVICES["cpu"])
     runtime = started(model_dir=str(models), memory_limit=int(size * 2.6))
     alone = {name: answer(runtime, name) for name in ("one", "two")}
     assert loaded(runtime) == {"one", "two"}
@@ -177,7 +178,7 @@ def test_as_many_leave_as_a_load_needs(models: Path, tmp_path: Path, started: Ca
         shutil.copytree(models / name, tmp_path / name)
     (tmp_path / "wide").mkdir()
     save_tiny(tiny("llama", seed=9, intermediate_size=9216), tmp_path / "wide")
-    size, wide = weight_bytes(tmp_path / "one", "cpu"), weight_bytes(tmp_path / "wide", "cpu")
+    size, wide = weight_bytes(tmp_path / "one", DEVICES["cpu"]), weight_bytes(tmp_path / "wide", DEVICES["cpu"])
     runtime = started(model_dir=str(tmp_path), memory_limit=int(wide + size * 0.6))
     for name in ("one", "two"):
         answer(runtime, name)
@@ -187,7 +188,7 @@ def test_as_many_leave_as_a_load_needs(models: Path, tmp_path: Path, started: Ca
 
 
 def test_a_model_in_use_does_not_leave(models: Path, started: Callable[..., Runtime]) -> None:
-    size = weight_bytes(models / "one", "cpu")
+    size = weight_bytes(models / "one", DEVICES["cpu"])
     runtime = started(model_dir=str(models), memory_limit=int(size * 1.6))
     expected = answer(runtime, "one")
     held = runtime.pool.acquire("one").result(60)
@@ -203,7 +204,7 @@ def test_a_model_in_use_does_not_leave(models: Path, started: Callable[..., Runt
 
 
 def test_a_load_that_waits_for_room_does_not_hold_up_others(models: Path, started: Callable[..., Runtime]) -> None:
-    size = weight_bytes(models / "one", "cpu")
+    size = weight_bytes(models / "one", DEVICES["cpu"])
     runtime = started(model_dir=str(models), memory_limit=int(size * 1.6))
     held = runtime.pool.acquire("one").result(60)
     waits = runtime.pool.acquire("two")
@@ -215,7 +216,7 @@ def test_a_load_that_waits_for_room_does_not_hold_up_others(models: Path, starte
 
 
 def test_a_load_gives_up_when_no_model_leaves_in_time(models: Path, started: Callable[..., Runtime]) -> None:
-    size = weight_bytes(models / "one", "cpu")
+    size = weight_bytes(models / "one", DEVICES["cpu"])
     runtime = started(model_dir=str(models), memory_limit=int(size * 1.6), request_timeout_seconds=0.3)
     held = runtime.pool.acquire("one").result(60)
     with pytest.raises(UnavailableError, match="there is no memory for 'two'"):
@@ -226,7 +227,7 @@ def test_a_load_gives_up_when_no_model_leaves_in_time(models: Path, started: Cal
 
 
 def test_a_load_that_waits_for_room_twice_waits_no_longer(models: Path, started: Callable[..., Runtime]) -> None:
-    size = weight_bytes(models / "one", "cpu")
+    size = weight_bytes(models / "one", DEVICES["cpu"])
     runtime = started(model_dir=str(models), memory_limit=int(size * 1.6), request_timeout_seconds=60)
     held = runtime.pool.acquire("one").result(60)
     second, third = (runtime.pool.acquire(name) for name in ("two", "three"))
@@ -243,7 +244,7 @@ def test_a_load_that_waits_for_room_twice_waits_no_longer(models: Path, started:
 
 
 def test_a_load_that_found_room_leaves_the_next_one_its_time(models: Path, started: Callable[..., Runtime]) -> None:
-    size, patience = weight_bytes(models / "one", "cpu"), 0.5
+    size, patience = weight_bytes(models / "one", DEVICES["cpu"]), 0.5
     runtime = started(model_dir=str(models), memory_limit=int(size * 1.6), request_timeout_seconds=patience)
     held = runtime.pool.acquire("one").result(60)
     waits = runtime.pool.acquire("two")
@@ -276,7 +277,7 @@ def test_a_generator_that_comes_later_leaves_predictors_their_memory(
 
 
 def test_nobody_leaves_for_a_model_that_does_not_fit_then_either(models: Path, started: Callable[..., Runtime]) -> None:
-    size = weight_bytes(models / "one", "cpu")
+    size = weight_bytes(models / "one", DEVICES["cpu"])
     runtime = started(model_dir=str(models), memory_limit=int(size * 1.6))
     runtime.pool.load("one", pin=True).result(60)
     runtime.pool.load("slow").result(60)
@@ -370,7 +371,7 @@ def test_a_load_leaves_no_user_and_no_error(
 
 
 def test_what_is_pinned_leaves_no_room(models: Path, started: Callable[..., Runtime]) -> None:
-    size = weight_bytes(models / "one", "cpu")
+    size = weight_bytes(models / "one", DEVICES["cpu"])
     runtime = started(model_dir=str(models), memory_limit=int(size * 1.6))
     runtime.pool.load("one", pin=True).result(60)
     with pytest.raises(UnavailableError, match=r"there is no memory for 'two'.*unload or unpin") as caught:

@@ -16,6 +16,8 @@ from mlx_parallm.cli.main import main
 from mlx_parallm.cli.recommend import BITS, EFFICIENCY, MODELS, prospects
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.config.options import parse_bool, parse_bytes
+from mlx_parallm.devices.device import DEVICES
+from mlx_parallm.devices.profile import DeviceKind
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError
 from mlx_parallm.llm import LLM
 from mlx_parallm.runtime.weight_files import weight_bytes
@@ -45,7 +47,7 @@ from tests.unit.vocabularies import byte_level
         ({"max_tokens": 0}, "max_tokens", "no prompt_logprobs"),
         ({"temperature": float("nan")}, "temperature", "between 0 and"),
         ({"temperature": "hot"}, "temperature", "must be a number, not 'hot'"),
-        ({"top_p": 1.01}, "top_p", "between"),
+        ({"top_p": 1.01}, "top_p", "at most 1"),
         ({"top_k": 1.5}, "top_k", "must be a whole number, not 1.5"),
         ({"n": True}, "n", "must be a whole number, not True"),
     ],
@@ -158,11 +160,15 @@ def test_weights_are_known_before_they_are_loaded(tmp_path: Path) -> None:
         folder = tmp_path / kind
         folder.mkdir()
         save_file({"a": np.zeros((4, 8), kind)}, folder / "model.safetensors")
-        assert weight_bytes(folder, "metal") == 32 * np.dtype(kind).itemsize, kind
-    assert weight_bytes(tmp_path / "float16", "cpu") == 32 * 4
-    assert weight_bytes(tmp_path / "nothing", "cpu") == 0
+        assert weight_bytes(folder, DEVICES["metal"]) == 32 * np.dtype(kind).itemsize, kind
+    assert weight_bytes(tmp_path / "float16", DEVICES["cpu"]) == 32 * 4
+    assert weight_bytes(tmp_path / "nothing", DEVICES["cpu"]) == 0
     (tmp_path / "model.gguf").write_bytes(b"x" * 900)
-    assert [weight_bytes(tmp_path / "model.gguf", kind) for kind in ("metal", "cpu", "cuda")] == [900, 6400, 3200]
+    assert [weight_bytes(tmp_path / "model.gguf", DEVICES[kind]) for kind in ("metal", "cpu", "cuda")] == [
+        900,
+        6400,
+        3200,
+    ]
 
 
 def test_caches_of_recommended_models_are_those_of_their_configs() -> None:
@@ -186,9 +192,9 @@ def test_caches_of_recommended_models_are_those_of_their_configs() -> None:
 
 @pytest.mark.parametrize(("kind", "bits"), [("cpu", 32), ("metal", BITS), ("cuda", 16)])
 def test_weights_are_as_wide_as_the_device_computes_with_them(
-    kind: str, bits: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: DeviceKind, bits: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_parallm.devices.device.device_kind", lambda: kind)
+    monkeypatch.setattr("mlx_parallm.devices.device.this_device", lambda: DEVICES[kind])
     monkeypatch.setattr("mlx_parallm.cli.recommend.bandwidth", lambda: 1e11)
     assert main(["recommend", "--json", "--memory-limit", "64GiB"]) == 0
     (one,) = [one for one in json.loads(capsys.readouterr().out)["models"] if "Qwen3-4B" in one["name"]]

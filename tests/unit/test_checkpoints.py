@@ -167,7 +167,7 @@ def test_what_a_kill_between_two_renames_leaves_is_put_back(tmp_path: Path) -> N
 WRITER = """
 import sys, numpy as np
 from pathlib import Path
-from mlx_parallm.training.checkpoints import Checkpoints
+from mlx_parallm.training.storage.checkpoints import Checkpoints
 checkpoints = Checkpoints(Path(sys.argv[1]), 3)
 checkpoints.tidy()
 latest = checkpoints.latest()

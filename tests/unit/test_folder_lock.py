@@ -12,7 +12,7 @@ from mlx_parallm.training.storage.folder_lock import FolderLock
 HOLD = """
 import sys, time
 from pathlib import Path
-from mlx_parallm.training.folder_lock import FolderLock
+from mlx_parallm.training.storage.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

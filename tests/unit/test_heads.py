@@ -105,7 +105,7 @@ def test_limits_are_those_of_weights_tokenizer_and_window(tmp_path: Path) -> Non
 
 def test_what_requests_will_need_is_computed_once_before_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the first pass of a shape builds its kernels."""
-    monkeypatch.setattr("mlx_parallm.devices.padding.device_kind", lambda: "cuda")
+    monkeypatch.setattr("mlx_parallm.devices.padding.this_device", lambda: DEVICES["cuda"])
     model, shapes = loaded("bert", tmp_path), []
     compute = model.predict
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mlx_parallm.devices.device import DEVICES
 from mlx_parallm.runtime.weight_files import weight_bytes
 
 
@@ -14,5 +15,7 @@ def test_tensors_of_each_type_take_their_bytes(name: str, tmp_path: Path) -> Non
     kinds = {"F": "f", "I": "i", "U": "u", "B": "b"}
     width = 1 if name == "BOOL" else int(name[1:]) // 8
     save_file({"x": np.zeros((3, 5), f"{kinds[name[0]]}{width}")}, tmp_path / "model.safetensors")
-    assert weight_bytes(tmp_path, "metal") == 15 * width
-    assert weight_bytes(tmp_path, "cpu") == 15 * (4 if name == "F16" else width), "halves are computed in float32"
+    assert weight_bytes(tmp_path, DEVICES["metal"]) == 15 * width
+    assert weight_bytes(tmp_path, DEVICES["cpu"]) == 15 * (4 if name == "F16" else width), (
+        "halves are computed in float32"
+    )

@@ -85,3 +85,21 @@ def test_an_old_mlx_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.31.9")
     finding = machine._versions()
     assert (finding.verdict, "mlx>=0.32.4" in finding.remedy) == ("wrong", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "system", "library", "found"),
+    [
+        ("cpu", "Linux", "/opt/mkl/lib/libmkl_rt.so.2", "libmkl_rt.so.2"),
+        ("cpu", "Linux", None, "MLX's own, which is thirty times slower"),
+        ("cpu", "Darwin", None, "not needed here"),
+        ("cuda", "Linux", None, "not needed here"),
+    ],
+)
+def test_the_library_that_multiplies_on_a_cpu_is_named(
+    kind: str, system: str, library: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "device_kind", lambda: kind)
+    monkeypatch.setattr(machine, "loaded", lambda: library)
+    monkeypatch.setattr(machine.platform, "system", lambda: system)
+    assert machine._blas().found == found

@@ -257,7 +257,9 @@ def test_an_engine_can_be_stopped_before_it_starts() -> None:
     never = StartingEngine(tiny, config, deliver)
     never.stop()
     waiting = StartingEngine(tiny, config, deliver)
+    assert waiting.weight_bytes == 0, "nothing is loaded yet"
     loaded = waiting.load()
+    assert waiting.weight_bytes == loaded.model.weight_bytes > 0
     waiting.stop()
     assert threading.active_count() == before
     with pytest.raises(UnavailableError, match="shutting down"):

@@ -314,6 +314,14 @@ def test_a_bad_update_is_undone(settings: dict[str, float], why: str) -> None:
     assert trainer.updates == 0
 
 
+def test_a_step_that_changes_nothing_is_refused() -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig())
+    before = trainer.learner.snapshot().stacks
+    with pytest.raises(Refused, match="nothing has changed"):
+        trainer.check._parameter_norm(before)
+    assert trainer.check._parameter_norm({name: array + 1.0 for name, array in before.items()}) > 0
+
+
 def test_a_step_that_goes_too_far_is_halved_before_it_is_refused() -> None:
     far = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-1, max_kl=1e3))
     before = {name: np.array(array) for name, array in far.parameters.items()}

@@ -146,3 +146,33 @@ def test_a_snapshot_is_taken_where_a_text_leaves_one_that_was_seen_before() -> N
     stops = [prefix.stops(prefix.chain(text, ""), text, 0) for text in texts]
     assert SIZE not in stops[0]
     assert stops[1] == sorted({*stops[0], SIZE})
+
+
+def test_what_is_computed_sooner_than_read_does_not_get_to_the_ssd(prefix: BlockPrefix) -> None:
+    assert prefix.disk is not None
+    state = mx.random.normal((1, SIDE.heads, len(TOKENS), SIDE.width))
+    waiting = []
+    for number, factor in enumerate((1.01, 1.0)):
+        prefix.prompt_rate = factor * prefix.disk.read_rate * SIZE / prefix.store.block_bytes
+        text = [number + 1, *TOKENS[1:]]
+        prefix.commit([Layer(state, state)], 0, prefix.chain(text, ""), text)
+        waiting.append(prefix.waiting_to_write)
+    assert waiting == [False, True]
+
+
+def test_a_snapshot_is_held_and_gets_to_the_ssd(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, "model", 1 << 30, 86400.0)
+    disk.start()
+    prefix = SnapshotPrefix(lambda: [KVCache()], SIZE, "model", 1 << 24, 1, disk)
+    cache = KVCache()
+    cache.update_and_fetch(mx.ones((1, 2, len(TOKENS), 8)), mx.ones((1, 2, len(TOKENS), 8)))
+    chain = prefix.chain(TOKENS, "")
+    prefix.take(chain, [cache], len(TOKENS), len(TOKENS))
+    snapshot = prefix.held(chain.hashes[-1])
+    assert snapshot is not None
+    assert (snapshot.length, prefix.held(chain.hashes[0])) == (len(TOKENS), None)
+    while prefix.waiting_to_write:
+        prefix.write_down()
+    assert disk.settle(10)
+    assert disk.metrics.files == 1
+    disk.close(10)

@@ -159,6 +159,8 @@ def test_thinking_is_switched_by_the_template() -> None:
     assert kwargs(thinking={"type": "enabled", "budget_tokens": 7}) == {"enable_thinking": True}
     effort = kwargs(thinking={"type": "adaptive"}, output_config={"effort": "max"})
     assert effort == {"enable_thinking": True, "reasoning_effort": "high"}
+    for given, told in {"low": "low", "medium": "medium", "high": "high", "xhigh": "high"}.items():
+        assert kwargs(output_config={"effort": given})["reasoning_effort"] == told
 
 
 def test_counting_needs_no_max_tokens() -> None:

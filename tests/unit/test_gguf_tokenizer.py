@@ -32,6 +32,7 @@ def test_byte_level_tokenizer_is_restored(tmp_path: Path) -> None:
         ("smollm", ["Hello", "Ġ", "1", "2", "3", "4", "5", "6", "'", "S", "Ġit"]),
         ("llama-bpe", ["Hello", "Ġ", "123", "456", "'S", "Ġit"]),
         ("dbrx", ["Hello", "Ġ", "123", "456", "'S", "Ġit"]),
+        ("smaug-bpe", ["Hello", "Ġ", "123", "456", "'S", "Ġit"]),
         ("qwen2", ["Hello", "Ġ", "1", "2", "3", "4", "5", "6", "'S", "Ġit"]),
         ("tekken", ["Hello", "Ġ", "1", "2", "3", "4", "5", "6", "'S", "Ġit"]),
         ("gpt-4o", ["Hello", "Ġ", "123", "456", "'S", "Ġit"]),

@@ -348,3 +348,12 @@ def test_integrity_is_checked() -> None:
     found.max_resident = 0
     with pytest.raises(AssertionError, match="more adapters on the device"):
         found.check_integrity()
+
+
+def test_an_adapter_that_changes_nothing_is_on_all_linear_layers() -> None:
+    model = Small()
+    model.words = nn.Embedding(16, 8)
+    layout = Layout(model)
+    blank = layout.blank()
+    assert {layout.groups[number].paths for number in blank.groups} == {("first",), ("second",)}
+    assert all(not a.any().item() and not b.any().item() for a, b, _ in blank.groups.values())

@@ -87,6 +87,13 @@ def test_an_old_mlx_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding.verdict, "mlx>=0.32.4" in finding.remedy) == ("wrong", True)
 
 
+def test_a_package_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PACKAGES", ("mlx", "no-such-package"))
+    finding = machine._versions()
+    assert finding.found.endswith(", no-such-package not installed")
+    assert finding.verdict == "ok"
+
+
 @pytest.mark.parametrize(
     ("kind", "system", "library", "found"),
     [

@@ -78,7 +78,8 @@ def test_seeds_have_64_bits() -> None:
 
 def test_a_policy_is_named_in_two_ways() -> None:
     for name in ("model_id", "model"):
-        assert ActBody.model_validate({name: "cartpole", "observations": [[0.0]]}).model_id == "cartpole"
+        body = ActBody.model_validate({name: "cartpole", "observations": [[0.0]]})
+        assert (body.model_id, body.deterministic) == ("cartpole", False)
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 64, 1000])
@@ -99,7 +100,7 @@ def test_a_context_that_is_full_is_told_in_openai_s_words(param: str) -> None:
 
 def test_token_ids_are_within_the_vocabulary() -> None:
     check_ids([0, 99], 100, "prompt")
-    for ids in ([100], [3, -1]):
+    for ids in ([100], [3, -1], [5, 100]):
         with pytest.raises(InvalidRequestError):
             check_ids(ids, 100, "prompt")
 

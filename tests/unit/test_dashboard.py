@@ -124,6 +124,7 @@ def test_parts_of_the_memory_add_up_over_models() -> None:
     found = memory([one, other])
     assert (found["limit"], found["weights"], found["rows"], found["active"]) == (100, 15, 50, 15)
     assert memory([])["limit"] == 0
+    assert MemoryPlan() == MemoryPlan(limit=0, weights=0, rows=0, blocks=0, adapters=0, training=0, kept=0)
 
 
 def scope(method: str = "POST", **facts: Any) -> dict[str, Any]:

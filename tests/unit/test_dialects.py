@@ -13,6 +13,7 @@ from mlx_parallm.server.api.anthropic.body import CountTokensBody, MessagesBody
 from mlx_parallm.server.api.ollama.bodies import OllamaChatBody, OllamaOptions
 from mlx_parallm.server.api.ollama.durations import read_keep_alive
 from mlx_parallm.server.api.ollama.names import shown
+from mlx_parallm.server.api.ollama.writer import nanoseconds
 from mlx_parallm.server.api.trl import _likeliest
 from mlx_parallm.server.error_shapes import Failure
 from mlx_parallm.server.errors import validation_error
@@ -251,3 +252,8 @@ def test_an_error_has_the_shape_of_its_path(error: ParallmError, kind: str, mess
     told = {"type": "error", "error": {"type": kind, "message": message}, "request_id": "r"}
     assert body("/v1/messages") == body("/v1/messages/count_tokens") == body("/v1/messages/nobody") == told
     assert body("/api/chat") == body("/api/nobody") == {"error": failure.text}
+
+
+@pytest.mark.parametrize(("seconds", "given"), [(1.5, 1_500_000_000), (0.0, 0), (-0.25, 0)])
+def test_ollamas_times_are_in_nanoseconds_and_never_negative(seconds: float, given: int) -> None:
+    assert nanoseconds(seconds) == given

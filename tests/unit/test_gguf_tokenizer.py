@@ -243,3 +243,16 @@ def test_tekken_and_its_kin_begin_a_text_as_llama_cpp_does() -> None:
         for cut in ("tekken", "llama-bpe", "dbrx", "gpt-4o", "qwen2")
     }
     assert begins == {"tekken": True, "llama-bpe": True, "dbrx": False, "gpt-4o": False, "qwen2": False}
+
+
+def test_what_the_vocabulary_lacks_is_the_token_that_the_file_names() -> None:
+    metadata = sentencepiece_metadata()
+    pieces = [piece for piece in metadata["tokenizer.ggml.tokens"] if not piece.startswith("<0x")]
+    for number, name in enumerate(("<unk>", "<s>")):
+        own = metadata | {
+            "tokenizer.ggml.tokens": pieces,
+            "tokenizer.ggml.scores": metadata["tokenizer.ggml.scores"][: len(pieces)],
+            "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (len(pieces) - 3),
+            "tokenizer.ggml.unknown_token_id": number,
+        }
+        assert name in build_tokenizer(own, "file").encode("h日").tokens[1:]

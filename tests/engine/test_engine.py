@@ -21,8 +21,9 @@ from mlx_parallm.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from mlx_parallm.models.device import AllocatorCache
+from mlx_parallm.models.device import AllocatorCache, device_kind
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.native.draws import drawer
 from mlx_parallm.text.grammar import json_grammar
 from tests.engine.harness import Bare, driver, no_engine_runs
 from tests.tiny import tiny
@@ -274,6 +275,13 @@ def test_a_started_engine_can_be_stopped_by_who_started_it() -> None:
     assert engine.drain(1)
     with pytest.raises(UnavailableError):
         engine.flush_cache()
+
+
+def test_tokens_are_drawn_by_our_own_kernel_on_a_cpu() -> None:
+    if device_kind() != "cpu" or drawer() is None:
+        pytest.skip("MLX draws them on GPUs, and without a C compiler")
+    with driver("llama") as running:
+        assert running.engine._parts.compute.runner._draw is not None
 
 
 def test_whatever_goes_wrong_on_the_way_up_is_an_error_of_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,6 +287,13 @@ def test_with_a_penalty_flat_groups_are_drawn_back_to_the_model() -> None:
         assert outcome.metrics["flat_trajectories"] == 8
 
 
+def test_a_penalty_draws_the_policy_nearer_to_the_model() -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2, beta=1.0, max_kl=100.0))
+    run(trainer, made())
+    away = [run(trainer, made(lambda _: 1.0)).metrics["kl"] for _ in range(8)]
+    assert away[-1] < away[0] / 2
+
+
 def test_a_divergence_is_told_only_by_the_update_that_measured_it() -> None:
     trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2))
     told = ["kl" in run(trainer, made(seed=seed)).metrics for seed in range(6)]

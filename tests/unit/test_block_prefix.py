@@ -1,5 +1,7 @@
 """The prefix cache on its way to the SSD: what is flushed or may be damaged does not get there."""
 
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from mlx_parallm.engine.ssd_transfers import WRITE_SECONDS, SsdTransfers
 from mlx_parallm.kv.blocks import Chain
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.prefix import KEEP_TOKENS, BlockPrefix
@@ -176,3 +179,18 @@ def test_a_snapshot_is_held_and_gets_to_the_ssd(tmp_path: Path) -> None:
     assert disk.settle(10)
     assert disk.metrics.files == 1
     disk.close(10)
+
+
+def test_while_rows_run_the_ssd_gets_a_little_at_times(prefix: BlockPrefix, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prefix.disk is not None
+    kept(prefix)
+    transfers = SsdTransfers(prefix, prefix.disk, None, lambda call: call())  # type: ignore[arg-type]
+    handed_over: list[float] = []
+    write_down = prefix.write_down
+    monkeypatch.setattr(prefix, "write_down", lambda: (handed_over.append(time.monotonic()), write_down()))
+    transfers.write_some()
+    assert len(handed_over) == 1
+    deadline = time.monotonic() + 10
+    while len(handed_over) < 2 and prefix.to_write and time.monotonic() < deadline:
+        transfers.write_some()
+    assert all(later - earlier > WRITE_SECONDS for earlier, later in itertools.pairwise(handed_over))

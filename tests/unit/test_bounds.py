@@ -20,6 +20,7 @@ from mlx_parallm.llm import LLM
 from mlx_parallm.runtime.weights import weight_bytes
 from mlx_parallm.server import routing
 from mlx_parallm.server.api.generate.sglang import SglangSampling
+from mlx_parallm.server.api.predict import _content
 from mlx_parallm.server.api.predict.bodies import ActBody
 from mlx_parallm.server.call import GenerationCall
 from mlx_parallm.server.limits import sampling_for
@@ -210,3 +211,9 @@ def test_recommendations_fit_and_are_as_fast_as_the_memory() -> None:
     (narrow,) = [one for one in prospects(8 << 30, 100e9, 16.0) if one.name == wide.name]
     assert wide.row == 2 * narrow.row
     assert prospects(1 << 20, 100e9, BITS) == []
+
+
+def test_a_body_of_tensors_may_be_a_file() -> None:
+    content = _content(ActBody)
+    assert list(content) == ["application/json", "application/x-safetensors"]
+    assert content["application/x-safetensors"] == {"schema": {"type": "string", "format": "binary"}}

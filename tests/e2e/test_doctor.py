@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_parallm.devices.device import DEVICES
 from mlx_parallm.doctor import machine
 from mlx_parallm.doctor.findings import Finding, look
 from tests.support import forked
@@ -85,3 +86,28 @@ def test_an_old_mlx_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.31.9")
     finding = machine._versions()
     assert (finding.verdict, "mlx>=0.32.4" in finding.remedy) == ("wrong", True)
+
+
+def test_a_package_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PACKAGES", ("mlx", "no-such-package"))
+    finding = machine._versions()
+    assert finding.found.endswith(", no-such-package not installed")
+    assert finding.verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("kind", "system", "library", "found"),
+    [
+        ("cpu", "Linux", "/opt/mkl/lib/libmkl_rt.so.2", "libmkl_rt.so.2"),
+        ("cpu", "Linux", None, "MLX's own, which is thirty times slower"),
+        ("cpu", "Darwin", None, "not needed here"),
+        ("cuda", "Linux", None, "not needed here"),
+    ],
+)
+def test_the_library_that_multiplies_on_a_cpu_is_named(
+    kind: str, system: str, library: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "this_device", lambda: DEVICES[kind])
+    monkeypatch.setattr(machine, "loaded", lambda: library)
+    monkeypatch.setattr(machine.platform, "system", lambda: system)
+    assert machine._blas().found == found

@@ -233,6 +233,9 @@ def test_a_trainer_changes_its_adapters_alone(tenants: Tenants, tmp_path: Path) 
     refused = trainer.post("/v1/adapters/load", json={"name": "few", "path": folder})
     assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
     assert trainer.post("/v1/adapters/unload", json={"name": "few"}).status_code == 404
+    unnamed = tenants.add("free", "trainer").post("/v1/adapters/load", json={"path": folder})
+    assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (403, "name")
+    assert "is what the model's own name serves" in unnamed.json()["error"]["message"]
     assert trainer.post("/v1/adapters/load", json={"name": "mine", "path": folder}).status_code == 200
     assert trainer.post("/v1/adapters/unload", json={"name": "mine"}).status_code == 200
     assert trainer.post("/model/switch-lora", json={"version": "mine"}).status_code == 403

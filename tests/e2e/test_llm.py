@@ -39,6 +39,11 @@ def test_results_come_in_order_and_equal_those_of_each_alone(llm: LLM) -> None:
         assert llm.generate(prompts[number], sampling[number])[0].outputs == together[number].outputs
 
 
+def test_more_prompts_than_the_queue_holds_wait_their_turn(tiny_folder: Path) -> None:
+    with LLM(str(tiny_folder), max_batch_size=1, max_queue_size=2) as small:
+        assert len(small.generate(["the sand"] * 7, SamplingParams(max_tokens=2, temperature=0))) == 7
+
+
 def test_token_ids_are_prompts_too(llm: LLM) -> None:
     (by_text,) = llm.generate("the and", GREEDY)
     (by_ids,) = llm.generate(by_text.prompt_ids, GREEDY)

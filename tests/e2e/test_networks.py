@@ -1,6 +1,7 @@
 """Networks and policies over HTTP: numbers, encodings, sessions, new weights, and what is refused."""
 
 import base64
+import json
 import shutil
 import threading
 import time
@@ -197,6 +198,8 @@ def test_a_policy_acts_as_its_model_does(client: httpx.Client, folder: Path) -> 
             f"/v1/rl/act?model_id={name}&seed=7", content=save({"observations": observations}), headers=SAFETENSORS
         )
         np.testing.assert_allclose(load(raw.content)["actions"], wanted.actions, atol=1e-5)
+        header = json.loads(raw.content[8 : 8 + int.from_bytes(raw.content[:8], "little")])
+        assert header["__metadata__"] == {"model_id": name, "policy_version": "1"}
     few = ask(client, "/v1/rl/act", model_id="mlp", observations=observations[:3].tolist(), seed=7)
     more = ask(client, "/v1/rl/act", model_id="mlp", observations=observations[:9].tolist(), seed=7)
     assert more["actions"][:3] == few["actions"], "a draw does not depend on the rows beside it"

@@ -94,6 +94,7 @@ def test_logprobs(api: Api) -> None:
     answer = api.complete(**body)["choices"][0]
     logprobs = answer["logprobs"]
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 6
+    assert logprobs["text_offset"][0] == 0, "the answer's own beginning, where the prompt is not echoed"
     for token, logprob, top in zip(
         logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):

@@ -9,7 +9,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.freed_memory import AllocatorCache
+from mlx_parallm.devices.native.token_draws import drawer
 from mlx_parallm.engine import build
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.recovery import MAX_FAULTS
@@ -257,7 +259,9 @@ def test_an_engine_can_be_stopped_before_it_starts() -> None:
     never = StartingEngine(tiny, config, deliver)
     never.stop()
     waiting = StartingEngine(tiny, config, deliver)
+    assert waiting.weight_bytes == 0, "nothing is loaded yet"
     loaded = waiting.load()
+    assert waiting.weight_bytes == loaded.model.weight_bytes > 0
     waiting.stop()
     assert threading.active_count() == before
     with pytest.raises(UnavailableError, match="shutting down"):
@@ -272,6 +276,13 @@ def test_a_started_engine_can_be_stopped_by_who_started_it() -> None:
     assert engine.drain(1)
     with pytest.raises(UnavailableError):
         engine.flush_cache()
+
+
+def test_tokens_are_drawn_by_our_own_kernel_on_a_cpu() -> None:
+    if this_device().kind != "cpu" or drawer() is None:
+        pytest.skip("MLX draws them on GPUs, and without a C compiler")
+    with driver("llama") as running:
+        assert running.engine._parts.compute.runner._draw is not None
 
 
 def test_whatever_goes_wrong_on_the_way_up_is_an_error_of_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,8 @@ def test_what_was_generated_is_charged_once(engine: Engine, tokens: int) -> None
 
     async def run() -> None:
         dispatcher.bind(asyncio.get_running_loop())
+        generation_of(engine, caller).cancel()
+        assert usage.expected == 0, "what was never started has nothing reserved"
         generation, listener = generation_of(engine, caller), Tokens(tokens)
         generation.start(listener)
         assert usage.expected == 60

@@ -27,6 +27,7 @@ from mlx_parallm.runtime.weight_files import weight_bytes
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import Delta, ModelStatus, Request
 from tests.tiny import save_tiny, tiny
+from tests.unit.test_adapters import written
 
 PROMPT = [5, 6, 7, 8, 9]
 SLOW_KIND = """
@@ -143,6 +144,16 @@ def test_a_model_that_was_unloaded_answers_as_before(models: Path, started: Call
     assert held - mx.get_active_memory() >= 2 * weight_bytes(models / "one", DEVICES["cpu"]), "its memory is free again"
     assert not runtime.models
     assert {name: answer(runtime, name) for name in ("two", "one")} == {name: before[name] for name in ("two", "one")}
+
+
+def test_an_adapter_without_a_name_is_what_the_models_own_name_serves(
+    models: Path, tmp_path: Path, started: Callable[..., Runtime]
+) -> None:
+    folder = written(tmp_path, "few")
+    runtime = started(model_path=(f"one={models / 'one'}",), lora_path=(f"named={folder}", str(folder)))
+    adapters = runtime.models["one"].adapters
+    assert sorted(entry.name for entry in adapters) == ["adapter", "named"]
+    assert [route.label for route in adapters.routes] == ["adapter"]
 
 
 def test_a_model_that_is_not_loaded_may_be_unloaded_and_one_that_loads_may_not(

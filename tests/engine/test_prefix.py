@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine import prefix_lookup
-from mlx_parallm.engine.compute.batching import warm_blocks, warm_prompt_shapes
+from mlx_parallm.engine.compute.batching import WARM_UP_TOKENS, prompt_shapes, warm_blocks, warm_prompt_shapes
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import disk, prefix, snapshots
 from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache
@@ -306,6 +306,13 @@ def test_prompt_shapes_are_warmed_up() -> None:
     assert ((4, 16), 16) in seen
     assert ((2, 16), 128) in seen
     assert all(width % 16 == capacity % 16 == 0 for (_, width), capacity in seen)
+
+
+def test_no_pass_of_the_warm_up_is_too_large() -> None:
+    shapes = list(prompt_shapes(64, 256))
+    assert max(count * width for count, _, width in shapes) == WARM_UP_TOKENS
+    assert len(shapes) == len(set(shapes))
+    assert {count for count, _, _ in shapes} == {1, 2, 4, 8, 16, 32}, "64 prompts are too many"
 
 
 @pytest.mark.long

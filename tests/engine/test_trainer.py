@@ -288,6 +288,13 @@ def test_with_a_penalty_flat_groups_are_drawn_back_to_the_model() -> None:
         assert outcome.metrics["flat_trajectories"] == 8
 
 
+def test_a_penalty_draws_the_policy_nearer_to_the_model() -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2, beta=1.0, max_kl=100.0))
+    run(trainer, made())
+    away = [run(trainer, made(lambda _: 1.0)).metrics["kl"] for _ in range(8)]
+    assert away[-1] < away[0] / 2
+
+
 def test_a_divergence_is_told_only_by_the_update_that_measured_it() -> None:
     trainer = Trainer(tiny(), LORA, RLConfig(learning_rate=1e-2))
     told = ["kl" in run(trainer, made(seed=seed)).metrics for seed in range(6)]
@@ -313,6 +320,14 @@ def test_a_bad_update_is_undone(settings: dict[str, float], why: str) -> None:
     after = trainer.state()
     assert all(np.array_equal(before[name], after[name]) for name in before)
     assert trainer.updates == 0
+
+
+def test_a_step_that_changes_nothing_is_refused() -> None:
+    trainer = Trainer(tiny(), LORA, RLConfig())
+    before = trainer.learner.snapshot().stacks
+    with pytest.raises(Refused, match="nothing has changed"):
+        trainer.check._parameter_norm(before)
+    assert trainer.check._parameter_norm({name: array + 1.0 for name, array in before.items()}) > 0
 
 
 def test_a_step_that_goes_too_far_is_halved_before_it_is_refused() -> None:

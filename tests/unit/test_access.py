@@ -19,6 +19,7 @@ from mlx_parallm.server.auth.access import (
     is_loopback,
     is_loopback_address,
 )
+from mlx_parallm.server.auth.caller import Caller
 from mlx_parallm.server.auth.keys import Key, KeyLimits, KeyRing, Role
 from mlx_parallm.server.auth.logins import COOKIE, Logins
 from mlx_parallm.server.http.request_state import state_of
@@ -563,3 +564,11 @@ def test_a_server_that_others_can_reach_needs_keys() -> None:
         check_exposure(ServeConfig.of(host="0.0.0.0"))
     for words in ("mlx_parallm_serve --host 0.0.0.0 --api-key", "mlx_parallm_serve --host 0.0.0.0 --insecure"):
         assert words in caught.value.message
+
+
+def test_users_see_no_paths_of_the_server_and_others_do() -> None:
+    anybody, user, admin = Caller(), *(Caller(Key.of("a", role, "sk-a")) for role in ("user", "admin"))
+    for path in ("/home/me/models/mine", "~/models/mine", "./models/mine"):
+        assert [caller.visible_source(path) for caller in (anybody, user, admin)] == [path, "mine", path]
+    for caller in (anybody, user, admin):
+        assert caller.visible_source("owner/name") == "owner/name", "a name of a hub is no path"

@@ -3,6 +3,8 @@
 import json
 import random
 
+import pytest
+
 from mlx_parallm.cluster.replicas.affinity import AffinityRouter, PromptPrefix
 from mlx_parallm.cluster.replicas.prompt_hashes import MAX_HASHES, prompt_digest
 
@@ -183,3 +185,21 @@ def test_a_long_prompt_is_hashed_at_steps_that_grow() -> None:
     lengths = list(prompt_digest(json.dumps({"prompt": "x" * 200_000}).encode()).prefix.lengths)
     short, middle = [*range(512, 16_385, 512)], [*range(16_384 + 2_048, 131_073, 2_048)]
     assert lengths == [*short, *middle, *range(131_072 + 8_192, 200_000, 8_192), 200_000]
+
+
+@pytest.mark.parametrize(
+    ("field", "one", "other"),
+    [
+        ("instructions", "be short", "be long"),
+        ("system", "be short", "be long"),
+        ("prompt", "a b", "a c"),
+        ("text", "a b", "a c"),
+        ("input", "a b", "a c"),
+        ("input_ids", [1, 2], [1, 3]),
+        ("messages", [{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]),
+    ],
+)
+def test_a_prompt_has_a_digest_by_whatever_name_it_comes(field: str, one: object, other: object) -> None:
+    first, again, second = (prompt_digest(json.dumps({field: given}).encode()).prefix for given in (one, one, other))
+    assert list(first.hashes) == list(again.hashes) != list(second.hashes)
+    assert len(first.hashes) == 1

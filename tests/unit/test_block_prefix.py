@@ -1,5 +1,7 @@
 """The prefix cache on its way to the SSD: what is flushed or may be damaged does not get there."""
 
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from mlx_parallm.engine.prefix_lookup import WRITE_SECONDS, SsdTransfers
 from mlx_parallm.kv.block_pool import Chain
 from mlx_parallm.kv.block_store import BlockStore, Packing, Side
 from mlx_parallm.kv.disk import DiskTier
@@ -146,3 +149,48 @@ def test_a_snapshot_is_taken_where_a_text_leaves_one_that_was_seen_before() -> N
     stops = [prefix.stops(prefix.chain(text, ""), text, 0) for text in texts]
     assert SIZE not in stops[0]
     assert stops[1] == sorted({*stops[0], SIZE})
+
+
+def test_what_is_computed_sooner_than_read_does_not_get_to_the_ssd(prefix: BlockPrefix) -> None:
+    assert prefix.disk is not None
+    state = mx.random.normal((1, SIDE.heads, len(TOKENS), SIDE.width))
+    waiting = []
+    for number, factor in enumerate((1.01, 1.0)):
+        prefix.prompt_rate = factor * prefix.disk.read_rate * SIZE / prefix.store.block_bytes
+        text = [number + 1, *TOKENS[1:]]
+        prefix.commit([Layer(state, state)], 0, prefix.chain(text, ""), text)
+        waiting.append(prefix.waiting_to_write)
+    assert waiting == [False, True]
+
+
+def test_a_snapshot_is_held_and_gets_to_the_ssd(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, "model", 1 << 30, 86400.0)
+    disk.start()
+    prefix = SnapshotPrefix(lambda: [KVCache()], SIZE, "model", 1 << 24, 1, disk)
+    cache = KVCache()
+    cache.update_and_fetch(mx.ones((1, 2, len(TOKENS), 8)), mx.ones((1, 2, len(TOKENS), 8)))
+    chain = prefix.chain(TOKENS, "")
+    prefix.take(chain, [cache], len(TOKENS), len(TOKENS))
+    snapshot = prefix.held(chain.hashes[-1])
+    assert snapshot is not None
+    assert (snapshot.length, prefix.held(chain.hashes[0])) == (len(TOKENS), None)
+    while prefix.waiting_to_write:
+        prefix.write_down()
+    assert disk.settle(10)
+    assert disk.metrics.files == 1
+    disk.close(10)
+
+
+def test_while_rows_run_the_ssd_gets_a_little_at_times(prefix: BlockPrefix, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prefix.disk is not None
+    kept(prefix)
+    transfers = SsdTransfers(prefix, prefix.disk, None, lambda call: call())  # type: ignore[arg-type]
+    handed_over: list[float] = []
+    write_down = prefix.write_down
+    monkeypatch.setattr(prefix, "write_down", lambda: (handed_over.append(time.monotonic()), write_down()))
+    transfers.write_some()
+    assert len(handed_over) == 1
+    deadline = time.monotonic() + 10
+    while len(handed_over) < 2 and prefix.to_write and time.monotonic() < deadline:
+        transfers.write_some()
+    assert all(later - earlier > WRITE_SECONDS for earlier, later in itertools.pairwise(handed_over))

@@ -23,6 +23,7 @@ from mlx_parallm.llm import LLM
 from mlx_parallm.runtime.weight_files import weight_bytes
 from mlx_parallm.sampling_params import MAX_STOP_CHARS, MAX_STOPS, SamplingParams, check_sampling
 from mlx_parallm.server.api.generate.sglang import SglangSampling
+from mlx_parallm.server.api.predict import _content
 from mlx_parallm.server.api.predict.bodies import ActBody
 from mlx_parallm.server.generation.call import GenerationCall
 from mlx_parallm.server.generation.limits import sampling_for
@@ -80,7 +81,8 @@ def test_seeds_have_64_bits() -> None:
 
 def test_a_policy_is_named_in_two_ways() -> None:
     for name in ("model_id", "model"):
-        assert ActBody.model_validate({name: "cartpole", "observations": [[0.0]]}).model_id == "cartpole"
+        body = ActBody.model_validate({name: "cartpole", "observations": [[0.0]]})
+        assert (body.model_id, body.deterministic) == ("cartpole", False)
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 64, 1000])
@@ -101,7 +103,7 @@ def test_a_context_that_is_full_is_told_in_openai_s_words(param: str) -> None:
 
 def test_token_ids_are_within_the_vocabulary() -> None:
     check_ids([0, 99], 100, "prompt")
-    for ids in ([100], [3, -1]):
+    for ids in ([100], [3, -1], [5, 100]):
         with pytest.raises(InvalidRequestError):
             check_ids(ids, 100, "prompt")
 
@@ -215,3 +217,9 @@ def test_recommendations_fit_and_are_as_fast_as_the_memory() -> None:
     (narrow,) = [one for one in prospects(8 << 30, 100e9, 16.0) if one.name == wide.name]
     assert wide.row == 2 * narrow.row
     assert prospects(1 << 20, 100e9, BITS) == []
+
+
+def test_a_body_of_tensors_may_be_a_file() -> None:
+    content = _content(ActBody)
+    assert list(content) == ["application/json", "application/x-safetensors"]
+    assert content["application/x-safetensors"] == {"schema": {"type": "string", "format": "binary"}}

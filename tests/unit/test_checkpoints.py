@@ -15,6 +15,7 @@ import pytest
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.lora.adapter import Adapter, Part
 from mlx_parallm.lora.adapter_files import read_folder
+from mlx_parallm.training.rl.totals import Totals
 from mlx_parallm.training.storage.checkpoints import ARRAYS, Checkpoints, adapter_files, check_new_name, peft_files
 from mlx_parallm.training.storage.journal import Journal
 from mlx_parallm.training.storage.session_store import SessionState
@@ -220,3 +221,30 @@ def test_adapters_in_both_formats(tmp_path: Path) -> None:
         assert np.allclose(found.a, part.a)
         assert np.allclose(found.b, part.b)
         json.dumps(config)
+
+
+def test_nothing_of_an_entry_stays_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, write = Journal(tmp_path), os.write
+    journal.append({"version": 1})
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) < 10:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data[:10])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            journal.append({"version": 2, "text": "longer one"})
+    assert (tmp_path / "journal-00000000.jsonl").read_bytes() == b'{"version":1}\n'
+    journal.append({"version": 3})
+    assert [entry["version"] for entry in journal.read()] == [1, 3]
+    journal.close()
+
+
+def test_totals_go_on_from_a_checkpoint_of_any_release() -> None:
+    totals = Totals(updates=3, used=12, kl=0.5, last_reason="too far")
+    totals.history.append({"updates": 3})
+    again = Totals()
+    again.restore({**totals.state(), "something_of_another_release": 1})
+    assert again == totals

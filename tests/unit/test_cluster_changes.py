@@ -12,10 +12,11 @@ import pytest
 from mlx_parallm.cluster.replicas import views
 from mlx_parallm.cluster.replicas.changes import KEPT_WEIGHTS, Change, SharedState, decode
 from mlx_parallm.cluster.replicas.links import pack_hashes, read_error, unpack_hashes, write_error
+from mlx_parallm.cluster.replicas.members import _opposite
 from mlx_parallm.cluster.replicas.replica import FrontLink, Replica
-from mlx_parallm.cluster.replicas.replicated import ReplicatedPool, ReplicatedPredictor
+from mlx_parallm.cluster.replicas.replicated import ReplicatedModel, ReplicatedPool, ReplicatedPredictor
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.errors import ModelNotFoundError, ParallmError
+from mlx_parallm.errors import ConflictError, ModelNotFoundError, ParallmError
 from mlx_parallm.lora.adapter import AdapterError
 from mlx_parallm.metrics import PREFIX, EngineMetrics
 from mlx_parallm.models.kinds import policy
@@ -105,6 +106,20 @@ def test_what_a_client_changes_is_proposed_to_all_replicas(tmp_path: Path) -> No
         proposed.append(change)
         return change
 
+    def refuse(change: Change) -> Change:
+        raise ConflictError("others use it")
+
+    versions = SimpleNamespace(find=lambda name, number: SimpleNamespace(name=name, number=number or 4))
+    engine = SimpleNamespace(adapters=versions)
+    tiny = ReplicatedModel("tiny", engine, propose)
+    assert tiny.pause("keep", 1.0) is True
+    assert ReplicatedModel("tiny", engine, refuse).pause("keep", 1.0) is False
+    assert tiny.adapters.pin("math", None, True).number == 4
+    assert [(one.kind, one.name, one.number, one.fields) for one in proposed] == [
+        ("pause", "", None, {"mode": "keep", "timeout": 1.0}),
+        ("pin", "math", 4, {"pinned": True}),
+    ]
+    proposed.clear()
     pool = ReplicatedPool(None, propose)
     assert pool.load("other", "/models/other", True).done()
     pool.unload("other", 2.0)
@@ -226,3 +241,15 @@ def test_a_replica_that_can_not_start_tells_the_front(sharing: int, tmp_path: Pa
         told = front.last.json
     assert (told["name"], told["fatal"]) == ("left", True)
     assert "nothing" in told["message"]
+
+
+def test_what_is_taken_back_leaves_no_trace() -> None:
+    """Where one replica could make a change, and another could not."""
+    state = SharedState()
+    for change in (Change("load_model", "m", fields={"source": "x"}), Change("pause", "m", fields={"mode": "keep"})):
+        state.add(change)
+        undo = _opposite(change)
+        assert undo is not None
+        state.add(undo)
+    assert [change.kind for change in state.replay()] == ["unload_model"]
+    assert _opposite(publish(1)) is None

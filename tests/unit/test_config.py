@@ -20,6 +20,7 @@ from mlx_parallm.config import (
 from mlx_parallm.config.options import options_of
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.integrated import RLIntegratedServer
+from mlx_parallm.training.runs import _check_writable
 
 
 def parse(*arguments: str, environment: dict[str, str] | None = None) -> ServeConfig:
@@ -317,3 +318,13 @@ def test_two_names_of_one_option_that_disagree_are_an_error(tmp_path: Path) -> N
 def test_defaults_out_of_range_are_errors(flags: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         load_config(flags, {})
+
+
+@pytest.mark.parametrize("flag", ["checkpoint_dir", "peft_export"])
+def test_a_folder_that_training_can_not_write_is_named_before_it_begins(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    given = {"checkpoint_dir": str(tmp_path / "runs"), "peft_export": str(tmp_path / "peft")}
+    _check_writable(TrainConfig.of(**given))
+    assert (tmp_path / "peft").is_dir()
+    with pytest.raises(ConfigError, match=f"^--{flag.replace('_', '-')} {tmp_path}/file/x can't be written: "):
+        _check_writable(TrainConfig.of(**given | {flag: str(tmp_path / "file/x")}))

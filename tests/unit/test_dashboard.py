@@ -47,6 +47,15 @@ def test_an_engine_that_has_just_started_has_counted_nothing() -> None:
     metrics = EngineMetrics()
     for steps in (metrics.decode, metrics.prefill):
         assert (steps.count, steps.start_seconds, steps.wait_seconds) == (0, 0.0, 0.0)
+    for rate in (metrics.prompt_rate, metrics.decode_rate):
+        assert (rate.last, rate.average) == (0.0, 0.0)
+
+
+def test_steps_are_counted_by_how_full_they_were() -> None:
+    metrics = EngineMetrics()
+    for rows in (0, 1, 2, 15, 16):
+        metrics.count_decode(rows, 16, streaming=False)
+    assert metrics.batch_fill_hist == [2, 1, 0, 0, 0, 0, 0, 0, 0, 2]
 
 
 def test_percentiles_go_on_while_somebody_looks() -> None:
@@ -100,12 +109,21 @@ def test_the_cache_tells_what_it_has_saved() -> None:
     assert cache([])["saved_share"] is None
 
 
+def test_the_folder_on_the_ssd_is_one_and_its_reads_are_each_models_own() -> None:
+    one, other = engine(), engine()
+    one.ssd.files, one.ssd.bytes, one.ssd.reads = 3, 300, 5
+    other.ssd.files, other.ssd.bytes, other.ssd.reads = 4, 400, 2
+    found = cache([one, other])["ssd"]
+    assert (found["files"], found["bytes"], found["reads"]) == (4, 400, 7)
+
+
 def test_parts_of_the_memory_add_up_over_models() -> None:
     one = engine(memory=MemoryPlan(limit=100, weights=10, rows=20), active_memory=15)
     other = engine(memory=MemoryPlan(limit=100, weights=5, rows=30), active_memory=15)
     found = memory([one, other])
     assert (found["limit"], found["weights"], found["rows"], found["active"]) == (100, 15, 50, 15)
     assert memory([])["limit"] == 0
+    assert MemoryPlan() == MemoryPlan(limit=0, weights=0, rows=0, blocks=0, adapters=0, training=0, kept=0)
 
 
 def scope(method: str = "POST", **facts: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from mlx_parallm.server.api.anthropic.bodies import CountTokensBody, MessagesBod
 from mlx_parallm.server.api.ollama.bodies import OllamaChatBody, OllamaOptions
 from mlx_parallm.server.api.ollama.durations import read_keep_alive
 from mlx_parallm.server.api.ollama.names import shown
+from mlx_parallm.server.api.ollama.writer import nanoseconds
 from mlx_parallm.server.api.trl import _likeliest
 from mlx_parallm.server.http.error_shapes import Failure
 from mlx_parallm.server.http.http_errors import validation_error
@@ -159,6 +160,8 @@ def test_thinking_is_switched_by_the_template() -> None:
     assert kwargs(thinking={"type": "enabled", "budget_tokens": 7}) == {"enable_thinking": True}
     effort = kwargs(thinking={"type": "adaptive"}, output_config={"effort": "max"})
     assert effort == {"enable_thinking": True, "reasoning_effort": "high"}
+    for given, told in {"low": "low", "medium": "medium", "high": "high", "xhigh": "high"}.items():
+        assert kwargs(output_config={"effort": given})["reasoning_effort"] == told
 
 
 def test_counting_needs_no_max_tokens() -> None:
@@ -249,3 +252,8 @@ def test_an_error_has_the_shape_of_its_path(error: ParallmError, kind: str, mess
     told = {"type": "error", "error": {"type": kind, "message": message}, "request_id": "r"}
     assert body("/v1/messages") == body("/v1/messages/count_tokens") == body("/v1/messages/nobody") == told
     assert body("/api/chat") == body("/api/nobody") == {"error": failure.text}
+
+
+@pytest.mark.parametrize(("seconds", "given"), [(1.5, 1_500_000_000), (0.0, 0), (-0.25, 0)])
+def test_ollamas_times_are_in_nanoseconds_and_never_negative(seconds: float, given: int) -> None:
+    assert nanoseconds(seconds) == given

@@ -335,3 +335,15 @@ def test_files_are_safetensors_and_survive_short_writes(tmp_path: Path, monkeypa
 def test_what_is_read_is_not_copied() -> None:
     data = np.frombuffer(b"".join(encode(payload(1), "name")), np.uint8)
     assert all(np.shares_memory(array, data) for array in decode(data, "name").arrays)
+
+
+def test_how_fast_it_reads_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RATE_SAMPLE_BYTES", 1)
+    with tier(tmp_path) as opened:
+        put(opened, *range(40))
+    with tier(tmp_path) as again:
+        begun = time.perf_counter()
+        size = sum(one.nbytes for one in read(again, *HASHES))
+        least = size / (time.perf_counter() - begun)
+        again.close(10)
+        assert again.read_rate >= (module.FIRST_READ_RATE + least) / 2

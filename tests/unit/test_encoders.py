@@ -122,6 +122,7 @@ def test_configs_of_nomic_itself(tmp_path: Path) -> None:
     [
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
         ("bert", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
+        ("bert", {"is_decoder": True}, "is_decoder is True"),
         ("bert", {"num_hidden_layers": 4}, r"the tensor encoder\.layer\.3\.attention\.self\.query\.weight is missing"),
         ("bert", {"hidden_size": 64}, r"has the shape \(60, 32\)"),
         ("bert", {"hidden_size": -1}, "hidden_size is -1"),

@@ -218,6 +218,17 @@ async def test_a_stream_that_is_cut_off_ends_with_an_error(path: str, kind: str,
         assert it.members.ready == []
 
 
+@pytest.mark.parametrize("whole", [b"data: {}\n\ndata: [DO", b"data: [DONE]", b""])
+async def test_a_stream_ends_as_the_replica_s_does(whole: bytes) -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=whole, headers={"Content-Type": "text/event-stream"})
+
+    async with cluster() as it:
+        await it.add("left", handler)
+        answer = await it.calls.post("/v1/chat/completions", json=CHAT | {"stream": True})
+        assert (answer.status_code, answer.content) == (200, whole)
+
+
 async def test_lists_are_those_of_all_replicas() -> None:
     def with_models(*names: str) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:

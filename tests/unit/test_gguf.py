@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,19 @@ def test_a_header_that_names_nothing_is_whole(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ModelLoadError, match="too short"):
         read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "number"),
+    [
+        *((0, "B", 200), (1, "b", -3), (2, "H", 60_000), (3, "h", -300), (4, "I", 1 << 31), (5, "i", -70_000)),
+        *((6, "f", 0.5), (7, "?", True), (10, "Q", 1 << 63), (11, "q", -(1 << 40)), (12, "d", 0.1)),
+    ],
+)
+def test_numbers_of_each_type_are_read(kind: int, code: str, number: float, tmp_path: Path) -> None:
+    name = struct.pack("<Q", 3) + b"n.x"
+    one = name + struct.pack(f"<I{code}", kind, number)
+    several = struct.pack("<Q", 3) + b"n.y" + struct.pack(f"<IIQ2{code}", 9, kind, 2, number, number)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + one + several)
+    assert read_header(path).metadata == {"n.x": number, "n.y": [number, number]}

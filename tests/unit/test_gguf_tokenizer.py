@@ -32,6 +32,7 @@ def test_byte_level_tokenizer_is_restored(tmp_path: Path) -> None:
         ("smollm", ["Hello", "Ġ", "1", "2", "3", "4", "5", "6", "'", "S", "Ġit"]),
         ("llama-bpe", ["Hello", "Ġ", "123", "456", "'S", "Ġit"]),
         ("dbrx", ["Hello", "Ġ", "123", "456", "'S", "Ġit"]),
+        ("smaug-bpe", ["Hello", "Ġ", "123", "456", "'S", "Ġit"]),
         ("qwen2", ["Hello", "Ġ", "1", "2", "3", "4", "5", "6", "'S", "Ġit"]),
         ("tekken", ["Hello", "Ġ", "1", "2", "3", "4", "5", "6", "'S", "Ġit"]),
         ("gpt-4o", ["Hello", "Ġ", "123", "456", "'S", "Ġit"]),
@@ -242,3 +243,16 @@ def test_tekken_and_its_kin_begin_a_text_as_llama_cpp_does() -> None:
         for cut in ("tekken", "llama-bpe", "dbrx", "gpt-4o", "qwen2")
     }
     assert begins == {"tekken": True, "llama-bpe": True, "dbrx": False, "gpt-4o": False, "qwen2": False}
+
+
+def test_what_the_vocabulary_lacks_is_the_token_that_the_file_names() -> None:
+    metadata = sentencepiece_metadata()
+    pieces = [piece for piece in metadata["tokenizer.ggml.tokens"] if not piece.startswith("<0x")]
+    for number, name in enumerate(("<unk>", "<s>")):
+        own = metadata | {
+            "tokenizer.ggml.tokens": pieces,
+            "tokenizer.ggml.scores": metadata["tokenizer.ggml.scores"][: len(pieces)],
+            "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (len(pieces) - 3),
+            "tokenizer.ggml.unknown_token_id": number,
+        }
+        assert name in build_tokenizer(own, "file").encode("h日").tokens[1:]

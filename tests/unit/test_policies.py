@@ -271,3 +271,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_policy_is_refused(head: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=message):
         load(tmp_path, head)
+
+
+def test_the_draws_of_a_seed_are_the_same_in_every_version() -> None:
+    """Clients keep seeds: the same seed must draw the same action after an update."""
+    seeds, rows = np.array([7, 7, 8], np.uint64), np.array([0, 1, 0], np.uint64)
+    np.testing.assert_allclose(
+        normals(seeds, rows, 2),
+        [
+            [-0.06845872605660337, -0.8934797623138366],
+            [0.9819454927369984, -1.4874521133107537],
+            [-0.210169847993062, 1.480972650048764],
+        ],
+        rtol=1e-12,
+    )

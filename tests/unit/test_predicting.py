@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, wait
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,15 @@ import pytest
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnavailableError
 from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.runtime.loading import PredictThread
-from mlx_parallm.runtime.predicting import FIRST_COST, MAX_COST, RECENT, BatchTimes, LocalPredictor
+from mlx_parallm.runtime.predicting import (
+    FIRST_COST,
+    IDLE_SLICE,
+    MAX_COST,
+    RECENT,
+    BatchTimes,
+    LocalPredictor,
+    PacedBatch,
+)
 from mlx_parallm.steps import LazySteps, Steps
 from mlx_parallm.types import PredictorInfo
 
@@ -329,3 +338,16 @@ def test_a_size_that_was_slow_once_is_tried_again() -> None:
         times.add(1000, 0.01)
     assert times.cost_within(10.0) == MAX_COST
     assert 2000 not in [round(one.cost) for one in times._groups.values()]
+
+
+def test_a_batch_has_a_part_more_than_it_has_pauses() -> None:
+    def three() -> LazySteps[str]:
+        yield None
+        yield None
+        return "done"
+
+    paced = PacedBatch(SimpleNamespace(slice_seconds=IDLE_SLICE))  # type: ignore[arg-type]
+    run = paced.run(three())
+    with pytest.raises(StopIteration) as ended:
+        next(run)
+    assert (ended.value.value, paced.parts) == ("done", 3)

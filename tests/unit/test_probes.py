@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.doctor.findings import Finding
 from mlx_parallm.doctor.probes import LONG_PROMPT, Measured, Probe
 
 
@@ -21,6 +22,21 @@ class Given(Probe):
 
     def decode_rate(self, rows: int, **options: Any) -> float:
         return self._rates[1][rows]
+
+
+class Broken(Given):
+    """Every measurement of which goes wrong."""
+
+    def _fail(self, *arguments: object) -> Finding:
+        raise RuntimeError("out of luck")
+
+    _parity = _decode = _prefill = _sampler = _adapters = _joins = _fail
+
+
+def test_a_measurement_that_goes_wrong_has_its_name_and_the_others_are_made() -> None:
+    found = [(finding.name, finding.verdict) for finding in Broken(1.0, {}).examine()]
+    names = ["parity", "decode", "prefill", "sampler", "adapters", "joins"]
+    assert found == [(name, "wrong") for name in names]
 
 
 @pytest.mark.parametrize(("prefill", "verdict"), [(100.0, "ok"), (60.0, "slow")])

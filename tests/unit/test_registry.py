@@ -348,3 +348,22 @@ def test_integrity_is_checked() -> None:
     found.max_resident = 0
     with pytest.raises(AssertionError, match="more adapters on the device"):
         found.check_integrity()
+
+
+def test_an_adapter_that_changes_nothing_is_on_all_linear_layers() -> None:
+    model = Small()
+    model.words = nn.Embedding(16, 8)
+    layout = Layout(model)
+    blank = layout.blank()
+    assert {layout.groups[number].paths for number in blank.groups} == {("first",), ("second",)}
+    assert all(not a.any().item() and not b.any().item() for a, b, _ in blank.groups.values())
+
+
+def test_a_pass_that_was_traced_for_an_adapter_takes_others_of_its_form_alone() -> None:
+    found = registry(max_resident=8, traced=True)
+    versions = [publish(found, "p"), publish(found, "q"), publish(found, "wide", rank=200)]
+    one, like, wide = (found.row_adapters([version, None]) for version in versions)
+    assert isinstance(one, StackedLoRA)
+    assert isinstance(like, StackedLoRA)
+    assert isinstance(wide, StackedLoRA)
+    assert one.form == like.form != wide.form

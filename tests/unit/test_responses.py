@@ -258,6 +258,12 @@ def test_what_is_cut_off_is_incomplete() -> None:
 def test_a_grammar_is_told() -> None:
     use = ResponseBody.model_validate({"input": "x", "tools": TOOLS}).tool_use
     assert "start: /a+/" in use.tools[1].definition["function"]["description"]
+    for syntax, name in (("lark", "Lark grammar"), ("regex", "regular expression")):
+        form = {"type": "grammar", "syntax": syntax, "definition": "a"}
+        tool = {"type": "custom", "name": "t", "description": "It is.", "format": form}
+        use = ResponseBody.model_validate({"input": "x", "tools": [tool]}).tool_use
+        description = use.tools[0].definition["function"]["description"]
+        assert description == f"It is.\nIts input follows this {name}:\na"
 
 
 # The store

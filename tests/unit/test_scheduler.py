@@ -553,3 +553,11 @@ def test_whatever_comes_limits_hold_and_everybody_is_served(
         for row in planned.running[: 1 + len(planned.running) // 2]:  # some end
             planned.remove(row)
     assert all(one.remaining == 0 for one in every)
+
+
+def test_no_more_prompts_share_a_pass_than_may() -> None:
+    planned = scheduler(step_tokens=1000, padding=0.5)
+    planned.limits.max_prompts = 2
+    for _ in range(3):
+        planned.add(job(100))
+    assert run(planned) == [[100, 100], [100]]

@@ -117,3 +117,25 @@ def test_layers_with_a_window_see_each_rows_last_tokens() -> None:
     for mask, size in zip(seen, (100, 3, 100), strict=True):
         places = [[place for place, visible in enumerate(row) if visible] for row in mask]
         assert places == [list(range(max(0, length + 1 - size), length + 1)) for length in lengths]
+
+
+def test_holes_are_closed_after_a_while_and_at_once_where_it_grows() -> None:
+    cache = cache_of(16)
+    places = join(cache, 5, 6, 7, 8)
+    for place in places[:3]:
+        cache.leave(place)
+    assert [cache.compact(9) for _ in range(7)] == [None] * 7, "the next request may fill them"
+    kept = cache.compact(9)
+    assert kept is not None
+    assert (kept[0], cache.positions) == (places[3], len(kept))
+    assert cache.positions < 4
+    join(cache, *[5] * 7)
+    for place in range(1, 8):
+        cache.leave(place)
+    assert cache.compact(CAPACITY_STEP + 1) is not None, "a larger buffer would copy the holes too"
+    cache.check_integrity()
+
+
+def test_the_smallest_row_takes_a_step() -> None:
+    found = cache_of(16).smallest_bytes
+    assert (found, type(found)) == (ROW_BYTES, int), "a flag is to be told with it"

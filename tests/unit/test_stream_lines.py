@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from mlx_parallm.server.generation.responses import event, one_line
 
 
@@ -11,3 +13,8 @@ def test_no_reader_ends_a_line_within() -> None:
     for written in (one_line({"text": text}), event({"text": text})):
         assert len(written.decode().splitlines()) in (1, 2)  # an event ends with an empty line
         assert json.loads(written.removeprefix(b"data: ")) == {"text": text}
+
+
+@pytest.mark.parametrize("character", ["\u0085", "\u2028", "\u2029"])
+def test_each_of_the_characters_alone_is_written_as_an_escape(character: str) -> None:
+    assert one_line([f"a{character}b"]).decode() == f'["a\\u{ord(character):04x}b"]'

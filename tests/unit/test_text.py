@@ -1,6 +1,8 @@
 """Incremental text equals text decoded at once, whatever the tokenizer; stop strings end it where they begin."""
 
 import tracemalloc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,9 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import decoders
 
+from mlx_parallm.server.model_table import ServedModel
 from mlx_parallm.text.detokenize import ByteDecoder, Prefixes, TextStream, Vocabulary, WindowDecoder
+from tests.tiny import tiny_tokenizer
 from tests.unit.vocabularies import byte_level, sentence_piece, word_piece
 
 TEXT = "Héllo wörld 👩‍👩‍👧‍👦 日本語\n\n  code\tend "
@@ -308,3 +312,15 @@ def test_of_two_stops_at_one_place_the_first_given_counts() -> None:
     assert Prefixes(["ab", "abc"]).find("xabc") == (1, "ab")
     assert Prefixes(["abc", "ab"]).find("xabc") == (1, "abc")
     assert Prefixes([]).held("x") == 0
+
+
+def test_special_tokens_that_carry_no_meaning_are_no_marks() -> None:
+    plain = tiny_tokenizer()._tokenizer
+    plain.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<|idle|>"]})
+    tokenizer = TokenizerWrapper(plain)
+    model: Any = SimpleNamespace(source="tiny", precision="float32")
+    served = ServedModel("tiny", SimpleNamespace(tokenizer=tokenizer, model=model))  # type: ignore[arg-type]
+    think, idle, end = tokenizer.convert_tokens_to_ids(["<think>", "<|idle|>", "<|im_end|>"])
+    assert {think, idle, end} <= served.vocabulary.special
+    assert think in served.marks
+    assert not served.marks & {idle, end}

@@ -120,6 +120,9 @@ def test_pairs_of_a_score() -> None:
     assert [(pair.text, pair.text_pair) for pair in one.pairs] == [("q", "a"), ("q", "b")]
     each = ScoreBody.model_validate({"queries": ["p", "q"], "documents": ["a", "b"]})
     assert [(pair.text, pair.text_pair) for pair in each.pairs] == [("p", "a"), ("q", "b")]
+    for first, second in (("queries", "text_2"), ("text_1", "documents"), ("data_1", "data_2")):
+        named = ScoreBody.model_validate({first: "p", second: "a"})
+        assert [(pair.text, pair.text_pair) for pair in named.pairs] == [("p", "a")], (first, second)
     assert not ScoreBody.model_validate({"input": "a"}).compares
     wrong: list[dict[str, Any]] = [{}, {"text_1": "a"}, {"text_1": ["a", "b"], "text_2": ["c"]}]
     wrong += [{"text_1": "a", "text_2": []}, {"text_1": "a", "text_2": "b", "input": "c"}]

@@ -446,6 +446,7 @@ def block_of(text: str, size: int = 1, end: str = "<e>", **options: Any) -> Foun
         ('{"name": "f", "arguments": {} {"name": "g", "arguments": {}}<e>', [("f", "{}"), ("g", "{}")], "", None),
         ('[{"name": "f", "arguments": {}},; {"name": "g", "arguments": {}}]<e>', [("f", "{}"), ("g", "{}")], "", None),
         ('{"arguments": {"a": [1]}, "name": "f"}<e>', [("f", '{"a": [1]}')], "", None),
+        ('{"arguments": {}, "name": "f"} {"arguments": {}, "name": "g"}<e>', [("f", "{}"), ("g", "{}")], "", None),
         ('{"x": 1}<e>y', [], "y", '{"x": 1}<e>'),
         ('{"x": 1<e>y', [], "y", '{"x": 1<e>'),
         ("junk <f> <e>y", [], "y", "junk <f> <e>"),

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from mlx_parallm.engine.rows import Row
-from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.errors import InvalidRequestError, NotFoundError, UnavailableError
 from mlx_parallm.policy_spans import PolicySpan
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.rl.buffer import Buffer
@@ -356,3 +356,39 @@ def test_log_probabilities_are_finite_and_not_positive(value: float) -> None:
     with pytest.raises(InvalidRequestError, match="log-probability 1 is"):
         Trajectory([1], [2, 3], 0.0, logprobs=[-0.1, value])
     assert Trajectory([1], [2, 3], 0.0, logprobs=[-0.1, 1e-7])
+
+
+def test_a_loop_over_requests_ends_where_the_session_has_gone() -> None:
+    buffer, asked = Buffer(10), []
+    buffer.add([one("a"), one("a")])
+
+    def update(at_most: int) -> object:
+        asked.append(at_most)
+        if len(asked) > 1:
+            return SimpleNamespace(outcome=SimpleNamespace(metrics={"reward_mean": 0.5}))
+        raise UnavailableError("the server is ending")
+
+    session: Any = SimpleNamespace(buffer=buffer, update=update)
+    assert RequestLoop(session, 2, 1, lambda _: None).run() == []
+    assert asked == [2]
+
+
+def test_tokens_of_the_model_alone_are_of_version_0() -> None:
+    request, row = ended([5, 6, 7])
+    row.policies = [(0, None), (1, Version(3))]
+    assert Record.of(request, 0, row).spans == (PolicySpan(0, 1, 0), PolicySpan(1, 3, 3))
+
+
+def test_a_record_is_of_a_request_for_one_answer_unless_it_says_more() -> None:
+    record = Record(
+        request="engine-r",
+        label="r",
+        index=0,
+        prompt_ids=(1,),
+        completion_ids=(5,),
+        logprobs=(-0.1,),
+        spans=(),
+        policy=None,
+        temperature=1.0,
+    )
+    assert (record.id, replace(record, choices=2, index=1).id) == ("r", "r.1")

@@ -19,3 +19,10 @@ def test_tensors_of_each_type_take_their_bytes(name: str, tmp_path: Path) -> Non
     assert weight_bytes(tmp_path, DEVICES["cpu"]) == 15 * (4 if name == "F16" else width), (
         "halves are computed in float32"
     )
+
+
+def test_quantised_weights_take_what_they_are_computed_in(tmp_path: Path) -> None:
+    """Eight numbers of four bits in each word, which only Apple's GPUs multiply by as they are."""
+    save_file({"x": np.zeros((3, 5), np.uint32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization": {"group_size": 64, "bits": 4}}')
+    assert [weight_bytes(tmp_path, DEVICES[kind]) for kind in ("metal", "cpu", "cuda")] == [60, 15 * 8 * 4, 15 * 8 * 2]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mlx_parallm.policy_spans import PolicySpan, spans_between
 from mlx_parallm.server.generation.choices import ChoiceStream, Collected
 from mlx_parallm.text.detokenize import TextStream, Vocabulary
 from mlx_parallm.text.parsers.chat_parser import ChatParser, Thinking
@@ -104,8 +105,8 @@ def test_the_token_that_ends_it_is_counted() -> None:
 
 def test_a_version_that_made_no_token_has_no_span() -> None:
     subject = choice()
-    subject.take(Delta("id", 0, [66] * 3, versions=((0, 1),)))
+    subject.take(Delta("id", 0, [66] * 3, spans=(PolicySpan(0, 3, 1),)))
     assert subject.policy_spans == [[0, 3, 1]]
-    subject.take(Delta("id", 0, [66] * 3, versions=((0, 1), (3, 2), (3, 3), (6, 4))))
+    subject.take(Delta("id", 0, [66] * 3, spans=spans_between([(0, 1), (3, 2), (3, 3), (6, 4)], 6)))
     assert subject.policy_spans == [[0, 3, 1], [3, 6, 3]]
     assert (subject.policy_version, subject.mixed_policy) == (3, True)

@@ -15,7 +15,7 @@ from mlx_parallm.kv.block_pool import Chain
 from mlx_parallm.kv.block_store import BlockStore, Packing, Side
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.prefix import KEEP_TOKENS, BlockPrefix
-from mlx_parallm.kv.snapshots import SnapshotPrefix
+from mlx_parallm.kv.snapshots import Snapshot, SnapshotPrefix
 
 SIZE = 32
 SIDE = Side(2, 8, mx.float32)
@@ -170,10 +170,9 @@ def test_a_snapshot_is_held_and_gets_to_the_ssd(tmp_path: Path) -> None:
     cache = KVCache()
     cache.update_and_fetch(mx.ones((1, 2, len(TOKENS), 8)), mx.ones((1, 2, len(TOKENS), 8)))
     chain = prefix.chain(TOKENS, "")
-    prefix.take(chain, [cache], len(TOKENS), len(TOKENS))
-    snapshot = prefix.held(chain.hashes[-1])
-    assert snapshot is not None
-    assert (snapshot.length, prefix.held(chain.hashes[0])) == (len(TOKENS), None)
+    snapshot = prefix.take(chain, [cache], len(TOKENS), len(TOKENS))
+    assert isinstance(snapshot, Snapshot)
+    assert (snapshot.length, chain.hashes[-1] in prefix, chain.hashes[0] in prefix) == (len(TOKENS), True, False)
     while prefix.waiting_to_write:
         prefix.write_down()
     assert disk.settle(10)

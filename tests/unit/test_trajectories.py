@@ -382,7 +382,7 @@ def test_tokens_of_the_model_alone_are_of_version_0() -> None:
 def test_a_record_is_of_a_request_for_one_answer_unless_it_says_more() -> None:
     record = Record(
         request="engine-r",
-        label="r",
+        names=AnswerNames(client="r"),
         index=0,
         prompt_ids=(1,),
         completion_ids=(5,),

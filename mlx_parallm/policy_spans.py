@@ -27,6 +27,7 @@ class PolicySpan:
 
 
 Spans = tuple[PolicySpan, ...]
+OPEN_END = 1 << 62  # of a span whose version still samples; `within` cuts it
 
 
 def spans_between(starts: Sequence[tuple[int, int]], end: int) -> Spans:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_parallm.kv.block_pool import Chain, Match
-from mlx_parallm.policy_spans import Spans, spans_between
+from mlx_parallm.policy_spans import OPEN_END, Spans, spans_between
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import Delta, FinishReason, OnDelta, PromptImages, Request, TokenLogprob
 
@@ -64,6 +64,7 @@ class Row:
     cached: int | None = None  # prompt tokens that were not computed; None before it began
     adapter: Any = None  # the registry's Version, which this row holds
     policies: list[tuple[int, Any]] = field(default_factory=list)  # adapters so far, each with its first token's number
+    known_spans: tuple[Any, int, Spans] = (None, 0, ())  # of which policies, how many, and what they came to
     owner: str = ""  # the name of the key that it came with
     begun: float | None = None  # by time.perf_counter, when its first token was read
     rollout: bool = False  # gives way to requests: nobody but rollouts reads it
@@ -135,9 +136,14 @@ class Row:
 
     @property
     def policy_spans(self) -> Spans:
-        """The adapter versions of the tokens that were asked for."""
-        starts = [(first, 0 if adapter is None else adapter.number) for first, adapter in self.policies]
-        return spans_between(starts, max(self.launched, len(self.tokens) + (self.stop_token is not None)))
+        """Says which version makes which tokens; the last span is open. Every delta carries it, so that it is made anew
+        only when the adapter has changed."""
+        known, count, spans = self.known_spans
+        if known is not self.policies or count != len(self.policies):
+            starts = [(first, 0 if adapter is None else adapter.number) for first, adapter in self.policies]
+            spans = spans_between(starts, OPEN_END)
+            self.known_spans = self.policies, len(self.policies), spans
+        return spans
 
     def rewind(self) -> None:
         """Forgets the tokens that were asked for and not read: they are computed again."""

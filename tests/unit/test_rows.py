@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.engine.rows import Job, Plan, Prefill, Reader, Row, row_seed
-from mlx_parallm.policy_spans import PolicySpan
+from mlx_parallm.policy_spans import OPEN_END, PolicySpan
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import Request, TokenLogprob
 
@@ -189,7 +189,7 @@ def test_policies_say_which_adapter_made_which_tokens() -> None:
     assert (one.policies, one.adapter) == ([(0, first), (3, second)], second)
     one.take_adapter(None)
     assert one.policies == [(0, first), (3, None)], "nothing was made with the second"
-    assert one.delta_for(reader()).spans == (PolicySpan(0, 3, 1), PolicySpan(3, one.launched, 0))
+    assert one.delta_for(reader()).spans == (PolicySpan(0, 3, 1), PolicySpan(3, OPEN_END, 0))
 
 
 def test_a_requeued_row_forgets_what_was_not_read() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -143,6 +144,24 @@ def test_requests_go_on_while_it_learns_and_keep_their_version() -> None:
         assert answer.tokens == alone.tokens
         assert [(span.first, span.version) for span in answer.last.spans] == [(0, 1)]
         one.driver.settle()
+
+
+def test_a_client_that_sees_an_update_counted_sees_it_in_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    with school() as one:
+        session = one.session()
+        seen = list[dict[str, Any]]()
+        publish = session.versions.publish
+
+        def published_and_looked_at(*args: Any) -> int:
+            number = publish(*args)
+            seen.append(session.status())
+            return number
+
+        monkeypatch.setattr(session.versions, "publish", published_and_looked_at)
+        session.update(one.trajectories())
+        seen.append(session.status())
+        assert [(status["policy_version"], status["updates"]) for status in seen] == [(2, 0), (2, 1)]
+        assert [len(status["history"]) for status in seen] == [0, 1]
 
 
 def test_an_update_that_is_not_to_be_served_is_kept() -> None:

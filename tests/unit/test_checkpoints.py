@@ -243,8 +243,8 @@ def test_nothing_of_an_entry_stays_that_could_not_be_written(tmp_path: Path, mon
 
 
 def test_totals_go_on_from_a_checkpoint_of_any_release() -> None:
-    totals = Totals(updates=3, used=12, kl=0.5, last_reason="too far")
+    totals = Totals(updates=3, used=12, kl=0.5, last_reason="too far", stands=5)
     totals.history.append({"updates": 3})
     again = Totals()
-    again.restore({**totals.state(), "something_of_another_release": 1})
+    again.restore({**totals.state(), "something_of_another_release": 1}, 5)
     assert again == totals

@@ -141,7 +141,7 @@ class Session:
         self.extra = dict(state.extra)
         self.versions.abandoned = set(state.abandoned)
         self.monitor.restore(state.best_reward, state.recent_rewards, state.recent_deviations)
-        self.totals.restore(state.totals)
+        self.totals.restore(state.totals, self.trainer.updates)
         log.info(
             "%s goes on from checkpoint %s: %d updates, %d trajectories wait",
             self.name, checkpoint.path.name, self.trainer.updates, len(self.buffer),
@@ -357,6 +357,7 @@ class Session:
     def _begin_anew(self) -> None:
         """Begins anew after somebody has taken the policy elsewhere: what was seen before says nothing of it."""
         self.good = None
+        self.totals.stands = self.trainer.updates
         self.monitor.reset()
         self.buffer.drop_abandoned(self.versions.abandoned)
         self._mark_changed()
@@ -393,7 +394,6 @@ class Session:
         return {
             "current_lora": self.name,
             "policy_version": self.version,
-            "updates": self.trainer.updates,
             **self.totals.status(),
             **self.buffer.status(),
             "available_checkpoints": [] if self.checkpoints is None else self.checkpoints.names(),

@@ -44,6 +44,7 @@ class Totals:
     metrics: dict[str, float] = field(default_factory=dict)  # of the last update
     kl: float | None = None  # to the reference, when it was last measured …
     kl_update: int | None = None  # … and by which update
+    stands: int = 0  # updates behind the parameters, as clients are told: counted once the history has them
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=HISTORY))
     times: deque[float] = field(default_factory=lambda: deque(maxlen=20))  # when updates were published
 
@@ -81,10 +82,12 @@ class Totals:
             "seconds": outcome.seconds,
         }
         self.history.append(entry | {name: outcome.metrics[name] for name in SHOWN if name in outcome.metrics})
+        self.stands = updates
 
     def status(self) -> dict[str, Any]:
         """Returns the totals that clients see."""
         return {
+            "updates": self.stands,
             "updates_published": self.updates,
             "updates_refused": self.refused,
             "rollbacks": self.rollbacks,
@@ -105,7 +108,8 @@ class Totals:
         """Returns the totals that a checkpoint keeps."""
         return {name: getattr(self, name) for name in KEPT} | {"history": list(self.history)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], stands: int) -> None:
+        self.stands = stands
         for name, value in state.items():
             if name == "history":
                 self.history.extend(value)

@@ -3,6 +3,7 @@
     python benchmarks/serve_vs_mlx_lm.py                                   # the embedded weights in float32
     python benchmarks/serve_vs_mlx_lm.py --model FOLDER --clients 64 --prompt-words 64-384 --output-tokens 64-192 \\
         --decode-concurrency 64 --temperature 0,0.8 --bare                 # a GPU
+    python benchmarks/serve_vs_mlx_lm.py --tree-before CHECKOUT            # what have our changes since then cost?
 
 The two take turns, each alone on the machine; medians over --repeats are compared. A ratio above 1 in a rate, or below
 1 in a time, is in our favour. Both stop at their end-of-sequence token: the table shows how many tokens each made.
@@ -28,7 +29,7 @@ from rich.table import Table
 from mlx_parallm.bench.load_test import BenchSummary, LoadResult, LoadSpec, run_load
 from mlx_parallm.cli.bench_command import as_dict, parse_list, parse_span
 
-OURS, PEER = "mlx_parallm", "mlx_lm.server"
+OURS, PEER, BEFORE = "mlx_parallm", "mlx_lm.server", "before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def parse_args() -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="turns of each server (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("--decode-concurrency", type=int, default=32, help="rows that both decode together (default: %(default)s)")
+    add("--tree-before", type=Path, metavar="CHECKOUT", help="measure our server of that checkout as the peer instead")
     add("--skip-peer", action="store_true", help="measure only our server")
     add("--bare", action="store_true", help="measure the bare forward pass too")
     add("--serve-flags", default="", help="more flags for our server, in one string")
@@ -81,12 +83,17 @@ def start(name: str, model: str, args: argparse.Namespace) -> servers.ServerProc
     rows = str(args.decode_concurrency)
     if name == PEER:
         return servers.mlx_lm(model, ["--decode-concurrency", rows])
-    return servers.ours(model, ["--max-batch-size", rows, *args.serve_flags.split()])
+    flags = ["--max-batch-size", rows, *args.serve_flags.split()]
+    return servers.ours(model, flags, tree=args.tree_before if name == BEFORE else None)
+
+
+def peer_of(args: argparse.Namespace) -> str:
+    return BEFORE if args.tree_before else PEER
 
 
 def turns(args: argparse.Namespace) -> Iterator[str]:
     """Who is measured when. The first of a pair changes, so that neither always meets the cooler machine."""
-    pair = [OURS] if args.skip_peer else [OURS, PEER]
+    pair = [OURS] if args.skip_peer else [OURS, peer_of(args)]
     for repeat in range(args.repeats):
         yield from pair if repeat % 2 == 0 else reversed(pair)
 
@@ -143,25 +150,25 @@ def medians(runs: Sequence[Run], server: str, load: Load) -> dict[str, float]:
     return {name: statistics.median(map(pick, summaries)) for name, pick in MEASURES.items()} if summaries else {}
 
 
-def compare(runs: Sequence[Run], loads: Sequence[Load]) -> list[dict[str, Any]]:
+def compare(runs: Sequence[Run], loads: Sequence[Load], peer: str) -> list[dict[str, Any]]:
     rows = []
     for load in loads:
-        mine, theirs = medians(runs, OURS, load), medians(runs, PEER, load)
+        mine, theirs = medians(runs, OURS, load), medians(runs, peer, load)
         ratios = {name: mine[name] / theirs[name] for name in theirs if theirs[name]}
         rows.append(
-            {"clients": load.clients, "temperature": load.temperature, OURS: mine, PEER: theirs, "ratio": ratios}
+            {"clients": load.clients, "temperature": load.temperature, OURS: mine, peer: theirs, "ratio": ratios}
         )
     return rows
 
 
-def show(console: Console, comparison: Sequence[dict[str, Any]]) -> None:
+def show(console: Console, comparison: Sequence[dict[str, Any]], peer: str) -> None:
     table = Table(title="medians", title_justify="left")
-    for column in ("load", "measure", OURS, PEER, "ratio"):
+    for column in ("load", "measure", OURS, peer, "ratio"):
         table.add_column(column, justify="left" if column in ("load", "measure") else "right")
     for row in comparison:
         for number, name in enumerate(MEASURES):
             label = f"{row['clients']} clients, T={row['temperature']:g}" if number == 0 else ""
-            cells = [_cell(row[server].get(name), name) for server in (OURS, PEER)]
+            cells = [_cell(row[server].get(name), name) for server in (OURS, peer)]
             ratio = row["ratio"].get(name)
             table.add_row(label, name, *cells, f"{ratio:.2f}×" if ratio is not None else "-")
         table.add_section()
@@ -225,9 +232,9 @@ def main() -> int:
     model = args.model or str(weights.embedded_float32())
     loads = [Load(*pair) for pair in itertools.product(args.clients, args.temperature)]
     runs = [run for name in turns(args) for run in measure(name, model, loads, args)]
-    comparison = compare(runs, loads)
+    comparison = compare(runs, loads, peer_of(args))
     console = Console(width=None if sys.stdout.isatty() else 110)
-    show(console, comparison)
+    show(console, comparison, peer_of(args))
     compare_temperatures(console, comparison)
     bare = measure_bare(model, args, runs) if args.bare else None
     if bare:

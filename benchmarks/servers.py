@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -31,9 +32,18 @@ def script(main: Callable[[], int]) -> NoReturn:
         sys.exit(str(error))
 
 
-def ours(model: str | None, flags: Sequence[str] = (), port: int | None = None) -> ServerProcess:
-    """A process that is started as a user would."""
-    return servers.ours(model, flags, port, fork=False)
+def ours(
+    model: str | None, flags: Sequence[str] = (), port: int | None = None, tree: Path | None = None
+) -> ServerProcess:
+    """A process that is started as a user would. `tree`: from another checkout than this one."""
+    environment = None
+    if tree is not None:  # the safe path keeps the current folder from coming first
+        environment = {"PYTHONPATH": os.pathsep.join((str(tree.resolve()), *python_path())), "PYTHONSAFEPATH": "1"}
+    return servers.ours(model, flags, port, fork=False, environment=environment)
+
+
+def python_path() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def mlx_lm(model: str, flags: Sequence[str] = (), port: int | None = None) -> ServerProcess:

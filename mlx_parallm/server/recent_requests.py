@@ -7,7 +7,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
 from starlette.types import Scope
 
 from mlx_parallm.server.http.request_state import state_of
@@ -18,18 +20,19 @@ READING = frozenset({"GET", "HEAD", "OPTIONS"})  # what open dashboards and prob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentRequest:
-    number: int  # grows: microseconds since the epoch, so that those of several servers can be told apart
-    time: float  # when it ended, in seconds since the epoch
+    # Microseconds since the epoch, so that those of several servers can be told apart.
+    number: Annotated[int, Field(description="Larger than that of any request which ended before it")]
+    time: Annotated[float, Field(description="When it ended, in seconds since the epoch")]
     request_id: str
     method: str
     path: str
     status: int
-    outcome: str | None  # of a stream that did not end well: its status was sent long before
-    key: str | None
+    outcome: Annotated[str | None, Field(description="Of a stream that was cut off, or whose client left")]
+    key: Annotated[str | None, Field(description="The name of the key it came with")]
     seconds: float
-    first_token_seconds: float | None
+    first_token_seconds: Annotated[float | None, Field(description="Of a stream: from its arrival to the first token")]
     model: str | None
-    adapter: str | None
+    adapter: Annotated[str | None, Field(description="name@version")]
     prompt_tokens: int | None
     cached_tokens: int | None
     completion_tokens: int | None

@@ -251,10 +251,8 @@ def written(name: str, array: Array, encoding: Encoding) -> Any:
     return np.ascontiguousarray(array)
 
 
-def respond(
-    tensors: Mapping[str, Array], metadata: Mapping[str, str], answer: Mapping[str, Any], raw: bool
-) -> Response:
-    """The tensors as a safetensors file, or the JSON."""
-    if raw:
+def respond(tensors: Mapping[str, Array], metadata: Mapping[str, str], answer: Mapping[str, Any] | None) -> Response:
+    """Answers with JSON; without any, with the tensors as a safetensors file."""
+    if answer is None:
         return Response(dump_safetensors(tensors, metadata), media_type=SAFETENSORS_TYPES[0])
     return TensorJSONResponse(answer)

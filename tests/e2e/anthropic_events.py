@@ -8,6 +8,7 @@ import httpx
 import pydantic_core
 
 from mlx_parallm.server.api.anthropic.answers import MessageAnswer
+from tests.support.shapes import read_as
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 PATH = "/v1/messages"
@@ -18,7 +19,7 @@ def ask(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     body = {"model": "default", "max_tokens": 16, "temperature": 0, "messages": HELLO, **fields}
     answer = client.post(PATH, json=body)
     assert answer.status_code == 200, answer.text
-    MessageAnswer.model_validate(answer.json())
+    read_as(MessageAnswer, answer.json())
     found: dict[str, Any] = answer.json()
     return found
 
@@ -68,7 +69,7 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     assert open_block is None
     message |= found[-2]["delta"]
     message["usage"] = message["usage"] | found[-2]["usage"]
-    MessageAnswer.model_validate(message)
+    read_as(MessageAnswer, message)
     return message
 
 

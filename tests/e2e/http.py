@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-from pydantic import BaseModel
 
 from mlx_parallm.server.api.openai.chat_answers import ChatChunk, ChatCompletion
-from mlx_parallm.server.api.openai.completions import CompletionChunk
+from mlx_parallm.server.api.openai.completions import CompletionAnswer, CompletionChunk
+from tests.support.shapes import read_as
 
-SHAPES: dict[str, type[BaseModel]] = {
-    "text_completion": CompletionChunk,
+SHAPES: dict[str, Any] = {
+    "text_completion": CompletionAnswer | CompletionChunk,
     "chat.completion": ChatCompletion,
     "chat.completion.chunk": ChatChunk,
 }
@@ -39,7 +39,7 @@ class Api:
         response = self.client.post(path, json=body)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
-        SHAPES[answer["object"]].model_validate(answer)
+        read_as(SHAPES[answer["object"]], answer)
         return answer
 
     def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -51,7 +51,7 @@ class Api:
         assert lines[-1] == "data: [DONE]"
         for line in lines[:-1]:
             chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
-            SHAPES[chunk["object"]].model_validate(chunk)
+            read_as(SHAPES[chunk["object"]], chunk)
             yield chunk
 
 

@@ -11,6 +11,7 @@ import pytest
 from mlx_parallm.server.api.dashboard import RequestNotes, RolloutNotes, ServerSnapshot
 from mlx_parallm.server.http.schema import Error
 from tests.support.servers import ServerProcess
+from tests.support.shapes import read_as
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_files_are_asked_for_again_and_not_sent_again(client: httpx.Client) -> N
 def test_there_are_no_other_files(client: httpx.Client, name: str) -> None:
     answer = client.get(f"/dashboard/static/{name}")
     assert answer.status_code == 404
-    Error.model_validate(answer.json())
+    read_as(Error, answer.json())
 
 
 def test_every_viewer_gets_the_same_snapshots(client: httpx.Client, tiny_server: ServerProcess) -> None:
@@ -72,7 +73,7 @@ def test_every_viewer_gets_the_same_snapshots(client: httpx.Client, tiny_server:
     assert set(times[0]) & set(times[1]), "each viewer has snapshots of its own"
     assert max(snapshot["viewers"] for stream in seen for _, snapshot in stream) >= 2
     newest = seen[0][-1][1]
-    ServerSnapshot.model_validate(newest)
+    read_as(ServerSnapshot, newest)
     assert newest["rates"]["generated"] is not None
     assert 0 <= newest["rates"]["idle"] <= 1
 
@@ -80,7 +81,7 @@ def test_every_viewer_gets_the_same_snapshots(client: httpx.Client, tiny_server:
 def test_one_snapshot_as_json(client: httpx.Client) -> None:
     client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
     found = client.get("/dashboard/snapshot").json()
-    ServerSnapshot.model_validate(found)
+    read_as(ServerSnapshot, found)
     assert found["totals"]["generated"] > 0
     assert found["first_token"]["p50"] > 0
     assert found["memory"]["limit"] >= found["memory"]["weights"] > 0
@@ -95,7 +96,7 @@ def test_recent_requests_tell_everything_but_what_was_said(client: httpx.Client)
     assert client.post("/v1/completions", json={"prompt": 3}).status_code == 400
     client.get("/v1/models")
     shown = client.get("/dashboard/requests", params={"after": last})
-    RequestNotes.model_validate(shown.json())
+    read_as(RequestNotes, shown.json())
     assert "secret" not in shown.text
     wrong, right = shown.json()["requests"]
     assert (wrong["status"], wrong["model"], wrong["completion_tokens"]) == (400, None, None)
@@ -119,5 +120,5 @@ def test_bad_queries_are_named(client: httpx.Client, query: str) -> None:
 
 def test_a_server_that_does_not_train_has_no_rollouts(client: httpx.Client) -> None:
     found = client.get("/dashboard/rollouts").json()
-    RolloutNotes.model_validate(found)
+    read_as(RolloutNotes, found)
     assert found == {"adapters": [], "groups": []}

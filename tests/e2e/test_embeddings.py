@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from mlx_parallm.server.api.openai.embeddings import EmbeddingAnswer
 from tests.support.embedding_folders import TEXTS, VECTORS, edit_json, write_model
 from tests.support.servers import ServerProcess, ours, running
+from tests.support.shapes import read_as
 
 WAITING = 'mlx_parallm_predict_queue_depth{kind="embedding",model="bert"} 1.0'
 
@@ -43,7 +44,7 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
 def embed(client: httpx.Client, texts: Any, **fields: Any) -> dict[str, Any]:
     answer = client.post("/v1/embeddings", json={"input": texts, **fields})
     assert answer.status_code == 200, answer.text
-    EmbeddingAnswer.model_validate(answer.json())
+    read_as(EmbeddingAnswer, answer.json())
     content: dict[str, Any] = answer.json()
     return content
 

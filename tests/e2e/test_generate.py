@@ -18,6 +18,7 @@ from mlx_parallm.server.api.generate.own import Generated
 from tests.e2e.http import Api
 from tests.engine.harness import Bare, bare_with
 from tests.support.servers import ours, running
+from tests.support.shapes import read_as
 from tests.unit.test_adapters import written
 
 PROMPT = list(range(20, 50))
@@ -68,7 +69,7 @@ def scored(bare: Bare, prompt: list[int], tokens: list[int], temperature: float 
 def test_our_own_shape(client: httpx.Client, bare: dict[str | None, Bare]) -> None:
     tokens, logprobs = bare[None].greedy(PROMPT, 10, ignore_eos=True)
     found = generate(client, ignore_eos=True, step_id=7, request_id="r-1", metadata={"task": "sum"})
-    Generated.model_validate(found)
+    read_as(Generated, found)
     assert (found["request_id"], found["step_id"], found["policy_version"]) == ("r-1", 7, 0)
     assert (found["prompt_ids"], found["completion_ids"]) == (PROMPT, tokens)
     assert found["logprobs"] == pytest.approx(logprobs, abs=1e-4)
@@ -332,7 +333,7 @@ def test_shares_of_the_models_own_name(client: httpx.Client, bare: dict[str | No
         answer = client.post("/model/switch-lora", json=body)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
-        Switched.model_validate(found)
+        read_as(Switched, found)
         return found
 
     base, few, many = (bare[kind].greedy(PROMPT, 10, ignore_eos=True)[0] for kind in (None, *KINDS))
@@ -379,7 +380,7 @@ def test_shares_of_the_models_own_name(client: httpx.Client, bare: dict[str | No
         assert refused.status_code == status, body
         assert "JSON object" not in refused.json()["error"]["message"], body
     info = client.get("/server_info").json()
-    ServerInfo.model_validate(info)
+    read_as(ServerInfo, info)
     assert info["models"][0]["serves"] == {f"{policy}@1": 0.7, f"{policy}@2": 0.3}
 
 

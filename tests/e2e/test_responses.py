@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from mlx_parallm.server.api.responses.answers import InputItemList, ResponseAnswer, ResponseDeleted
 from tests.support.servers import ServerProcess, ours, running
+from tests.support.shapes import read_as
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -101,11 +102,11 @@ def test_it_answers_as_chat_does(client: OpenAI) -> None:
 def test_an_answer_is_what_is_documented(client: OpenAI) -> None:
     body = {"input": "hi", "max_output_tokens": 3, "tools": [WEATHER, PATCH, {"type": "web_search"}]}
     answer = raw(client, "POST", "responses", json=body).json()
-    ResponseAnswer.model_validate(answer)
+    read_as(ResponseAnswer, answer)
     assert answer["tools"] == [WEATHER, PATCH, {"type": "web_search"}]
-    ResponseAnswer.model_validate(raw(client, "GET", f"responses/{answer['id']}").json())
-    InputItemList.model_validate(raw(client, "GET", f"responses/{answer['id']}/input_items").json())
-    ResponseDeleted.model_validate(raw(client, "DELETE", f"responses/{answer['id']}").json())
+    read_as(ResponseAnswer, raw(client, "GET", f"responses/{answer['id']}").json())
+    read_as(InputItemList, raw(client, "GET", f"responses/{answer['id']}/input_items").json())
+    read_as(ResponseDeleted, raw(client, "DELETE", f"responses/{answer['id']}").json())
 
 
 def test_logprobs(client: OpenAI) -> None:

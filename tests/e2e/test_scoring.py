@@ -17,6 +17,7 @@ from mlx_parallm.types import TextTokens
 from tests.support.classifiers import with_labels, write_classifier
 from tests.support.embedding_folders import write_model
 from tests.support.servers import ServerProcess, ours, running
+from tests.support.shapes import read_as
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/heads.json").read_text())
 ENTITIES = GOLDEN["entities"]
@@ -65,7 +66,7 @@ def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     shape = Ranking if "rerank" in path else Classifications if "class" in path else Scored
-    shape.model_validate(found)
+    read_as(shape, found)
     return found
 
 

@@ -21,6 +21,7 @@ from mlx_parallm.server.api.training.answers import (
 from mlx_parallm.server.http.schema import Error
 from tests.e2e.http import Api
 from tests.support.servers import ours, running
+from tests.support.shapes import read_as
 
 PROMPT = list(range(20, 50))
 SCORES = """
@@ -68,7 +69,7 @@ def post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any
 
 def status(client: httpx.Client) -> dict[str, Any]:
     found: dict[str, Any] = client.get("/v1/training/status").json()
-    TrainingStatus.model_validate(found)
+    read_as(TrainingStatus, found)
     return found
 
 
@@ -84,7 +85,7 @@ def until(client: httpx.Client, done: Callable[[dict[str, Any]], bool]) -> dict[
 def rollout(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     settings = {"prompts": [PROMPT], "n": 4, "max_tokens": 8, "temperature": 1.0}
     found = post(client, "/v1/rl/rollout", settings | body)
-    Rollout.model_validate(found)
+    read_as(Rollout, found)
     return found["groups"]  # type: ignore[no-any-return]
 
 
@@ -113,7 +114,7 @@ def test_an_update_from_the_body_is_served_at_once(client: httpx.Client) -> None
     ]
     before = status(client)["policy_version"]
     found = post(client, "/v1/training/update", {"trajectories": trajectories})
-    Updated.model_validate(found)
+    read_as(Updated, found)
     assert found["policy_version"] == before + 1
     assert found["published"]
     assert found["trajectories_used"] == 4
@@ -180,7 +181,7 @@ def test_feedback_on_earlier_answers(client: httpx.Client) -> None:
     before = status(client)
     for place, name in enumerate(ids):
         found = post(client, "/v1/training/feedback", {"request_id": name, "reward": float(place % 2)})
-        FeedbackTaken.model_validate(found)
+        read_as(FeedbackTaken, found)
     assert found["trajectories_ready"] == 4
     post(client, "/v1/training/feedback", {"request_id": chat["id"], "reward": 1.0})
     after = status(client)
@@ -325,7 +326,7 @@ def test_scores_that_fail_harm_nobody(client: httpx.Client, name: str) -> None:
 
 def test_checkpoints_on_demand_and_internals(client: httpx.Client) -> None:
     found = post(client, "/training/checkpoint", {"name": "named"})
-    CheckpointWritten.model_validate(found)
+    read_as(CheckpointWritten, found)
     folder = Path(found["path"])
     names = {"adapters.safetensors", "adapter_config.json", "buffer.jsonl", "state.json", "trainer.safetensors"}
     assert names == {file.name for file in folder.iterdir()}
@@ -337,7 +338,7 @@ def test_checkpoints_on_demand_and_internals(client: httpx.Client) -> None:
     assert answers_of[0]["completion_ids"] == answers_of[1]["completion_ids"]
     assert answers_of[0]["logprobs"] == pytest.approx(answers_of[1]["logprobs"], abs=1e-5)
     internals = client.get("/debug/training").json()
-    TrainingInternals.model_validate(internals)
+    read_as(TrainingInternals, internals)
     assert internals["trainer_bytes"] > 0
 
 
@@ -418,7 +419,7 @@ def test_bad_input(client: httpx.Client, path: str, body: dict[str, Any], status
     before = status(client)
     answer = client.post(path, json=body)
     assert answer.status_code == status_code, answer.text
-    Error.model_validate(answer.json())
+    read_as(Error, answer.json())
     assert word in answer.json()["error"]["message"]
     after = status(client)
     assert after["policy_version"] == before["policy_version"]
@@ -433,7 +434,7 @@ def test_a_nan_reward_is_refused(client: httpx.Client) -> None:
 def test_a_server_that_does_not_train(tiny_server: Any) -> None:
     with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
         assert client.get("/v1/training/status").json()["training_enabled"] is False
-        TrainingStatus.model_validate(client.get("/v1/training/status").json())
+        read_as(TrainingStatus, client.get("/v1/training/status").json())
         for path, body in (
             ("/v1/training/update", {}),
             ("/v1/training/feedback", {"request_id": "x", "reward": 1.0}),
@@ -532,7 +533,7 @@ def test_each_sample_has_an_id_of_its_own(client: httpx.Client) -> None:
 def test_the_dashboard_shows_what_is_learnt_from(client: httpx.Client) -> None:
     rollout(client, n=4, seed=40, scoring_function="shorter", submit=True)
     shown = client.get("/dashboard/rollouts", params={"limit": 1}).json()
-    RolloutNotes.model_validate(shown)
+    read_as(RolloutNotes, shown)
     [group] = shown["groups"]
     assert (shown["adapters"], group["state"], len(group["samples"])) == (["policy"], "waiting", 4)
     sample = group["samples"][0]

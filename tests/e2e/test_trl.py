@@ -8,6 +8,7 @@ import pytest
 from mlx_parallm.server.api.trl import TrlGenerated
 from tests.engine.harness import Bare
 from tests.support.servers import ServerProcess
+from tests.support.shapes import read_as
 from tests.tiny import tiny
 
 PROMPTS = [list(range(20, 40)), [7, 8, 9]]
@@ -28,7 +29,7 @@ def test_probes(client: httpx.Client) -> None:
 def test_generate(client: httpx.Client) -> None:
     body = {"prompts": PROMPTS, "n": 2, "temperature": 0.0, "max_tokens": 6, "generation_kwargs": {"ignore_eos": True}}
     found = client.post("/generate/", json={**body, "truncate_prompt_tokens": None}).json()
-    TrlGenerated.model_validate(found)
+    read_as(TrlGenerated, found)
     bare = Bare(tiny())
     assert found["prompt_ids"] == PROMPTS
     for number, prompt in enumerate(PROMPTS):
@@ -41,7 +42,7 @@ def test_generate(client: httpx.Client) -> None:
 def test_generate_as_newer_clients_ask(client: httpx.Client) -> None:
     body = {"prompts": ["the and", "of the"], "temperature": 0.0, "max_tokens": 4, "logprobs": 0}
     found = client.post("/generate/", json=body).json()
-    TrlGenerated.model_validate(found)
+    read_as(TrlGenerated, found)
     for tokens, logprobs, ids in zip(
         found["completion_ids"], found["logprobs"], found["logprob_token_ids"], strict=True
     ):
@@ -55,7 +56,7 @@ def test_generate_as_newer_clients_ask(client: httpx.Client) -> None:
 def test_chat(client: httpx.Client) -> None:
     conversations = [[{"role": "user", "content": "hello"}], [{"role": "user", "content": "the and"}]]
     found = client.post("/chat/", json={"messages": conversations, "max_tokens": 5, "temperature": 0.0}).json()
-    TrlGenerated.model_validate(found)
+    read_as(TrlGenerated, found)
     for conversation, prompt in zip(conversations, found["prompt_ids"], strict=True):
         expected = client.post("/tokenize", json={"messages": conversation}).json()["tokens"]
         assert prompt == expected

@@ -133,6 +133,20 @@ def test_paths_of_routes_stand_in_their_dialects_alone() -> None:
     assert found == []
 
 
+def test_responses_are_built_by_their_types() -> None:
+    """What OpenAPI describes is what writers return: no response is a dictionary written by hand."""
+    by_hand = [
+        f"{name}:{node.lineno}"
+        for name, tree, _ in modules()
+        if name.startswith("server/api/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith(("JSONResponse", "event"))
+        and any(isinstance(argument, ast.Dict | ast.BinOp) for argument in node.args)
+    ]
+    assert by_hand == []
+
+
 def test_there_is_no_import_cycle() -> None:
     """Imports inside functions and for type checkers counted; but not the package's own lazy names."""
     graph = grimp.build_graph("mlx_parallm", cache_dir=None)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mlx_parallm import __version__
 from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestTimeoutError
@@ -16,7 +17,7 @@ from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
 from mlx_parallm.server.http.routing import JSONRoute, add_routes
-from mlx_parallm.server.http.schema import AnswerBody, Body, Status
+from mlx_parallm.server.http.schema import Body, Status, response_body
 from mlx_parallm.server.model_table import DEFAULT, adapter_names
 from mlx_parallm.types import PauseMode
 
@@ -38,16 +39,19 @@ class PauseBody(Body):
     clear_cache: bool | None = Field(None, description="Forget cached prompts, once nothing runs")
 
 
-class Paused(AnswerBody):
+@response_body
+class Paused(TypedDict):
     is_paused: bool
 
 
-class WeightVersion(AnswerBody):
+@response_body
+class WeightVersion(TypedDict):
     weight_version: str
     policy_version: int
 
 
-class ModelSummary(AnswerBody):
+@response_body
+class ModelSummary(TypedDict):
     id: str
     model_path: str
     precision: str
@@ -55,10 +59,11 @@ class ModelSummary(AnswerBody):
     vocab_size: int
     policy_version: int
     serves: dict[str, float]
-    adapters: dict[str, int] = Field(description="What each name means: its version")
+    adapters: Annotated[dict[str, int], Field(description="What each name means: its version")]
 
 
-class ServerInfo(AnswerBody):
+@response_body
+class ServerInfo(TypedDict):
     version: str
     model_path: str
     served_model_name: str
@@ -94,22 +99,22 @@ class Control:
         """What waits or was stopped goes on."""
         for served in self._models:
             await asyncio.to_thread(served.client.resume)
-        return JSONResponse({"status": "resumed"})
+        return JSONResponse(Status(status="resumed"))
 
     async def is_paused(self) -> Response:
         """True from the moment when nothing runs."""
-        return JSONResponse({"is_paused": all(served.client.paused for served in self._models)})
+        return JSONResponse(Paused(is_paused=all(served.client.paused for served in self._models)))
 
     async def weight_version(self) -> Response:
         """Returns the version of the adapter that the model's own name serves, or else of the one published last; 0
         without any."""
         version = self._models.default.adapters.policy_version
-        return JSONResponse({"weight_version": str(version), "policy_version": version})
+        return JSONResponse(WeightVersion(weight_version=str(version), policy_version=version))
 
     async def server_info(self) -> Response:
         """The models with their adapters, the limits, and whether it is paused."""
         caller = current_caller.get()
-        models = [
+        models: list[ModelSummary] = [
             {
                 "id": served.name,
                 "model_path": caller.visible_source(served.model.source),
@@ -129,18 +134,18 @@ class Control:
         ]
         first, config = self._models.find(DEFAULT), self._config
         return JSONResponse(
-            {
-                "version": __version__,
-                "model_path": caller.visible_source(first.model.source),
-                "served_model_name": first.name,
-                "weight_version": str(first.adapters.policy_version),
-                "max_batch_size": config.batch.max_batch_size,
-                "max_queue_size": config.batch.max_queue_size,
-                "max_loras": config.adapters.max_loras,
-                "max_lora_rank": config.adapters.max_lora_rank,
-                "is_paused": all(served.client.paused for served in self._models),
-                "models": models,
-            }
+            ServerInfo(
+                version=__version__,
+                model_path=caller.visible_source(first.model.source),
+                served_model_name=first.name,
+                weight_version=str(first.adapters.policy_version),
+                max_batch_size=config.batch.max_batch_size,
+                max_queue_size=config.batch.max_queue_size,
+                max_loras=config.adapters.max_loras,
+                max_lora_rank=config.adapters.max_lora_rank,
+                is_paused=all(served.client.paused for served in self._models),
+                models=models,
+            )
         )
 
     async def _pause(
@@ -164,7 +169,7 @@ class Control:
                 raise RequestTimeoutError(f"there is no pause: what runs was not finished within {patience:g} seconds")
             if clear_cache:
                 await asyncio.to_thread(served.client.flush_cache)
-        return JSONResponse({"status": "paused"})
+        return JSONResponse(Status(status="paused"))
 
 
 ROUTES = (

@@ -1,91 +1,39 @@
 """`/dashboard`: the web page, its event stream, recent requests and recent rollouts."""
 
 import asyncio
-from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from typing_extensions import TypedDict
 
 from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.dashboard.feed import LiveFeed
 from mlx_parallm.server.dashboard.page_files import PAGE, PageFiles
-from mlx_parallm.server.dashboard.recent_rollouts import describe
-from mlx_parallm.server.dashboard.snapshot import Snapshots
+from mlx_parallm.server.dashboard.recent_rollouts import RolloutNote, describe
+from mlx_parallm.server.dashboard.snapshot import ServerSnapshot, Snapshots
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
 from mlx_parallm.server.http.routing import add_routes
-from mlx_parallm.server.http.schema import AnswerBody
-from mlx_parallm.server.recent_requests import MAX_REQUESTS
+from mlx_parallm.server.http.schema import response_body
+from mlx_parallm.server.recent_requests import MAX_REQUESTS, RecentRequest
 
 EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 COUNT = "At most so many, the newest first"
 
 
-class RequestNote(AnswerBody):
-    number: int = Field(description="Larger than that of any request which ended before it")
-    time: float = Field(description="When it ended, in seconds since the epoch")
-    request_id: str
-    method: str
-    path: str
-    status: int
-    outcome: str | None = Field(description="Of a stream that was cut off, or whose client left")
-    key: str | None = Field(description="The name of the key it came with")
-    seconds: float
-    first_token_seconds: float | None = Field(description="Of a stream: from its arrival to the first token")
-    model: str | None
-    adapter: str | None = Field(description="name@version")
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    completion_tokens: int | None
+@response_body
+class RequestNotes(TypedDict):
+    requests: list[RecentRequest]
 
 
-class RequestNotes(AnswerBody):
-    requests: list[RequestNote]
-
-
-class RolloutSampleNote(AnswerBody):
-    request_id: str | None
-    reward: float
-    length: int = Field(description="Its tokens; the first 512 are shown")
-    tokens: list[str] = Field(description="The text of each")
-    logprobs: list[float] | None
-    policy_spans: list[tuple[int, int, int]]
-
-
-class RolloutNote(AnswerBody):
-    group_id: str
-    time: float
-    state: Literal["waiting", "learnt", "refused"]
-    updates: int | None = Field(description="The number of the update that took it")
-    prompt: str
-    samples: list[RolloutSampleNote]
-
-
-class RolloutNotes(AnswerBody):
-    adapters: list[str] = Field(description="Those that learn")
+@response_body
+class RolloutNotes(TypedDict):
+    adapters: Annotated[list[str], Field(description="Those that learn")]
     groups: list[RolloutNote]
-
-
-class ServerSnapshot(AnswerBody):
-    """What the event stream sends each second; rates are null in a single one."""
-
-    model_config = ConfigDict(extra="allow", json_schema_extra={"example": {"queue": 0, "running": 3, "slots": 32}})
-    time: float
-    version: str
-    paused: bool
-    queue: int
-    running: int
-    slots: int
-    rates: dict[str, float | None] = Field(description="Tokens and requests a second, batch fill, shares of the time")
-    first_token: dict[str, float | None] = Field(description="Percentiles of the last ten snapshots, in seconds")
-    step: dict[str, float | None] = Field(description="The same for steps: what a stream waits between two tokens")
-    cache: dict[str, Any]
-    memory: dict[str, int]
-    training: dict[str, dict[str, float]]
 
 
 class Dashboard:
@@ -116,7 +64,7 @@ class Dashboard:
     ) -> Response:
         """When, where, which model and adapter, how many tokens, how long. Neither prompts nor answers."""
         found = self._context.state.recent.latest(limit, after)
-        return JSONResponse({"requests": [asdict(one) for one in found]})
+        return JSONResponse(RequestNotes(requests=list(found)))
 
     async def rollouts(
         self, adapter: str | None = None, limit: Annotated[int, Query(ge=1, le=48, description=COUNT)] = 12
@@ -125,10 +73,10 @@ class Dashboard:
         the first adapter that learns, or of the one that is named; empty where nothing is trained."""
         training = self._context.runtime.training
         if not training.adapters:
-            return JSONResponse({"adapters": [], "groups": []})
+            return JSONResponse(RolloutNotes(adapters=[], groups=[]))
         groups = await asyncio.to_thread(training.recent, adapter, limit)
         described = await asyncio.to_thread(describe, groups, self._context.models.default.vocabulary)
-        return JSONResponse({"adapters": list(training.adapters), "groups": described})
+        return JSONResponse(RolloutNotes(adapters=list(training.adapters), groups=described))
 
 
 ROUTES = (

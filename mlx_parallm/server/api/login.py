@@ -4,12 +4,13 @@ The cookie is of no use to scripts (HttpOnly) nor to other sites (SameSite=Stric
 follows an encrypted one (Secure). `/dashboard/session` tells a page who it works for.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mlx_parallm.errors import AuthenticationError, InvalidRequestError
 from mlx_parallm.server.auth.access import AccessControl, session_token
@@ -21,7 +22,7 @@ from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.request_state import state_of
 from mlx_parallm.server.http.route_table import Route
 from mlx_parallm.server.http.routing import JSONRoute, add_routes
-from mlx_parallm.server.http.schema import AnswerBody, Body, Status
+from mlx_parallm.server.http.schema import Body, Status, response_body
 
 
 class LoginBody(Body):
@@ -29,11 +30,11 @@ class LoginBody(Body):
     key: str = Field(min_length=1, max_length=4096, description="A key of this server")
 
 
-class SessionInfo(AnswerBody):
-    model_config = ConfigDict(json_schema_extra={"example": {"name": "alice", "role": "trainer", "needs_key": True}})
-    name: str | None = Field(description="Of the key; null without one")
-    role: Role | None = Field(description="What this caller may do; null: nothing before it signs in")
-    needs_key: bool = Field(description="Whether some routes of this server need a key")
+@response_body
+class SessionInfo(TypedDict):
+    name: Annotated[str | None, Field(description="Of the key; null without one")]
+    role: Annotated[Role | None, Field(description="What this caller may do; null: nothing before it signs in")]
+    needs_key: Annotated[bool, Field(description="Whether some routes of this server need a key")]
 
 
 class LoginRoutes:
@@ -60,7 +61,7 @@ class LoginRoutes:
         token = session_token(request.headers)
         if token is not None:
             self._access.logins.end(token)
-        response = JSONResponse({"status": "signed out"})
+        response = JSONResponse(Status(status="signed out"))
         response.delete_cookie(COOKIE, **_kind(request))
         return response
 
@@ -68,7 +69,7 @@ class LoginRoutes:
         """Says who is signed in, by cookie or bearer key. A page that gets no role asks for a key."""
         return JSONResponse(self._told(current_caller.get()))
 
-    def _told(self, caller: Caller) -> dict[str, Any]:
+    def _told(self, caller: Caller) -> SessionInfo:
         key = caller.key
         return {
             "name": None if key is None else key.name,

@@ -1,17 +1,20 @@
 """Models that come and go while the server runs: `/v1/models/load` and `/v1/models/unload`."""
 
 import asyncio
+from dataclasses import replace
+from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
 from mlx_parallm.server.http.routing import JSONRoute, add_routes
-from mlx_parallm.server.http.schema import AnswerBody, Body
+from mlx_parallm.server.http.schema import Body, response_body
 from mlx_parallm.server.model_table import BASE, DEFAULT
 from mlx_parallm.types import ModelStatus
 
@@ -31,27 +34,15 @@ class UnloadModelBody(Body):
     model: str = Field(min_length=1, max_length=256)
 
 
-class PoolModel(AnswerBody):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "model": "reranker",
-                "status": "ready",
-                "kind": "classifier",
-                "progress": 1.0,
-                "pinned": False,
-                "bytes": 90866404,
-                "error": None,
-            }
-        }
-    )
+@response_body
+class PoolModel(TypedDict):
     model: str
     status: str
     kind: str
-    progress: float = Field(description="Of loading, up to 1")
+    progress: Annotated[float, Field(description="Of loading, up to 1")]
     pinned: bool
-    bytes: int = Field(description="Of its weights")
-    error: str | None = Field(description="Why it can't be loaded")
+    bytes: Annotated[int, Field(description="Of its weights")]
+    error: Annotated[str | None, Field(description="Why it can't be loaded")]
 
 
 class PoolRoutes:
@@ -90,7 +81,7 @@ class PoolRoutes:
         on the next request for it."""
         before = await self._status(body.model)
         await asyncio.to_thread(self._pool.unload, body.model, self._patience)
-        return JSONResponse(_describe(before) | {"status": "unloaded", "progress": 0.0, "error": None})
+        return JSONResponse(_describe(replace(before, status="unloaded", progress=0.0, error=None)))
 
     async def _status(self, name: str) -> ModelStatus:
         for status in await asyncio.to_thread(self._pool.statuses):
@@ -99,7 +90,7 @@ class PoolRoutes:
         raise ModelNotFoundError(f"there is no model {name!r} here", param="model")
 
 
-def _describe(status: ModelStatus) -> dict[str, object]:
+def _describe(status: ModelStatus) -> PoolModel:
     return {
         "model": status.name,
         "status": status.status,

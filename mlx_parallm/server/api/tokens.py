@@ -1,11 +1,12 @@
 """`/tokenize` and `/detokenize`, in vLLM's shapes."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.context import ServerContext
@@ -13,7 +14,7 @@ from mlx_parallm.server.generation.chat_messages import ChatMessages, ToolDefini
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
 from mlx_parallm.server.http.routing import JSONRoute, add_routes
-from mlx_parallm.server.http.schema import MAX_TOOLS, AnswerBody, Body, TokenId, few
+from mlx_parallm.server.http.schema import MAX_TOOLS, Body, TokenId, few, response_body
 from mlx_parallm.server.model_table import ServedModel
 from mlx_parallm.validation import check_ids
 
@@ -43,16 +44,16 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[TokenId], few(1_000_000)]
 
 
-class Tokens(AnswerBody):
-    model_config = ConfigDict(json_schema_extra={"example": {"count": 2, "max_model_len": 8192, "tokens": [19556, 17]}})
+@response_body
+class Tokens(TypedDict):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = None
+    token_strs: NotRequired[list[str]]
 
 
-class Text(AnswerBody):
-    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "Hello, world!"}})
+@response_body
+class Text(TypedDict):
     prompt: str
 
 
@@ -66,7 +67,7 @@ class TokenRoutes:
         await self._models.use(body.model, request)
         served = self._models.find(body.model)
         tokens = await self._tokens(body, served)
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
+        answer = Tokens(count=len(tokens), max_model_len=served.context_length, tokens=tokens)
         if body.return_token_strs:
             answer["token_strs"] = await self._tokenizers.run(lambda: served.tokenizer.convert_ids_to_tokens(tokens))
         return JSONResponse(answer)
@@ -92,7 +93,8 @@ class TokenRoutes:
         await self._models.use(body.model, request)
         served = self._models.find(body.model)
         check_ids(body.tokens, served.model.vocab_size, "tokens")
-        return JSONResponse({"prompt": await self._tokenizers.run(lambda: served.vocabulary.decode(body.tokens))})
+        text = await self._tokenizers.run(lambda: served.vocabulary.decode(body.tokens))
+        return JSONResponse(Text(prompt=text))
 
 
 ROUTES = (

@@ -5,29 +5,31 @@ which this server does not speak: those routes say what to use instead.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, NotRequired
 
 from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
 from pydantic import ConfigDict, Field, PlainValidator, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
 from mlx_parallm.server.api.openai.completions import CompletionBody, completion_call
-from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.api.ops import Flushed, Health, Operations
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.generation.chat_messages import ChatMessages, ToolDefinition, conversation
 from mlx_parallm.server.generation.choices import Collected
+from mlx_parallm.server.generation.http_call import Generation
 from mlx_parallm.server.generation.preparation import answer_name
 from mlx_parallm.server.generation.responses import Collector
 from mlx_parallm.server.generation.sampling_fields import SampledBody, samples, sampling_field
+from mlx_parallm.server.generation.token_logprobs import finite
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
 from mlx_parallm.server.http.routing import JSONRoute, add_routes
-from mlx_parallm.server.http.schema import MAX_PROMPTS, MAX_TOOLS, AnswerBody, Status, read_prompt
+from mlx_parallm.server.http.schema import MAX_PROMPTS, MAX_TOOLS, read_prompt, response_body
 from mlx_parallm.types import TokenLogprob
 
 TRL_TOKENS = 16  # unless a body says how many
@@ -109,28 +111,23 @@ class TrlChatBody(TrlBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class TrlGenerated(AnswerBody):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "prompt_ids": [[504, 3575, 282, 4649, 314]],
-                "completion_ids": [[7042, 30]],
-                "logprobs": [[-0.1, -0.4]],
-            }
-        }
-    )
+@response_body
+class TrlGenerated(TypedDict):
     prompt_ids: list[list[int]]
-    completion_ids: list[list[int]] = Field(description="All completions of the first prompt, then of the next")
-    logprobs: list[list[float | None]] | list[list[list[float | None]]] = Field(
-        description="Of each token; where `logprobs` was sent, of the likeliest at each place"
-    )
-    logprob_token_ids: list[list[list[int]]] | None = Field(
-        None, description="Whose they are, where `logprobs` was sent"
-    )
+    completion_ids: Annotated[
+        list[list[int]], Field(description="All completions of the first prompt, then of the next")
+    ]
+    logprobs: Annotated[
+        list[list[float | None]] | list[list[list[float | None]]],
+        Field(description="Of each token; where `logprobs` was sent, of the likeliest at each place"),
+    ]
+    logprob_token_ids: NotRequired[
+        Annotated[list[list[list[int]]], Field(description="Whose they are, where `logprobs` was sent")]
+    ]
 
 
-class WorldSize(AnswerBody):
-    model_config = ConfigDict(json_schema_extra={"example": {"world_size": 1}})
+@response_body
+class WorldSize(TypedDict):
     world_size: int
 
 
@@ -169,30 +166,29 @@ class Trl:
             completion_call(completion, TRL_TOKENS), request, answer_name("trl-", request)
         )
         results = await Collector(generation).collect(request.receive)
-        answer: dict[str, Any] = {
-            "prompt_ids": generation.prompts,
-            "completion_ids": [result.tokens for result in results],
-        }
-        return JSONResponse(answer | _logprobs(body, results))
+        return JSONResponse(_generated(body, generation, results))
 
     async def world_size(self) -> Response:
         """One: a model here is in one process."""
-        return JSONResponse({"world_size": 1})
+        return JSONResponse(WorldSize(world_size=1))
 
     async def no_push(self, request: Request) -> NoReturn:
         """Always an error, which says what to use instead."""
         raise InvalidRequestError(NO_PUSH, code="weight_push_unsupported")
 
 
-def _logprobs(body: TrlBody, results: Sequence[Collected]) -> dict[str, Any]:
+def _generated(body: TrlBody, generation: Generation, results: Sequence[Collected]) -> TrlGenerated:
     """A number for each token; for newer clients, which send `logprobs`, a list of the likeliest with their ids."""
+    answer = TrlGenerated(
+        prompt_ids=generation.prompts, completion_ids=[result.tokens for result in results], logprobs=[]
+    )
     if "logprobs" not in body.model_fields_set:
-        return {"logprobs": [[finite(score.logprob) for score in result.scores] for result in results]}
+        answer["logprobs"] = [[finite(score.logprob) for score in result.scores] for result in results]
+        return answer
     tops = [[_likeliest(score, body.logprobs or 0) for score in result.scores] for result in results]
-    return {
-        "logprobs": [[[finite(logprob) for _, logprob in top] for top in one] for one in tops],
-        "logprob_token_ids": [[[token for token, _ in top] for top in one] for one in tops],
-    }
+    answer["logprobs"] = [[[finite(logprob) for _, logprob in top] for top in one] for one in tops]
+    answer["logprob_token_ids"] = [[[token for token, _ in top] for top in one] for one in tops]
+    return answer
 
 
 def _likeliest(score: TokenLogprob, count: int) -> list[tuple[int, float]]:
@@ -208,10 +204,10 @@ ROUTES = (
     Route("/get_world_size/", "GET", Trl.world_size, WorldSize, "How many processes hold the model"),
     Route("/health/", "GET", Operations.health, Health, "Whether the engine is alive", role=None, probe=True),
     Route("/reset_prefix_cache/", "POST", Operations.flush_cache, Flushed, "Forget cached prompts", role="trainer"),
-    Route("/init_communicator/", "POST", Trl.no_push, Status, UNSUPPORTED, role="trainer"),
-    Route("/update_named_param/", "POST", Trl.no_push, Status, UNSUPPORTED, role="trainer"),
-    Route("/batch_update_named_params/", "POST", Trl.no_push, Status, UNSUPPORTED, role="trainer"),
-    Route("/close_communicator/", "POST", Trl.no_push, Status, UNSUPPORTED, role="trainer"),
+    Route("/init_communicator/", "POST", Trl.no_push, NoReturn, UNSUPPORTED, role="trainer"),
+    Route("/update_named_param/", "POST", Trl.no_push, NoReturn, UNSUPPORTED, role="trainer"),
+    Route("/batch_update_named_params/", "POST", Trl.no_push, NoReturn, UNSUPPORTED, role="trainer"),
+    Route("/close_communicator/", "POST", Trl.no_push, NoReturn, UNSUPPORTED, role="trainer"),
 )
 
 

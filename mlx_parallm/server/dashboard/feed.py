@@ -60,7 +60,8 @@ class LiveFeed:
     def _tick(self) -> None:
         snapshot = self._snapshots.take()
         self._history.append(points(snapshot))
-        self._latest = b"event: snapshot\ndata: " + orjson.dumps(snapshot | {"viewers": len(self._viewers)}) + b"\n\n"
+        snapshot["viewers"] = len(self._viewers)
+        self._latest = b"event: snapshot\ndata: " + orjson.dumps(snapshot) + b"\n\n"
         for waiting in self._viewers:
             if waiting.full():  # a slow viewer gets the newest, not all
                 waiting.get_nowait()

@@ -2,14 +2,38 @@
 
 import codecs
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from mlx_parallm.policy_spans import as_lists
+from mlx_parallm.server.http.schema import response_body
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.types import RecentGroup, RecentSample
 
 
-def describe(groups: Sequence[RecentGroup], vocabulary: Vocabulary) -> list[dict[str, Any]]:
+@response_body
+class RolloutSampleNote(TypedDict):
+    request_id: str | None
+    reward: float
+    length: Annotated[int, Field(description="Its tokens; the first 512 are shown")]
+    tokens: Annotated[list[str], Field(description="The text of each")]
+    logprobs: list[float] | None
+    policy_spans: list[list[int]]
+
+
+@response_body
+class RolloutNote(TypedDict):
+    group_id: str
+    time: float
+    state: Literal["waiting", "learnt", "refused"]
+    updates: Annotated[int | None, Field(description="The number of the update that took it")]
+    prompt: str
+    samples: list[RolloutSampleNote]
+
+
+def describe(groups: Sequence[RecentGroup], vocabulary: Vocabulary) -> list[RolloutNote]:
     return [
         {
             "group_id": group.group_id,
@@ -23,7 +47,7 @@ def describe(groups: Sequence[RecentGroup], vocabulary: Vocabulary) -> list[dict
     ]
 
 
-def _sample(sample: RecentSample, vocabulary: Vocabulary) -> dict[str, Any]:
+def _sample(sample: RecentSample, vocabulary: Vocabulary) -> RolloutSampleNote:
     logprobs = sample.logprobs
     return {
         "request_id": sample.request_id,

@@ -7,11 +7,15 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from mlx_parallm import __version__
 from mlx_parallm.metrics import DiskMetrics, EngineMetrics, Histogram, Join, MemoryPlan, PrefixMetrics, metrics_of
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.http.schema import response_body
 
 WINDOW = 10  # snapshots over which percentiles are taken
 LONGEST_GAP = 5.0  # seconds between two snapshots; beyond it rates would be averages over a time nobody looked at
@@ -74,6 +78,55 @@ class RecentPercentiles:
         }
 
 
+@response_body
+class TokenTotals(TypedDict):
+    """Since the start."""
+
+    generated: int
+    prompt: int
+    requests: int
+
+
+@response_body
+class CacheNote(TypedDict):
+    memory: dict[str, Any]
+    ssd: dict[str, Any]
+    saved_tokens: Annotated[int, Field(description="Of prompts, found in a cache")]
+    saved_share: float | None
+    saved_seconds: float
+
+
+@response_body
+class ServerSnapshot(TypedDict):
+    """What the event stream sends each second; rates are null in a single one."""
+
+    time: float
+    version: str
+    draining: bool
+    paused: bool
+    models: list[str]
+    queue: int
+    running: int
+    slots: int
+    rejected: int
+    totals: TokenTotals
+    rates: Annotated[
+        dict[str, float | None], Field(description="Tokens and requests a second, batch fill, shares of the time")
+    ]
+    fill_histogram: Annotated[list[int], Field(description="Decode steps by how full the batch was, in tenths")]
+    first_token: Annotated[
+        dict[str, float | None], Field(description="Percentiles of the last ten snapshots, in seconds")
+    ]
+    step: Annotated[
+        dict[str, float | None], Field(description="The same for steps: what a stream waits between two tokens")
+    ]
+    cache: CacheNote
+    memory: dict[str, int]
+    training: dict[str, dict[str, Any]]
+    viewers: NotRequired[int]
+    replicas: NotRequired[Annotated[dict[str, Any], Field(description="What each does, where there are several")]]
+
+
 class Snapshots:
     """Each is made from the one before: there is one maker for all viewers."""
 
@@ -84,7 +137,7 @@ class Snapshots:
         self._before: Reading | None = None
         self._first_token, self._step = RecentPercentiles(live), RecentPercentiles(live)
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> ServerSnapshot:
         engines = [served.client.metrics for served in self._models]
         now = read(engines)
         before = self._before if self._before and now.at - self._before.at <= LONGEST_GAP else None
@@ -158,7 +211,7 @@ def over_models(kind: type, parts: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
-def cache(engines: Sequence[EngineMetrics]) -> dict[str, Any]:
+def cache(engines: Sequence[EngineMetrics]) -> CacheNote:
     """Both tiers of the prefix cache, and what they have saved."""
     computed, found = sum(one.prompt_tokens for one in engines), sum(one.cached_tokens for one in engines)
     seconds = sum(one.cached_tokens / one.prompt_rate.average for one in engines if one.prompt_rate.average)
@@ -178,7 +231,7 @@ def memory(engines: Sequence[EngineMetrics]) -> dict[str, int]:
     return parts | held | {"kv": sum(one.kv_bytes for one in engines), "kv_limit": parts["rows"]}
 
 
-def points(snapshot: dict[str, Any]) -> dict[str, Any]:
+def points(snapshot: ServerSnapshot) -> dict[str, Any]:
     """What the charts keep of a snapshot."""
     return {
         "time": snapshot["time"],

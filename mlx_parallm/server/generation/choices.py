@@ -6,6 +6,7 @@ A `Generation` has a `ChoiceStream` for each of its choices; dialects write its 
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mlx_parallm.policy_spans import PolicySpan, Spans, as_lists, within
 from mlx_parallm.server.generation.call import GenerationCall
@@ -14,7 +15,9 @@ from mlx_parallm.server.model_table import ServedModel
 from mlx_parallm.text.detokenize import TextStream
 from mlx_parallm.text.parsers.calls import CallDelta, Piece
 from mlx_parallm.text.parsers.chat_parser import Parser, chat_parser
-from mlx_parallm.types import Delta, TokenLogprob
+from mlx_parallm.types import Delta, FinishReason, TokenLogprob
+
+ResponseFinish = FinishReason | Literal["tool_calls"]
 
 
 @dataclass(slots=True)
@@ -25,7 +28,7 @@ class ChoiceUpdate:
     tokens: Sequence[int]
     scores: Sequence[TokenLogprob] = ()  # of just these tokens, where log-probabilities are asked for
     logprobs: Sequence[tuple[TokenLogprob, int]] = ()  # of tokens whose text is out, with the place in it
-    finish_reason: str | None = None
+    finish_reason: ResponseFinish | None = None
 
 
 class ChoiceStream:
@@ -47,7 +50,7 @@ class ChoiceStream:
         self.prompt = prompt  # the number of the prompt it answers
         self.completion_tokens = 0
         self.reasoning_tokens = 0
-        self.finish_reason: str | None = None
+        self.finish_reason: ResponseFinish | None = None
         self.stop_reason: str | int | None = None
         self.stop_token: int | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -162,7 +165,7 @@ class ChoiceStream:
         self._stream.show_special = parser.state == "tool"
 
     def _end(self, delta: Delta, update: ChoiceUpdate) -> None:
-        reason: str | None = delta.finish_reason
+        reason: ResponseFinish | None = delta.finish_reason
         self.stop_token = delta.stop_token
         self.stop_reason = delta.stop_token if delta.stop_token in self._stop_token_ids else None
         if reason is not None:

@@ -3,14 +3,12 @@
 Routes and middleware answer with `errors.ErrorResponse`, which asks the request's route when it is sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.http.schema import Error
+from mlx_parallm.server.http.schema import Error, ErrorDetail
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +36,14 @@ class Failure:
 class ErrorShape:
     """A dialect's."""
 
-    body: Callable[[Failure, str], dict[str, Any]]  # of what is wrong and the request's id
-    model: type[BaseModel]
+    body: Callable[[Failure, str], Mapping[str, Any]]  # of what is wrong and the request's id
+    model: Any  # the type of that body
     named_events: bool = False  # an error within a stream is an event of that name
     id_header: str | None = None  # where its clients look for the request's id beside X-Request-Id
 
 
-def openai_error(failure: Failure, request_id: str = "") -> dict[str, Any]:
-    fields = {"message": failure.message, "type": failure.type, "param": failure.param, "code": failure.code}
-    return {"error": fields}
+def openai_error(failure: Failure, request_id: str = "") -> Error:
+    return Error(error=ErrorDetail(message=failure.message, type=failure.type, param=failure.param, code=failure.code))
 
 
 OPENAI = ErrorShape(openai_error, Error)

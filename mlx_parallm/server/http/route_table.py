@@ -10,7 +10,6 @@ from functools import cached_property
 from re import Pattern
 from typing import Any
 
-from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.routing import compile_path
 
@@ -42,7 +41,7 @@ class Route:
     path: str
     method: str
     endpoint: Endpoint
-    answer: type[BaseModel] = Status
+    answer: Any = Status  # the type of its response; NoReturn: it is always an error
     summary: str = ""  # empty: it is not in the OpenAPI document
     role: Role | None = field(default="user", kw_only=True)  # the least that may call it; None: nobody is asked
     audited: bool | None = field(default=None, kw_only=True)  # None: where it changes something and is no user's

@@ -8,7 +8,7 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 from fastapi import APIRouter
@@ -21,8 +21,8 @@ from starlette.responses import Response
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.http import unknown_fields
 from mlx_parallm.server.http.request_state import state_of
+from mlx_parallm.server.http.route_docs import documented_responses
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.schema import responses
 from mlx_parallm.server.http.unknown_fields import known_fields
 
 MAX_DEPTH = 128  # of a body
@@ -40,17 +40,15 @@ def add_routes(router: APIRouter, routes: Iterable[Route], *owners: object) -> N
     for route in routes:
         name = route.endpoint.__name__
         owner = next(one for one in owners if getattr(type(one), name, None) is route.endpoint)
-        documented = responses(route.answer, streams=route.streams, error=route.error_shape.model)
-        if route.content is not None:
-            documented[200]["content"] = route.content
         router.add_api_route(
             route.path,
             getattr(owner, name),
             methods=[route.method],
             summary=route.summary or None,
             include_in_schema=bool(route.summary),
+            status_code=400 if route.answer is NoReturn else None,
             response_model=None,
-            responses=documented,
+            responses=documented_responses(route),
             openapi_extra=None if route.body is None else {"requestBody": {"content": route.body}},
         )
 

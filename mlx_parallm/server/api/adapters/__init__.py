@@ -12,7 +12,6 @@ from mlx_parallm.server.api.adapters.endpoints import RAW_TYPES, Adapters
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.route_table import TENSORS_WANTED, Route, Uploads
 from mlx_parallm.server.http.routing import JSONRoute, add_routes
-from mlx_parallm.server.http.schema import AnswerBody
 
 UPLOAD_TYPES = frozenset({"multipart/form-data", *RAW_TYPES})
 UPLOAD_FORM = {
@@ -50,14 +49,12 @@ ROUTES = (
     trainers("/v1/adapters/pin", "POST", Adapters.pin, AdapterChanged, "Keep a version"),
     trainers("/v1/adapters/unpin", "POST", Adapters.unpin, AdapterChanged, "Keep a version no longer"),
     Route("/model/switch-lora", "POST", Adapters.switch, Switched, "What the model's own name serves", role="admin"),
-    trainers(
-        "/v1/load_lora_adapter", "POST", Adapters.vllm_load, AnswerBody, "Load an adapter, as vLLM does", content=TEXT
-    ),
+    trainers("/v1/load_lora_adapter", "POST", Adapters.vllm_load, str, "Load an adapter, as vLLM does", content=TEXT),
     trainers(
         "/v1/unload_lora_adapter",
         "POST",
         Adapters.vllm_unload,
-        AnswerBody,
+        str,
         "Unload an adapter, as vLLM does",
         content=TEXT,
     ),

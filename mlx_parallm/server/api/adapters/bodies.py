@@ -1,13 +1,14 @@
 """Bodies and answers of the adapters' routes."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from mlx_parallm.arms import CONFIDENCE, MIN_REWARDS
 from mlx_parallm.sampling_params import INT64
-from mlx_parallm.server.http.schema import AnswerBody, Body
+from mlx_parallm.server.http.schema import Body, response_body
 from mlx_parallm.types import MAX_VERSION
 
 
@@ -97,40 +98,44 @@ class PinBody(UnloadAdapterBody):
     version: int | None = Field(None, ge=1, le=INT64, description="Default: what the name means")
 
 
-class AdapterInfo(AnswerBody):
+@response_body
+class AdapterInfo(TypedDict):
     name: str
     version: int
-    current: bool = Field(description="Whether the name means this version")
+    current: Annotated[bool, Field(description="Whether the name means this version")]
     parent: str
     rank: int
     bytes: int
-    pinned_requests: int = Field(description="Rows that use it, or wait to")
-    pinned: bool = Field(description="Whether it is kept, however many newer ones there are")
-    requests: int = Field(description="That it has answered or is answering")
+    pinned_requests: Annotated[int, Field(description="Rows that use it, or wait to")]
+    pinned: Annotated[bool, Field(description="Whether it is kept, however many newer ones there are")]
+    requests: Annotated[int, Field(description="That it has answered or is answering")]
     generated_tokens: int
-    rewards: int = Field(description="That its answers got")
+    rewards: Annotated[int, Field(description="That its answers got")]
     reward_mean: float | None
-    latency_mean: float | None = Field(description="Seconds from a request's submission to its end")
-    digest: str = Field(description="Of its weights as they are served: equal weights have equal ones")
+    latency_mean: Annotated[float | None, Field(description="Seconds from a request's submission to its end")]
+    digest: Annotated[str, Field(description="Of its weights as they are served: equal weights have equal ones")]
     source: str
     created: int
 
 
-class AdapterList(AnswerBody):
+@response_body
+class AdapterList(TypedDict):
     object: Literal["list"]
     data: list[AdapterInfo]
 
 
-class AdapterChanged(AnswerBody):
+@response_body
+class AdapterChanged(TypedDict):
     status: Literal["success"]
     name: str
     policy_version: int
     message: str
 
 
-class Switched(AnswerBody):
+@response_body
+class Switched(TypedDict):
     status: Literal["success"]
     model: str
-    serves: dict[str, float] = Field(description="Adapters with their shares of the requests")
+    serves: Annotated[dict[str, float], Field(description="Adapters with their shares of the requests")]
     policy_version: int
     message: str

@@ -19,10 +19,14 @@ from mlx_parallm.arms import AutoSplit
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, PermissionDeniedError
 from mlx_parallm.runtime.client import AdapterTable
 from mlx_parallm.server.api.adapters.bodies import (
+    AdapterChanged,
+    AdapterInfo,
+    AdapterList,
     LoadAdapterBody,
     PinBody,
     RollbackBody,
     SwitchBody,
+    Switched,
     UnloadAdapterBody,
     UpdateWeightsBody,
     VllmLoadBody,
@@ -59,7 +63,7 @@ class Adapters:
             for name in adapter_names(served.adapters)
             for version in served.adapters.versions(name)
         ]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse(AdapterList(object="list", data=data))
 
     async def load(self, body: LoadAdapterBody) -> Response:
         """Publishes what a folder holds, in mlx-lm's or PEFT's format: a known name gets a new version. Without a name
@@ -174,13 +178,13 @@ class Adapters:
         auto = AutoSplit(body.min_rewards, body.confidence) if body.auto else None
         await asyncio.to_thread(served.adapters.serve, [] if only_base else routes, auto)
         return JSONResponse(
-            {
-                "status": "success",
-                "model": served.name,
-                "serves": {route.label: route.share for route in routes},
-                "policy_version": 0 if only_base else registry.policy_version,
-                "message": f"{served.name!r} serves {', '.join(route.label for route in routes)} now",
-            }
+            Switched(
+                status="success",
+                model=served.name,
+                serves={route.label: route.share for route in routes},
+                policy_version=0 if only_base else registry.policy_version,
+                message=f"{served.name!r} serves {', '.join(route.label for route in routes)} now",
+            )
         )
 
     async def vllm_load(self, body: VllmLoadBody) -> Response:
@@ -289,7 +293,7 @@ async def _content(value: UploadFile | str) -> bytes:
     return value.encode() if isinstance(value, str) else await value.read()
 
 
-def _describe(served: ServedModel, version: AdapterVersion, current: int) -> dict[str, Any]:
+def _describe(served: ServedModel, version: AdapterVersion, current: int) -> AdapterInfo:
     return {
         "name": version.name,
         "version": version.number,
@@ -316,5 +320,5 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 def _changed(version: AdapterVersion | WeightsVersion, message: str) -> Response:
     return JSONResponse(
-        {"status": "success", "name": version.name, "policy_version": version.number, "message": message}
+        AdapterChanged(status="success", name=version.name, policy_version=version.number, message=message)
     )

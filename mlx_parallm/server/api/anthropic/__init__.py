@@ -49,7 +49,7 @@ class MessageRoutes:
             tokens = (await self._tokenizers.prompts(call, served)).tokens[0]
         else:  # there is no limit to what can be counted
             tokens = (await self._tokenizers.render(served, turn.conversation, False)).tokens
-        return JSONResponse({"input_tokens": len(tokens)})
+        return JSONResponse(TokenCount(input_tokens=len(tokens)))
 
 
 ROUTES = (

@@ -1,8 +1,6 @@
 """Anthropic's shape of errors."""
 
-from typing import Any
-
-from mlx_parallm.server.api.anthropic.answers import AnthropicError
+from mlx_parallm.server.api.anthropic.answers import AnthropicError, AnthropicErrorDetail
 from mlx_parallm.server.http.error_shapes import ErrorShape, Failure
 
 # Anthropic's names for kinds of errors, by the status that they come with.
@@ -17,12 +15,13 @@ TYPES = {
 }
 
 
-def anthropic_error(failure: Failure, request_id: str) -> dict[str, Any]:
+def anthropic_error(failure: Failure, request_id: str) -> AnthropicError:
     kind = TYPES.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
     message = failure.text
     if failure.code == "context_length_exceeded":  # clients look for these words, and shorten the conversation
         message = f"prompt is too long: {failure.message}"
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    detail = AnthropicErrorDetail(type=kind, message=message)
+    return AnthropicError(type="error", error=detail, request_id=request_id)
 
 
 ANTHROPIC = ErrorShape(anthropic_error, AnthropicError, named_events=True, id_header="request-id")

@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.api.anthropic.answers import (
+    AnsweredText,
+    AnsweredThinking,
+    AnsweredToolUse,
+    ContentBlock,
+    MessageAnswer,
+    StopReason,
+    TokenUsage,
+)
 from mlx_parallm.server.api.anthropic.errors import anthropic_error
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
@@ -14,7 +23,7 @@ from mlx_parallm.server.generation.responses import one_line
 from mlx_parallm.server.http.error_shapes import Failure
 from mlx_parallm.text.parsers.calls import CallDelta, read_arguments
 
-STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "abort": "pause_turn"}
+STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "tool_calls": "tool_use", "abort": "pause_turn"}
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
@@ -45,46 +54,44 @@ class MessageWriter:
         piece, parts = update.piece, []
         if piece.reasoning:
             self._thoughts.update(piece.reasoning.encode("utf-8", "surrogatepass"))
-            parts.append(self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""}))
+            parts.append(self._opened(AnsweredThinking(type="thinking", thinking="", signature="")))
             if not self._options.hide_thinking:
                 parts.append(self._delta({"type": "thinking_delta", "thinking": piece.reasoning}))
         if piece.content:
-            parts.append(self._opened("text", {"type": "text", "text": ""}))
+            parts.append(self._opened(AnsweredText(type="text", text="")))
             parts.append(self._delta({"type": "text_delta", "text": piece.content}))
         for call in piece.calls:
             if call.name is not None:
                 parts.append(self._closed())
-                parts.append(self._opened("tool_use", {"type": "tool_use", **_identity(call), "input": {}}))
+                parts.append(self._opened(_tool_use(call, {})))
             parts.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
         return b"".join(parts)
 
     def closing(self) -> bytes:
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        usage = {key: value for key, value in self._usage().items() if key != "service_tier"}
-        return self._closed() + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+        return self._closed() + _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
     def failure(self, error: ParallmError) -> bytes:
         return (
             b"event: error\ndata: " + one_line(anthropic_error(Failure.of(error), self._options.request_id)) + b"\n\n"
         )
 
-    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
+    def answer(self, results: Sequence[Collected]) -> MessageAnswer:
         result = results[0]
-        content: list[dict[str, Any]] = []
+        content: list[ContentBlock] = []
         if reasoning := "".join(result.reasoning):
             self._thoughts.update(reasoning.encode("utf-8", "surrogatepass"))
             shown = "" if self._options.hide_thinking else reasoning
-            content.append({"type": "thinking", "thinking": shown, "signature": self._signature()})
+            content.append(AnsweredThinking(type="thinking", thinking=shown, signature=self._signature()))
         if text := "".join(result.content):
-            content.append({"type": "text", "text": text})
-        content += [
-            {"type": "tool_use", **_identity(call), "input": read_arguments(call.arguments)} for call in result.calls
-        ]
+            content.append(AnsweredText(type="text", text=text))
+        content += [_tool_use(call, read_arguments(call.arguments)) for call in result.calls]
         return self._message(content, ended=True)
 
-    def _opened(self, kind: str, block: dict[str, Any]) -> bytes:
+    def _opened(self, block: ContentBlock) -> bytes:
         """Opens a block, unless one of its kind is open."""
+        kind = block["type"]
         if self._open == kind:
             return b""
         data = self._closed() + _event("content_block_start", index=self._blocks, content_block=block)
@@ -110,7 +117,7 @@ class MessageWriter:
     def _signature(self) -> str:
         return base64.b64encode(self._thoughts.digest()).decode()
 
-    def _message(self, content: list[dict[str, Any]], *, ended: bool) -> dict[str, Any]:
+    def _message(self, content: list[ContentBlock], *, ended: bool) -> MessageAnswer:
         reason, sequence = self._stop() if ended else (None, None)
         asked = self._generation.call.model
         return {
@@ -121,10 +128,10 @@ class MessageWriter:
             "content": content,
             "stop_reason": reason,
             "stop_sequence": sequence,
-            "usage": self._usage(),
+            "usage": {**self._usage(), "service_tier": "standard"},
         }
 
-    def _stop(self) -> tuple[str, str | None]:
+    def _stop(self) -> tuple[StopReason, str | None]:
         choice = self._choice
         if choice.finish_reason == "length":
             full = choice.completion_tokens < self._options.max_tokens
@@ -133,7 +140,7 @@ class MessageWriter:
             return "stop_sequence", choice.stop_reason
         return STOP_REASONS[str(choice.finish_reason)], None
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> TokenUsage:
         """The prompt's whole blocks are kept in the prefix cache; what is left over is not."""
         prompt, cached, size = self._generation.prompt_tokens, self._choice.cached_tokens, self._options.block_size
         kept = max(0, prompt // size * size - cached) if size else 0
@@ -143,7 +150,6 @@ class MessageWriter:
             "cache_read_input_tokens": cached,
             "output_tokens": self._choice.completion_tokens,
             "output_tokens_details": {"thinking_tokens": self._choice.reasoning_tokens},
-            "service_tier": "standard",
         }
 
 
@@ -151,5 +157,6 @@ def _event(name: str, **fields: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + one_line({"type": name, **fields}) + b"\n\n"
 
 
-def _identity(call: CallDelta) -> dict[str, Any]:
-    return {"id": str(call.id).replace("call_", "toolu_", 1), "name": call.name}
+def _tool_use(call: CallDelta, arguments: dict[str, Any]) -> AnsweredToolUse:
+    name = str(call.id).replace("call_", "toolu_", 1)
+    return AnsweredToolUse(type="tool_use", id=name, name=call.name or "", input=arguments)

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.server.api.generate.own import GenerateBody, Generated, OwnWriter
-from mlx_parallm.server.api.generate.sglang import SglangBody, SglangWriter, sglang_call
-from mlx_parallm.server.api.generate.vllm import VllmBody, VllmWriter
+from mlx_parallm.server.api.generate.sglang import SglangBody, SglangGenerated, SglangWriter, sglang_call
+from mlx_parallm.server.api.generate.vllm import VllmBody, VllmGenerated, VllmWriter
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import completion_call
 from mlx_parallm.server.context import ServerContext
@@ -47,6 +47,8 @@ GenerateInput = Annotated[
     Discriminator(shape_of),
 ]
 
+GenerateAnswer = Generated | list[Generated] | VllmGenerated | SglangGenerated | list[SglangGenerated]
+
 
 class Generate:
     def __init__(self, service: GenerationService) -> None:
@@ -68,7 +70,7 @@ class Generate:
         return await respond(generation, writer, request)
 
 
-ROUTES = (Route("/generate", "POST", Generate.generate, Generated, "Sample from the policy", streams=True),)
+ROUTES = (Route("/generate", "POST", Generate.generate, GenerateAnswer, "Sample from the policy", streams=True),)
 
 
 def router(context: ServerContext) -> APIRouter:

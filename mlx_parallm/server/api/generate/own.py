@@ -1,7 +1,7 @@
 """Our own shape of `/generate`: a prompt, or a list of them, with the adapter versions that made which tokens."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import (
     ConfigDict,
@@ -13,14 +13,15 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from mlx_parallm.sampling_params import MAX_LOGPROBS
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import CompletionBody
-from mlx_parallm.server.api.openai.writer import finite
-from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected, ResponseFinish
 from mlx_parallm.server.generation.http_call import Generation
-from mlx_parallm.server.http.schema import AnswerBody
+from mlx_parallm.server.generation.token_logprobs import finite
+from mlx_parallm.server.http.schema import response_body
 from mlx_parallm.types import TokenLogprob
 
 
@@ -81,42 +82,43 @@ class GenerateBody(CompletionBody):
         return value
 
 
-class Generated(AnswerBody):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "request_id": "r-1",
-                "policy_version": 3,
-                "step_id": 7,
-                "prompt_ids": [504, 3575, 282],
-                "completion_ids": [4649, 314, 7042],
-                "text": " France is Paris",
-                "logprobs": [-0.01, -0.2, -0.1],
-                "logprobs_mode": "processed",
-                "finish_reason": "length",
-                "policy_spans": [[0, 3, 3]],
-                "mixed_policy": False,
-                "metadata": {"batch_size": 4, "latency_ms": 81.5, "current_policy_version": 3},
-            }
-        }
-    )
+@response_body
+class Generated(TypedDict):
     request_id: str
-    policy_version: int = Field(description="The adapter version that made the newest token; 0: none")
+    policy_version: Annotated[int, Field(description="The adapter version that made the newest token; 0: none")]
     step_id: int | str | None
     prompt_ids: list[int]
-    completion_ids: list[int] = Field(description="With the token that ended it")
+    completion_ids: Annotated[list[int], Field(description="With the token that ended it")]
     text: str
-    logprobs: list[float] | None = Field(description="One for each of completion_ids")
-    logprobs_mode: Literal["raw", "processed"] | None = Field(
-        description="What they are: processed, after temperature, penalties and cuts such as top_p; or raw, before them"
-    )
-    finish_reason: Literal["stop", "length", "abort"]
-    policy_spans: list[tuple[int, int, int]]
-    mixed_policy: bool = Field(
-        description="Several versions made it (follow_policy): its log-probabilities are those of no single policy"
-    )
+    logprobs: Annotated[list[float | None] | None, Field(description="One for each of completion_ids")]
+    logprobs_mode: Annotated[
+        Literal["raw", "processed"] | None,
+        Field(description="processed: after temperature, penalties and cuts such as top_p; raw: before them"),
+    ]
+    finish_reason: ResponseFinish | None
+    policy_spans: Annotated[list[list[int]], Field(description="[first token, end, version]")]
+    mixed_policy: Annotated[
+        bool,
+        Field(
+            description="Several versions made it (follow_policy): its log-probabilities are those of no single policy"
+        ),
+    ]
     metadata: dict[str, Any]
-    index: int | None = Field(None, description="Which prompt it answers, where a list of them was sent")
+    index: NotRequired[Annotated[int, Field(description="Which prompt it answers, where a list of them was sent")]]
+
+
+@response_body
+class GeneratedChunk(TypedDict):
+    request_id: str
+    policy_version: int
+    step_id: int | str | None
+    completion_ids: Sequence[int]
+    text: str
+    logprobs: list[float | None] | None
+    finish_reason: ResponseFinish | None
+    policy_spans: NotRequired[list[list[int]]]
+    mixed_policy: NotRequired[bool]
+    metadata: NotRequired[dict[str, Any]]
 
 
 class OwnWriter(GenerateWriter):
@@ -124,51 +126,56 @@ class OwnWriter(GenerateWriter):
         super().__init__(generation, request_id)
         self.body = body
 
-    def _common(self, choice: ChoiceStream) -> dict[str, Any]:
+    def _version(self, choice: ChoiceStream) -> int:
         # A model without adapters has no versions: then the number is the client's own.
         asked, registry = self.body.policy_version, self.served.adapters
-        version = asked if asked is not None and not registry.names else choice.policy_version
-        return {"request_id": self.name, "policy_version": version, "step_id": self.body.step_id}
+        return asked if asked is not None and not registry.names else choice.policy_version
 
     def _current(self) -> int:
         """What the name of the request's own adapter means now; 0 for the model alone."""
         version = self.generation.version
         return 0 if version is None else self.served.adapters.newest(version).number
 
-    def _part(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
-        ended = update.finish_reason is not None
-        return {
-            **self._common(choice),
-            "completion_ids": update.tokens,
-            "text": update.piece.content,
-            "logprobs": self._logprobs(update.scores),
-            "finish_reason": update.finish_reason,
-            **(self._at_the_end(choice) if ended else {}),
-        }
+    def _part(self, choice: ChoiceStream, update: ChoiceUpdate) -> GeneratedChunk:
+        part = GeneratedChunk(
+            request_id=self.name,
+            policy_version=self._version(choice),
+            step_id=self.body.step_id,
+            completion_ids=update.tokens,
+            text=update.piece.content,
+            logprobs=self._logprobs(update.scores),
+            finish_reason=update.finish_reason,
+        )
+        if update.finish_reason is not None:
+            part["policy_spans"] = choice.policy_spans
+            part["mixed_policy"] = choice.mixed_policy
+            part["metadata"] = self._metadata()
+        return part
 
-    def answer(self, results: Sequence[Collected]) -> dict[str, Any] | list[dict[str, Any]]:
+    def answer(self, results: Sequence[Collected]) -> Generated | list[Generated]:
         """Returns the response: for a list of prompts a list, in which each entry says which it is."""
         answers = [self._answer(*one) for one in zip(self.generation.choices, results, strict=True)]
-        return [one | {"index": index} for index, one in enumerate(answers)] if self.body.several else answers[0]
+        if not self.body.several:
+            return answers[0]
+        for index, answer in enumerate(answers):
+            answer["index"] = index
+        return answers
 
-    def _answer(self, choice: ChoiceStream, result: Collected) -> dict[str, Any]:
-        return {
-            **self._common(choice),
-            "prompt_ids": self.generation.prompts[choice.prompt],
-            "completion_ids": result.tokens,
-            "text": self._text(result),
-            "logprobs": self._logprobs(result.scores),
-            "logprobs_mode": None if self.body.logprobs is None else self.body.logprobs_mode,
-            "finish_reason": choice.finish_reason,
-            **self._at_the_end(choice),
-        }
-
-    def _at_the_end(self, choice: ChoiceStream) -> dict[str, Any]:
-        return {
-            "policy_spans": choice.policy_spans,
-            "mixed_policy": choice.mixed_policy,
-            "metadata": self._metadata(),
-        }
+    def _answer(self, choice: ChoiceStream, result: Collected) -> Generated:
+        return Generated(
+            request_id=self.name,
+            policy_version=self._version(choice),
+            step_id=self.body.step_id,
+            prompt_ids=self.generation.prompts[choice.prompt],
+            completion_ids=result.tokens,
+            text=self._text(result),
+            logprobs=self._logprobs(result.scores),
+            logprobs_mode=None if self.body.logprobs is None else self.body.logprobs_mode,
+            finish_reason=choice.finish_reason,
+            policy_spans=choice.policy_spans,
+            mixed_policy=choice.mixed_policy,
+            metadata=self._metadata(),
+        )
 
     def _logprobs(self, scores: Sequence[TokenLogprob]) -> list[float | None] | None:
         return None if self.body.logprobs is None else [finite(score.logprob) for score in scores]

@@ -2,20 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS, SHARED
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.structure import StructureBody, structure_of
-from mlx_parallm.server.api.openai.writer import finite
 from mlx_parallm.server.generation.call import GenerationCall
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
 from mlx_parallm.server.generation.sampling_fields import SampledBody, samples, sampling_field
-from mlx_parallm.server.http.schema import Body, TokenId, read_prompt
+from mlx_parallm.server.generation.token_logprobs import finite
+from mlx_parallm.server.http.schema import Body, TokenId, read_prompt, response_body
 
 
 @samples(
@@ -132,6 +133,41 @@ def sglang_call(body: SglangBody) -> GenerationCall:
     )
 
 
+ScoredToken = tuple[float | None, int, str | None]  # log-probability, token, its text
+
+
+@response_body
+class SglangFinish(TypedDict):
+    type: Literal["stop", "length", "abort"]
+    matched: NotRequired[Annotated[str | int | None, Field(description="The stop string or token")]]
+    length: NotRequired[int]
+    message: NotRequired[str]
+
+
+@response_body
+class SglangMeta(TypedDict):
+    id: str
+    finish_reason: SglangFinish | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: Annotated[float, Field(description="Seconds")]
+    weight_version: Annotated[str, Field(description="The adapter version that made the newest token; 0: none")]
+    policy_spans: list[list[int]]
+    mixed_policy: bool
+    output_token_logprobs: NotRequired[list[ScoredToken]]
+    output_top_logprobs: NotRequired[list[list[ScoredToken]]]
+    input_token_logprobs: NotRequired[list[ScoredToken]]
+
+
+@response_body
+class SglangGenerated(TypedDict):
+    text: str
+    output_ids: list[int]
+    meta_info: SglangMeta
+    index: int
+
+
 class SglangWriter(GenerateWriter):
     """SGLang's: an object per choice, the text so far in every chunk of a stream."""
 
@@ -139,25 +175,25 @@ class SglangWriter(GenerateWriter):
         super().__init__(generation, request_id)
         self._body = body
 
-    def _part(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
+    def _part(self, choice: ChoiceStream, update: ChoiceUpdate) -> SglangGenerated:
         return self._one(choice, self._so_far[choice.index])
 
-    def answer(self, results: Sequence[Collected]) -> Any:
+    def answer(self, results: Sequence[Collected]) -> SglangGenerated | list[SglangGenerated]:
         found = [self._one(*pair) for pair in zip(self.generation.choices, results, strict=True)]
         return found if self._body.several or len(found) > 1 else found[0]
 
-    def _one(self, choice: ChoiceStream, result: Collected) -> dict[str, Any]:
-        meta: dict[str, Any] = {
-            "id": self._body.name_of(choice.prompt) or f"{self.name}-{choice.index}",
-            "finish_reason": self._finish(choice),
-            "prompt_tokens": len(self.generation.prompts[choice.prompt]),
-            "completion_tokens": choice.completion_tokens,
-            "cached_tokens": choice.cached_tokens,
-            "e2e_latency": self.seconds,
-            "weight_version": str(choice.policy_version),
-            "policy_spans": choice.policy_spans,
-            "mixed_policy": choice.mixed_policy,
-        }
+    def _one(self, choice: ChoiceStream, result: Collected) -> SglangGenerated:
+        meta = SglangMeta(
+            id=self._body.name_of(choice.prompt) or f"{self.name}-{choice.index}",
+            finish_reason=_finish(choice),
+            prompt_tokens=len(self.generation.prompts[choice.prompt]),
+            completion_tokens=choice.completion_tokens,
+            cached_tokens=choice.cached_tokens,
+            e2e_latency=self.seconds,
+            weight_version=str(choice.policy_version),
+            policy_spans=choice.policy_spans,
+            mixed_policy=choice.mixed_policy,
+        )
         if self._body.return_logprob:
             meta["output_token_logprobs"] = [self._triple(score.token, score.logprob) for score in result.scores]
             if self._body.top_logprobs_num:
@@ -168,18 +204,19 @@ class SglangWriter(GenerateWriter):
             meta["input_token_logprobs"] = [
                 self._triple(token, None if one is None else one.logprob) for token, one in list(known)[start:]
             ]
-        return {"text": self._text(result), "output_ids": result.tokens, "meta_info": meta, "index": choice.index}
+        return SglangGenerated(text=self._text(result), output_ids=result.tokens, meta_info=meta, index=choice.index)
 
-    def _finish(self, choice: ChoiceStream) -> dict[str, Any] | None:
-        if choice.finish_reason is None:
-            return None
-        if choice.finish_reason == "abort":
-            return {"type": "abort", "message": "the engine was paused"}
-        if choice.finish_reason == "length":
-            return {"type": "length", "length": choice.completion_tokens}
-        matched = choice.stop_reason if choice.stop_reason is not None else choice.stop_token
-        return {"type": "stop", "matched": matched}
-
-    def _triple(self, token: int, logprob: float | None) -> list[Any]:
+    def _triple(self, token: int, logprob: float | None) -> ScoredToken:
         text = self.served.vocabulary.text(token) if self._body.return_text_in_logprobs else None
-        return [None if logprob is None else finite(logprob), token, text]
+        return None if logprob is None else finite(logprob), token, text
+
+
+def _finish(choice: ChoiceStream) -> SglangFinish | None:
+    if choice.finish_reason is None:
+        return None
+    if choice.finish_reason == "abort":
+        return SglangFinish(type="abort", message="the engine was paused")
+    if choice.finish_reason == "length":
+        return SglangFinish(type="length", length=choice.completion_tokens)
+    matched = choice.stop_reason if choice.stop_reason is not None else choice.stop_token
+    return SglangFinish(type="stop", matched=matched)

@@ -1,18 +1,19 @@
 """vLLM's own shape of `/generate`."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NotRequired
 
-from pydantic import ConfigDict, PlainValidator, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import CompletionBody
-from mlx_parallm.server.api.openai.writer import finite
-from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected, ResponseFinish
 from mlx_parallm.server.generation.http_call import Generation
 from mlx_parallm.server.generation.responses import one_line
-from mlx_parallm.server.http.schema import read_prompt
+from mlx_parallm.server.generation.token_logprobs import finite
+from mlx_parallm.server.http.schema import read_prompt, response_body
 from mlx_parallm.types import TokenLogprob
 
 
@@ -55,6 +56,27 @@ class VllmBody(CompletionBody):
         return data | {"prompt": {"prompt_token_ids": data["prompt_token_ids"]}}
 
 
+@response_body
+class VllmGenerated(TypedDict):
+    """Lists over the choices."""
+
+    text: Annotated[list[str], Field(description="Each begins with the prompt, where that was text")]
+    request_id: str
+    token_ids: list[list[int]]
+    finish_reasons: list[ResponseFinish | None]
+    policy_version: int
+    policy_spans: list[list[list[int]]]
+    mixed_policy: list[bool]
+    logprobs: NotRequired[
+        Annotated[
+            list[list[list[dict[str, float | None]]]],
+            Field(description="Of each token an object of one for itself, then one for each of the likeliest others"),
+        ]
+    ]
+    prompt_token_ids: NotRequired[Annotated[list[int], Field(description="Not in the lines of a stream")]]
+    prompt_logprobs: NotRequired[list[dict[str, float | None] | None]]
+
+
 class VllmWriter(GenerateWriter):
     """vLLM's: lists over the choices; a token's log-probabilities are objects of one, the sampled first."""
 
@@ -68,35 +90,37 @@ class VllmWriter(GenerateWriter):
     def _frame(self, part: Any) -> bytes:
         return one_line(part) + b"\n"
 
-    def _part(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
-        return {"text": [self._prompt(choice) + self._text(one) for one in self._so_far]} | self._rest(self._so_far)
+    def _part(self, choice: ChoiceStream, update: ChoiceUpdate) -> VllmGenerated:
+        return self._so_far_said(self._so_far)
 
-    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
-        pairs = zip(self.generation.choices, results, strict=True)
-        answer = {"text": [self._prompt(choice) + self._text(result) for choice, result in pairs]}
+    def answer(self, results: Sequence[Collected]) -> VllmGenerated:
+        answer = self._so_far_said(results)
+        answer["prompt_token_ids"] = self.generation.prompts[0]
         if self.body.prompt_logprobs is not None:
             known = self.generation.choices[0].prompt_logprobs or []
-            answer["prompt_logprobs"] = [None if one is None else _merged(one) for one in known]  # type: ignore[misc]
-        return answer | self._rest(results) | {"prompt_token_ids": self.generation.prompts[0]}
+            answer["prompt_logprobs"] = [None if one is None else _merged(one) for one in known]
+        return answer
 
     def _prompt(self, choice: ChoiceStream) -> str:
         """vLLM's text begins with a prompt that was text."""
         prompt = self.body.prompt[choice.prompt]
         return prompt if isinstance(prompt, str) else ""
 
-    def _rest(self, results: Sequence[Collected]) -> dict[str, Any]:
+    def _so_far_said(self, results: Sequence[Collected]) -> VllmGenerated:
         choices = self.generation.choices
-        rest: dict[str, Any] = {
-            "request_id": self.name,
-            "token_ids": [result.tokens for result in results],
-            "finish_reasons": [choice.finish_reason for choice in choices],
-            "policy_version": choices[0].policy_version,
-            "policy_spans": [choice.policy_spans for choice in choices],
-            "mixed_policy": [choice.mixed_policy for choice in choices],
-        }
+        pairs = zip(choices, results, strict=True)
+        answer = VllmGenerated(
+            text=[self._prompt(choice) + self._text(result) for choice, result in pairs],
+            request_id=self.name,
+            token_ids=[result.tokens for result in results],
+            finish_reasons=[choice.finish_reason for choice in choices],
+            policy_version=choices[0].policy_version,
+            policy_spans=[choice.policy_spans for choice in choices],
+            mixed_policy=[choice.mixed_policy for choice in choices],
+        )
         if self.body.logprobs is not None:
-            rest["logprobs"] = [[_separate(score) for score in result.scores] for result in results]
-        return rest
+            answer["logprobs"] = [[_separate(score) for score in result.scores] for result in results]
+        return answer
 
 
 def _separate(score: TokenLogprob) -> list[dict[str, float | None]]:

@@ -1,10 +1,9 @@
 """`/api/chat` and `/api/generate`: conversations and prompts, as lines of JSON unless `stream` is false."""
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.server.api.ollama.answers import OllamaAnswer, OllamaChatAnswer, OllamaGenerateAnswer, OllamaSaid
 from mlx_parallm.server.api.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from mlx_parallm.server.api.ollama.calls import chat_call, generate_call
 from mlx_parallm.server.api.ollama.names import ModelNames
@@ -26,7 +25,9 @@ class OllamaGeneration:
         """Answers the conversation, a line for each piece; with `stream` false, in one object. Without messages the
         model is loaded, or with a `keep_alive` of 0 unloaded."""
         if not body.messages:
-            return await self._load(body, request, {"message": {"role": "assistant", "content": ""}})
+            message = OllamaSaid(role="assistant", content="")
+            empty = OllamaChatAnswer(model=body.model, created_at=now(), message=message, done=True)
+            return await self._load(body, request, empty)
         watch = RequestTimes()
         model, served = await self._use(body, request, watch)
         generation = await self._service.prepare(chat_call(body, served, model), request, answer_name("chat-", request))
@@ -37,7 +38,8 @@ class OllamaGeneration:
         """Answers the prompt, in the model's chat template unless `raw` is set. Without a prompt the model is loaded,
         or with a `keep_alive` of 0 unloaded."""
         if not body.prompt and not body.images:
-            return await self._load(body, request, {"response": ""})
+            empty = OllamaGenerateAnswer(model=body.model, created_at=now(), response="", done=True)
+            return await self._load(body, request, empty)
         watch = RequestTimes()
         model, served = await self._use(body, request, watch)
         generation = await self._service.prepare(
@@ -55,13 +57,14 @@ class OllamaGeneration:
         self._names.keep_alive(served.name, body.keep_alive, request)
         return model, served
 
-    async def _load(self, body: OllamaBody, request: Request, said: dict[str, Any]) -> Response:
+    async def _load(self, body: OllamaBody, request: Request, answer: OllamaAnswer) -> Response:
         if body.keep_alive == 0:
             await self._names.unload(self._names.status(body.model).name, request)
-            reason, durations = "unload", {}
+            answer["done_reason"] = "unload"
         else:
             watch = RequestTimes()
             await self._use(body, request, watch)
-            reason, durations = "load", watch.durations()
-        line = {"model": body.model, "created_at": now(), **said, "done": True, "done_reason": reason, **durations}
-        return JSONResponse(line, media_type="application/x-ndjson" if body.stream else None)
+            answer["done_reason"] = "load"
+            watch.add_to(answer)
+        answer["created_at"] = now()
+        return JSONResponse(answer, media_type="application/x-ndjson" if body.stream else None)

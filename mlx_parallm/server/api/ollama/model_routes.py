@@ -2,12 +2,21 @@
 
 import hashlib
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from pydantic import ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server.api.ollama.answers import (
+    OllamaDetails,
+    OllamaListed,
+    OllamaModel,
+    OllamaProcesses,
+    OllamaRunning,
+    OllamaShown,
+    OllamaTags,
+    OllamaVersion,
+)
 from mlx_parallm.server.api.ollama.bodies import NamedModelBody
 from mlx_parallm.server.api.ollama.names import ModelNames, shown
 from mlx_parallm.server.auth.caller import current_caller
@@ -37,17 +46,17 @@ class OllamaModels:
 
     async def version(self) -> Response:
         """The version of Ollama whose API this is, not this server's own."""
-        return JSONResponse({"version": API_VERSION})
+        return JSONResponse(OllamaVersion(version=API_VERSION))
 
     async def tags(self) -> Response:
         """Every model that chats or embeds, loaded or not, and every adapter; of those that the key may use."""
-        return JSONResponse({"models": [_listed(*entry) for entry in self._entries()]})
+        return JSONResponse(OllamaTags(models=[_listed(*entry) for entry in self._entries()]))
 
     async def ps(self) -> Response:
         """Those that are in memory, with how long they stay there."""
-        running = [
+        running: list[OllamaRunning] = [
             {
-                **_listed(name, status, served),
+                **_described(name, status, served),
                 "size_vram": status.bytes,
                 "context_length": status.context_length or 0,
                 "expires_at": _time(_leaves_at(status)),
@@ -55,28 +64,26 @@ class OllamaModels:
             for name, status, served in self._entries()
             if status.status == "ready"
         ]
-        for entry in running:
-            del entry["modified_at"]
-        return JSONResponse({"models": running})
+        return JSONResponse(OllamaProcesses(models=running))
 
     async def show(self, body: OllamaShowBody) -> Response:
         """What is known of a model; of one that is not loaded, little."""
         status = self._names.status(body.model)
         served = next((one for one in self._models if one.name == status.name), None)
         architecture = _architecture(status, served)
-        answer = {
-            "modelfile": f"FROM {current_caller.get().visible_source(status.source)}",
-            "parameters": "",
-            "template": "" if served is None else str(getattr(served.tokenizer, "chat_template", None) or ""),
-            "details": _details(status, served),
-            "model_info": {
+        answer = OllamaShown(
+            modelfile=f"FROM {current_caller.get().visible_source(status.source)}",
+            parameters="",
+            template="" if served is None else str(getattr(served.tokenizer, "chat_template", None) or ""),
+            details=_details(status, served),
+            model_info={
                 "general.architecture": architecture,
                 "general.basename": status.name,
                 f"{architecture}.context_length": status.context_length,
             },
-            "capabilities": _capabilities(status, served),
-            "modified_at": _time(datetime.fromtimestamp(status.created, UTC)),
-        }
+            capabilities=_capabilities(status, served),
+            modified_at=_time(datetime.fromtimestamp(status.created, UTC)),
+        )
         return JSONResponse(answer)
 
     async def refuse(self) -> Response:
@@ -100,22 +107,25 @@ class OllamaModels:
         return [*found, *adapters]
 
 
-def _listed(name: str, status: ModelStatus, served: ServedModel | None) -> dict[str, Any]:
-    parent = status.name if name != status.name else ""
+def _listed(name: str, status: ModelStatus, served: ServedModel | None) -> OllamaListed:
+    modified = _time(datetime.fromtimestamp(status.created, UTC))
+    return {**_described(name, status, served), "modified_at": modified}
+
+
+def _described(name: str, status: ModelStatus, served: ServedModel | None) -> OllamaModel:
     return {
         "name": shown(name),
         "model": shown(name),
-        "modified_at": _time(datetime.fromtimestamp(status.created, UTC)),
         "size": status.bytes,
         "digest": hashlib.sha256(f"{name} {status.source}".encode()).hexdigest(),
-        "details": _details(status, served) | {"parent_model": parent},
+        "details": _details(status, served, status.name if name != status.name else ""),
     }
 
 
-def _details(status: ModelStatus, served: ServedModel | None) -> dict[str, Any]:
+def _details(status: ModelStatus, served: ServedModel | None, parent: str = "") -> OllamaDetails:
     family = _architecture(status, served)
     return {
-        "parent_model": "",
+        "parent_model": parent,
         "format": "gguf" if status.source.endswith(".gguf") else "safetensors",
         "family": family,
         "families": [family],

@@ -2,22 +2,29 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.api.ollama.answers import (
+    OllamaAnswer,
+    OllamaCall,
+    OllamaCalledFunction,
+    OllamaChatAnswer,
+    OllamaEnd,
+    OllamaGenerateAnswer,
+    OllamaSaid,
+)
 from mlx_parallm.server.api.ollama.errors import ollama_error
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
 from mlx_parallm.server.generation.responses import one_line
+from mlx_parallm.server.generation.token_logprobs import token_logprobs
 from mlx_parallm.server.http.error_shapes import Failure
 from mlx_parallm.text.parsers.calls import CallDelta, read_arguments
 from mlx_parallm.types import TokenLogprob
-
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-REASONS = {"tool_calls": "stop", "abort": "stop"}
 
 
 def now() -> str:
@@ -42,9 +49,9 @@ class RequestTimes:
     def mark_submitted(self) -> None:
         self.submitted = time.perf_counter()
 
-    def durations(self) -> dict[str, int]:
-        total, load = time.perf_counter() - self.begun, self.loaded - self.begun
-        return {"total_duration": nanoseconds(total), "load_duration": nanoseconds(load)}
+    def add_to(self, answer: OllamaEnd) -> None:
+        answer["total_duration"] = nanoseconds(time.perf_counter() - self.begun)
+        answer["load_duration"] = nanoseconds(self.loaded - self.begun)
 
 
 class LineWriter(ABC):
@@ -61,8 +68,8 @@ class LineWriter(ABC):
         self._call: CallDelta | None = None  # the one that is being written
 
     @abstractmethod
-    def _said(self, content: str, thinking: str, calls: Sequence[CallDelta]) -> dict[str, Any]:
-        """The fields that hold a piece of the answer, or all of it."""
+    def _line(self, content: str, thinking: str, calls: Sequence[CallDelta], done: bool) -> OllamaAnswer:
+        """A piece of the answer, or all of it, without its end."""
 
     def opening(self) -> bytes:
         return b""
@@ -73,19 +80,24 @@ class LineWriter(ABC):
             calls.append(self._call)
         if not (piece.content or piece.reasoning or calls or (self._logprobs and update.logprobs)):
             return b""
-        line = self._line(self._said(piece.content, piece.reasoning, calls), done=False)
-        return _dumps(line | self._scores(update.logprobs))
+        line = self._line(piece.content, piece.reasoning, calls, False)
+        self._add_scores(line, update.logprobs)
+        return _dumps(line)
 
     def closing(self) -> bytes:
-        return _dumps(self._line(self._said("", "", ()), done=True) | self._end())
+        line = self._line("", "", (), True)
+        self._add_end(line)
+        return _dumps(line)
 
     def failure(self, error: ParallmError) -> bytes:
         return _dumps(ollama_error(Failure.of(error)))
 
-    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
+    def answer(self, results: Sequence[Collected]) -> OllamaAnswer:
         result = results[0]
-        said = self._said("".join(result.content), "".join(result.reasoning), result.calls)
-        return self._line(said, done=True) | self._scores(result.logprobs) | self._end()
+        answer = self._line("".join(result.content), "".join(result.reasoning), result.calls, True)
+        self._add_scores(answer, result.logprobs)
+        self._add_end(answer)
+        return answer
 
     def _whole_calls(self, deltas: Sequence[CallDelta]) -> list[CallDelta]:
         """Calls that are complete now: here they have no pieces."""
@@ -98,59 +110,46 @@ class LineWriter(ABC):
             self._call.arguments += delta.arguments
         return whole
 
-    def _line(self, said: dict[str, Any], *, done: bool) -> dict[str, Any]:
-        return {"model": self._model, "created_at": now(), **said, "done": done}
-
-    def _end(self) -> dict[str, Any]:
+    def _add_end(self, answer: OllamaAnswer) -> None:
         choice, watch, ended = self._generation.choices[0], self._watch, time.perf_counter()
         begun = choice.begun or ended
-        reason = str(choice.finish_reason)
-        return {
-            "done_reason": REASONS.get(reason, reason),
-            **watch.durations(),
-            "prompt_eval_count": self._generation.prompt_tokens,
-            "prompt_eval_duration": nanoseconds(begun - watch.submitted),
-            "eval_count": choice.completion_tokens,
-            "eval_duration": nanoseconds(ended - begun),
-        }
+        answer["done_reason"] = "length" if choice.finish_reason == "length" else "stop"
+        watch.add_to(answer)
+        answer["prompt_eval_count"] = self._generation.prompt_tokens
+        answer["prompt_eval_duration"] = nanoseconds(begun - watch.submitted)
+        answer["eval_count"] = choice.completion_tokens
+        answer["eval_duration"] = nanoseconds(ended - begun)
 
-    def _scores(self, entries: Sequence[tuple[TokenLogprob, int]]) -> dict[str, Any]:
+    def _add_scores(self, answer: OllamaAnswer, entries: Sequence[tuple[TokenLogprob, int]]) -> None:
         if not self._logprobs:
-            return {}
-        found = [
-            {
-                **self._score(entry.token, entry.logprob),
-                "top_logprobs": [self._score(token, logprob) for token, logprob in entry.top],
-            }
-            for entry, _ in entries
-        ]
-        return {"logprobs": found}
-
-    def _score(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self._generation.served.vocabulary.spell(token)
-        text = spelled.decode("utf-8", "replace")
-        return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(spelled)}
+            return
+        vocabulary = self._generation.served.vocabulary
+        answer["logprobs"] = [token_logprobs(vocabulary, entry) for entry, _ in entries]
 
 
 class ChatLines(LineWriter):
-    def _said(self, content: str, thinking: str, calls: Sequence[CallDelta]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+    def _line(self, content: str, thinking: str, calls: Sequence[CallDelta], done: bool) -> OllamaChatAnswer:
+        message = OllamaSaid(role="assistant", content=content)
         if thinking:
             message["thinking"] = thinking
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
-        return {"message": message}
+        return OllamaChatAnswer(model=self._model, created_at=now(), message=message, done=done)
 
 
 class PromptLines(LineWriter):
-    def _said(self, content: str, thinking: str, calls: Sequence[CallDelta]) -> dict[str, Any]:
-        return {"response": content} | ({"thinking": thinking} if thinking else {})
+    def _line(self, content: str, thinking: str, calls: Sequence[CallDelta], done: bool) -> OllamaGenerateAnswer:
+        line = OllamaGenerateAnswer(model=self._model, created_at=now(), response=content, done=done)
+        if thinking:
+            line["thinking"] = thinking
+        return line
 
 
-def _call(call: CallDelta) -> dict[str, Any]:
-    function = {"index": call.index, "name": call.name, "arguments": read_arguments(call.arguments)}
-    return {"id": call.id, "function": function}
+def _call(call: CallDelta) -> OllamaCall:
+    arguments = read_arguments(call.arguments)
+    function = OllamaCalledFunction(index=call.index, name=call.name or "", arguments=arguments)
+    return OllamaCall(id=call.id or "", function=function)
 
 
-def _dumps(line: dict[str, Any]) -> bytes:
+def _dumps(line: Mapping[str, Any]) -> bytes:
     return one_line(line) + b"\n"

@@ -9,14 +9,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
+from mlx_parallm.server.api.openai.chat_answers import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Function,
+    FunctionDelta,
+    MessageDelta,
+    ToolCallAnswer,
+    ToolCallDelta,
+)
 from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
-from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, finite, prompt_logprobs
+from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, prompt_logprobs
 from mlx_parallm.server.generation.call import ChatTurn, GenerationCall
 from mlx_parallm.server.generation.chat_messages import ChatMessage, TemplateBody, conversation, image_sources
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
 from mlx_parallm.server.generation.preparation import GenerationService, answer_name
 from mlx_parallm.server.generation.responses import event, respond
+from mlx_parallm.server.generation.token_logprobs import token_logprobs
 from mlx_parallm.server.http.schema import Body
 from mlx_parallm.text.parsers.calls import CallDelta
 from mlx_parallm.types import TokenLogprob
@@ -148,10 +162,7 @@ def chat_call(body: ChatBody) -> GenerationCall:
     )
 
 
-class ChatWriter(ResponseWriter):
-    whole = "chat.completion"
-    part = "chat.completion.chunk"
-
+class ChatWriter(ResponseWriter[ChatChunkChoice, ChatChunk]):
     def __init__(self, name: str, generation: Generation, options: ResponseOptions, echo: str) -> None:
         self._echo = echo
         super().__init__(name, generation, options)
@@ -159,79 +170,92 @@ class ChatWriter(ResponseWriter):
     def opening(self) -> bytes:
         return b"".join(event(self._opening(choice)) for choice in self.generation.choices)
 
-    def _opening(self, choice: ChoiceStream) -> dict[str, Any]:
+    def _begin_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return ChatChunk(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            object="chat.completion.chunk",
+            choices=choices,
+            system_fingerprint=self.served.fingerprint,
+        )
+
+    def _opening(self, choice: ChoiceStream) -> ChatChunk:
         chunk = self._chunk([self._skeleton(choice, "")])
         chunk["choices"][0]["delta"] = {"role": "assistant", "content": self._echo}
         if self.options.token_ids:
             chunk["prompt_token_ids"] = self.generation.prompts[choice.prompt]
         return chunk
 
-    def _skeleton(self, choice: ChoiceStream, text: str) -> dict[str, Any]:
+    def _skeleton(self, choice: ChoiceStream, text: str) -> ChatChunkChoice:
         return {"index": choice.index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
-    def _choice(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
+    def _choice(self, choice: ChoiceStream, update: ChoiceUpdate) -> ChatChunkChoice:
+        delta = MessageDelta()
         if update.piece.content:
             delta["content"] = update.piece.content
         if update.piece.reasoning:
             delta["reasoning_content"] = delta["reasoning"] = update.piece.reasoning
         if update.piece.calls:
             delta["tool_calls"] = _call_deltas(update.piece.calls)
-        part = {
-            "index": choice.index,
-            "delta": delta,
-            "logprobs": self._logprobs(update.logprobs),
-            "finish_reason": update.finish_reason,
-        }
+        part = ChatChunkChoice(
+            index=choice.index,
+            delta=delta,
+            logprobs=self._logprobs(update.logprobs),
+            finish_reason=update.finish_reason,
+        )
         if update.finish_reason is not None:
             part["stop_reason"] = choice.stop_reason
         if self.options.token_ids:
             part["token_ids"] = update.tokens
-        return part | self._policy(choice, update.finish_reason is not None)
+        self._add_policy(part, choice, update.finish_reason is not None)
+        return part
 
-    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
-        choices = [self._message(*pair) for pair in zip(self.generation.choices, results, strict=True)]
-        more: dict[str, Any] = {"prompt_logprobs": None}
+    def answer(self, results: Sequence[Collected]) -> ChatCompletion:
+        response = ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            object="chat.completion",
+            choices=[self._message(*pair) for pair in zip(self.generation.choices, results, strict=True)],
+            usage=self.usage(),
+            system_fingerprint=self.served.fingerprint,
+            prompt_logprobs=None,
+        )
+        self._add_echoed(response)
         if self.options.prompt_logprobs:
             found = self.generation.choices[0].prompt_logprobs or []
-            more["prompt_logprobs"] = prompt_logprobs(found, self.served.vocabulary)
+            response["prompt_logprobs"] = prompt_logprobs(found, self.served.vocabulary)
         if self.options.token_ids:
-            more["prompt_token_ids"] = self.generation.prompts[0]
-        return self._whole(choices, **more)
+            response["prompt_token_ids"] = self.generation.prompts[0]
+        return response
 
-    def _message(self, choice: ChoiceStream, result: Collected) -> dict[str, Any]:
+    def _message(self, choice: ChoiceStream, result: Collected) -> ChatChoice:
         content = self._echo + "".join(result.content)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message = AssistantMessage(role="assistant", content=content, refusal=None)
         if reasoning := "".join(result.reasoning):
             message["reasoning_content"] = message["reasoning"] = reasoning
         if result.calls:
             message["content"] = content or None
             message["tool_calls"] = [_call(call) for call in result.calls]
-        answer = {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(result.logprobs),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-        return answer | ({"token_ids": result.tokens} if self.options.token_ids else {}) | self._policy(choice, True)
+        answer = ChatChoice(
+            index=choice.index,
+            message=message,
+            logprobs=self._logprobs(result.logprobs),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        if self.options.token_ids:
+            answer["token_ids"] = result.tokens
+        self._add_policy(answer, choice, True)
+        return answer
 
-    def _logprobs(self, entries: Sequence[tuple[TokenLogprob, int]]) -> dict[str, Any] | None:
+    def _logprobs(self, entries: Sequence[tuple[TokenLogprob, int]]) -> ChatLogprobs | None:
         if not self.options.logprobs:
             return None
-        content = [
-            {
-                **self._token(entry.token, entry.logprob),
-                "top_logprobs": [self._token(token, logprob) for token, logprob in entry.top],
-            }
-            for entry, _ in entries
-        ]
+        vocabulary, as_ids = self.served.vocabulary, self.options.tokens_as_ids
+        content = [token_logprobs(vocabulary, entry, as_ids=as_ids) for entry, _ in entries]
         return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self.served.vocabulary.spell(token)
-        text = self._token_text(token) if self.options.tokens_as_ids else spelled.decode("utf-8", "replace")
-        return {"token": text, "logprob": finite(logprob), "bytes": list(spelled)}
 
 
 class ChatRoutes:
@@ -255,19 +279,20 @@ def _last_words(messages: Sequence[ChatMessage]) -> str:
     return last.content if isinstance(last.content, str) else "".join(part.content for part in last.content)
 
 
-def _call_deltas(calls: Sequence[CallDelta]) -> list[dict[str, Any]]:
+def _call_deltas(calls: Sequence[CallDelta]) -> list[ToolCallDelta]:
     """One entry for each call: clients take two of the same index in one chunk for two calls."""
-    entries: dict[int, dict[str, Any]] = {}
+    entries: dict[int, ToolCallDelta] = {}
     for call in calls:
         if (entry := entries.get(call.index)) is not None:
             entry["function"]["arguments"] += call.arguments
         elif call.name is None:
             entries[call.index] = {"index": call.index, "function": {"arguments": call.arguments}}
         else:
-            function = {"name": call.name, "arguments": call.arguments}
-            entries[call.index] = {"index": call.index, "id": call.id, "type": "function", "function": function}
+            function = FunctionDelta(name=call.name, arguments=call.arguments)
+            entries[call.index] = ToolCallDelta(index=call.index, id=call.id or "", type="function", function=function)
     return list(entries.values())
 
 
-def _call(call: CallDelta) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def _call(call: CallDelta) -> ToolCallAnswer:
+    function = Function(name=call.name or "", arguments=call.arguments)
+    return ToolCallAnswer(id=call.id or "", type="function", function=function)

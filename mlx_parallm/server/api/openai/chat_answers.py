@@ -1,108 +1,99 @@
 """The answers of `/v1/chat/completions`, whole and in chunks."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
-from mlx_parallm.server.api.openai.answers import REWARDS, PolicyAnswer, PolicyChoice, PromptLogprobs, Usage
-from mlx_parallm.server.http.schema import AnswerBody
-
-
-class TopLogprob(AnswerBody):
-    token: str
-    logprob: float
-    bytes: list[int]
+from mlx_parallm.server.api.openai.answers import GenerationChunk, GenerationResponse, PolicyChoice, PromptLogprobs
+from mlx_parallm.server.generation.choices import ResponseFinish
+from mlx_parallm.server.generation.token_logprobs import TokenLogprobs
+from mlx_parallm.server.http.schema import response_body
 
 
-class TokenLogprobs(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(AnswerBody):
+@response_body
+class ChatLogprobs(TypedDict):
     content: list[TokenLogprobs]
     refusal: None
 
 
-class Function(AnswerBody):
+@response_body
+class Function(TypedDict):
     name: str
-    arguments: str = Field(description="JSON text")
+    arguments: Annotated[str, Field(description="JSON text")]
 
 
-class ToolCallAnswer(AnswerBody):
+@response_body
+class ToolCallAnswer(TypedDict):
     id: str
     type: Literal["function"]
     function: Function
 
 
-class AssistantMessage(AnswerBody):
+@response_body
+class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: str | None = None
-    reasoning: str | None = Field(None, description="The same as reasoning_content")
-    tool_calls: list[ToolCallAnswer] | None = None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[Annotated[str, Field(description="The same as reasoning_content")]]
+    tool_calls: NotRequired[list[ToolCallAnswer]]
 
 
-ChatFinish = Literal["stop", "length", "tool_calls", "abort"]  # abort: the engine was paused so
-
-
+@response_body
 class ChatChoice(PolicyChoice):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish
+    finish_reason: ResponseFinish | None
     stop_reason: str | int | None
-    token_ids: list[int] | None = None
+    token_ids: NotRequired[Sequence[int]]
 
 
-class ChatCompletion(PolicyAnswer):
-    id: str
+@response_body
+class ChatCompletion(GenerationResponse):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: NotRequired[list[int]]
 
 
-class FunctionDelta(AnswerBody):
-    name: str | None = None
+@response_body
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
     arguments: str
 
 
-class ToolCallDelta(AnswerBody):
+@response_body
+class ToolCallDelta(TypedDict):
     index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
     function: FunctionDelta
 
 
-class MessageDelta(AnswerBody):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+@response_body
+class MessageDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
+@response_body
 class ChatChunkChoice(PolicyChoice):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
+    finish_reason: ResponseFinish | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[Sequence[int]]
 
 
-class ChatChunk(PolicyAnswer):
-    id: str
+@response_body
+class ChatChunk(GenerationChunk):
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    system_fingerprint: str
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    rewards: list[float | None] | None = Field(None, description=REWARDS)
+    prompt_token_ids: NotRequired[list[int]]

@@ -7,6 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.sampling_params import INT64
+from mlx_parallm.server.api.openai.answers import EchoedFields
 from mlx_parallm.server.api.openai.structure import StructureBody, structure_of
 from mlx_parallm.server.api.openai.writer import ResponseOptions
 from mlx_parallm.server.generation.call import GenerationCall
@@ -54,6 +55,18 @@ class PolicyBody(Body):
         if size > MAX_METADATA:
             raise PydanticCustomError("metadata", f"At most {MAX_METADATA} bytes are taken")
         return value
+
+    @property
+    def echoed(self) -> EchoedFields:
+        """What comes back as it was sent."""
+        fields = EchoedFields()
+        if self.step_id is not None:
+            fields["step_id"] = self.step_id
+        if self.request_id is not None:
+            fields["request_id"] = self.request_id
+        if self.metadata is not None:
+            fields["metadata"] = self.metadata
+        return fields
 
     @property
     def of_a_trainer(self) -> bool:
@@ -173,5 +186,5 @@ def options_of(body: "GenerationBody", logprobs: bool) -> ResponseOptions:
         usage=options is not None and options.include_usage,
         running_usage=options is not None and options.continuous_usage_stats,
         policy=body.of_a_trainer,
-        echoed=body.model_dump(include={"step_id", "request_id", "metadata"}, exclude_none=True),
+        echoed=body.echoed,
     )

@@ -1,23 +1,25 @@
 """`/v1/completions`: its body, its answers, how they are written, and the route."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
-from mlx_parallm.server.api.openai.answers import REWARDS, PolicyAnswer, PolicyChoice, PromptLogprobs, Usage
+from mlx_parallm.server.api.openai.answers import GenerationChunk, GenerationResponse, PolicyChoice, PromptLogprobs
 from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
-from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, finite, prompt_logprobs
+from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, prompt_logprobs
 from mlx_parallm.server.generation.call import GenerationCall
-from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
+from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected, ResponseFinish
 from mlx_parallm.server.generation.http_call import Generation
 from mlx_parallm.server.generation.preparation import GenerationService, answer_name
 from mlx_parallm.server.generation.responses import event, respond
-from mlx_parallm.server.http.schema import AnswerBody, PromptInput
+from mlx_parallm.server.generation.token_logprobs import finite
+from mlx_parallm.server.http.schema import PromptInput, response_body
 from mlx_parallm.types import TokenLogprob
 
 
@@ -86,42 +88,41 @@ def completion_call(body: CompletionBody, default_max_tokens: int = COMPLETION_T
     )
 
 
-class CompletionLogprobs(AnswerBody):
+@response_body
+class CompletionLogprobs(TypedDict):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int] = Field(description="Where each token begins in the choice's text")
+    top_logprobs: list[dict[str, float | None] | None]
+    text_offset: Annotated[list[int], Field(description="Where each token begins in the choice's text")]
 
 
+@response_body
 class CompletionChoice(PolicyChoice):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
-    stop_reason: str | int | None = Field(None, description="The stop string or token id that ended it")
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    finish_reason: ResponseFinish | None
+    stop_reason: NotRequired[
+        Annotated[str | int | None, Field(description="The stop string or token id that ended it")]
+    ]
+    token_ids: NotRequired[Sequence[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
-class CompletionAnswer(PolicyAnswer):
-    id: str
+@response_body
+class CompletionAnswer(GenerationResponse):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage
-    system_fingerprint: str
 
 
-class CompletionChunk(CompletionAnswer):
-    usage: Usage | None = None  # type: ignore[assignment]
-    rewards: list[float | None] | None = Field(None, description=REWARDS)
+@response_body
+class CompletionChunk(GenerationChunk):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
 
 
-class CompletionWriter(ResponseWriter):
-    whole = part = "text_completion"
-
+class CompletionWriter(ResponseWriter[CompletionChoice, CompletionChunk]):
     def __init__(
         self,
         name: str,
@@ -137,7 +138,17 @@ class CompletionWriter(ResponseWriter):
             return b""
         return b"".join(event(self._chunk([self._opening(choice)])) for choice in self.generation.choices)
 
-    def _opening(self, choice: ChoiceStream) -> dict[str, Any]:
+    def _begin_chunk(self, choices: list[CompletionChoice]) -> CompletionChunk:
+        return CompletionChunk(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            object="text_completion",
+            choices=choices,
+            system_fingerprint=self.served.fingerprint,
+        )
+
+    def _opening(self, choice: ChoiceStream) -> CompletionChoice:
         part = self._skeleton(choice, self._echo[choice.prompt] if self._echo is not None else "")
         if self._echo is not None and self.options.logprobs:
             part["logprobs"] = self._logprobs(self._prompt_entries(choice), 0)
@@ -145,10 +156,10 @@ class CompletionWriter(ResponseWriter):
             part["prompt_token_ids"] = self.generation.prompts[choice.prompt]
         return part
 
-    def _skeleton(self, choice: ChoiceStream, text: str) -> dict[str, Any]:
+    def _skeleton(self, choice: ChoiceStream, text: str) -> CompletionChoice:
         return {"text": text, "index": choice.index, "logprobs": None, "finish_reason": None}
 
-    def _choice(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
+    def _choice(self, choice: ChoiceStream, update: ChoiceUpdate) -> CompletionChoice:
         part = self._skeleton(choice, update.piece.content)
         part["finish_reason"] = update.finish_reason
         if self.options.logprobs:
@@ -157,12 +168,23 @@ class CompletionWriter(ResponseWriter):
             part["stop_reason"] = choice.stop_reason
         if self.options.token_ids:
             part["token_ids"] = update.tokens
-        return part | self._policy(choice, update.finish_reason is not None)
+        self._add_policy(part, choice, update.finish_reason is not None)
+        return part
 
-    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
-        return self._whole([self._text(*pair) for pair in zip(self.generation.choices, results, strict=True)])
+    def answer(self, results: Sequence[Collected]) -> CompletionAnswer:
+        response = CompletionAnswer(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            object="text_completion",
+            choices=[self._text(*pair) for pair in zip(self.generation.choices, results, strict=True)],
+            usage=self.usage(),
+            system_fingerprint=self.served.fingerprint,
+        )
+        self._add_echoed(response)
+        return response
 
-    def _text(self, choice: ChoiceStream, result: Collected) -> dict[str, Any]:
+    def _text(self, choice: ChoiceStream, result: Collected) -> CompletionChoice:
         echo = self._echo[choice.prompt] if self._echo is not None else ""
         answer = self._skeleton(choice, echo + "".join(result.content))
         answer["finish_reason"], answer["stop_reason"] = choice.finish_reason, choice.stop_reason
@@ -177,7 +199,8 @@ class CompletionWriter(ResponseWriter):
         if self.options.token_ids:
             answer["token_ids"] = result.tokens
             answer["prompt_token_ids"] = self.generation.prompts[choice.prompt]
-        return answer | self._policy(choice, True)
+        self._add_policy(answer, choice, True)
+        return answer
 
     def _start(self, choice: ChoiceStream) -> int:
         return len(self._echo[choice.prompt]) if self._echo is not None else 0
@@ -193,7 +216,7 @@ class CompletionWriter(ResponseWriter):
             place += len(vocabulary.text(token)) if token not in vocabulary.special else 0
         return entries
 
-    def _logprobs(self, entries: Sequence[tuple[TokenLogprob, int]], start: int) -> dict[str, Any]:
+    def _logprobs(self, entries: Sequence[tuple[TokenLogprob, int]], start: int) -> CompletionLogprobs:
         text = self._token_text
         return {
             "tokens": [text(entry.token) for entry, _ in entries],

@@ -10,13 +10,14 @@ from pydantic import ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.sampling_params import INT64
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.embedding_vectors import Vector, check_dimensions, cut, prompt_text
 from mlx_parallm.server.generation.text_inputs import MAX_INPUTS, TruncationBody, encode_texts, numbered
-from mlx_parallm.server.http.schema import AnswerBody, read_prompts
+from mlx_parallm.server.http.schema import Numbers, read_prompts, response_body
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.types import EmbeddingInfo
 
@@ -55,28 +56,21 @@ class EmbeddingBody(TruncationBody):
     user: str | None = Field(None, description="Ignored")
 
 
-class EmbeddingItem(AnswerBody):
+@response_body
+class EmbeddingItem(TypedDict):
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: Numbers | str
 
 
-class EmbeddingUsage(AnswerBody):
+@response_body
+class EmbeddingUsage(TypedDict):
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingAnswer(AnswerBody):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "object": "list",
-                "data": [{"object": "embedding", "index": 0, "embedding": [0.0123, -0.0456, 0.0789]}],
-                "model": "all-MiniLM-L6-v2",
-                "usage": {"prompt_tokens": 7, "total_tokens": 7},
-            }
-        }
-    )
+@response_body
+class EmbeddingAnswer(TypedDict):
     object: Literal["list"]
     data: list[EmbeddingItem]
     model: str
@@ -97,11 +91,13 @@ class EmbeddingRoutes:
             inputs = await self._tokens(body, model, info)
             vectors = await model.predict(inputs, request)
         count = sum(map(len, inputs))
-        content = {"model": model.name, "usage": {"prompt_tokens": count, "total_tokens": count}}
+        usage = EmbeddingUsage(prompt_tokens=count, total_tokens=count)
 
         def write() -> bytes:
             sized = [cut(vector, body.dimensions) for vector in vectors]
-            return _answer(sized, content, body.encoding_format == "base64")
+            items = _items(sized, body.encoding_format == "base64")
+            answer = EmbeddingAnswer(object="list", data=items, model=model.name, usage=usage)
+            return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
         many = len(vectors) * info.dimensions > MANY_NUMBERS
         return Response(await self._tokenizers.run(write) if many else write(), media_type="application/json")
@@ -117,13 +113,13 @@ class EmbeddingRoutes:
         return [list(one.input.tokens) for one in encoded]
 
 
-def _answer(vectors: Vectors, content: dict[str, Any], as_base64: bool) -> bytes:
-    def written(vector: Vector) -> Any:
+def _items(vectors: Vectors, as_base64: bool) -> list[EmbeddingItem]:
+    def written(vector: Vector) -> Vector | str:
         if not as_base64:
             return np.ascontiguousarray(vector)
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
-    data = [
-        {"object": "embedding", "index": index, "embedding": written(vector)} for index, vector in enumerate(vectors)
+    return [
+        EmbeddingItem(object="embedding", index=index, embedding=written(vector))
+        for index, vector in enumerate(vectors)
     ]
-    return orjson.dumps({"object": "list", "data": data, **content}, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -1,40 +1,44 @@
 """The list of models and adapters, loaded or not."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import Path
 from pydantic import Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mlx_parallm.runtime.client import PoolClient
 from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.http.http_errors import JSONResponse
-from mlx_parallm.server.http.schema import AnswerBody
+from mlx_parallm.server.http.schema import response_body
 from mlx_parallm.server.model_table import ModelTable, ServedModel, adapter_names
-from mlx_parallm.types import ModelStatus
+from mlx_parallm.types import ModelState, ModelStatus
 
 ModelId = Annotated[str, Path(description="Of a model or an adapter", examples=["default"])]
 
 
-class Model(AnswerBody):
+@response_body
+class Model(TypedDict):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    root: str = Field(description="Where the model came from")
-    parent: str | None = Field(description="The base model, for an adapter")
-    max_model_len: int | None = Field(description="Tokens of its context; null for a model that takes none")
-    kind: str = Field(description="chat, vision, embedding, classifier, reward, network or policy")
-    status: Literal["unloaded", "loading", "ready", "unloading", "failed"] = Field(
-        description="unloaded: the next request for it loads it"
-    )
-    progress: float = Field(description="Of loading, up to 1")
-    pinned: bool = Field(description="Whether it stays in memory")
-    error: str | None = Field(None, description="Why it could not be loaded")
-    signature: dict[str, Any] | None = Field(None, description="Names, shapes and dtypes of a network's tensors")
+    root: Annotated[str, Field(description="Where the model came from")]
+    parent: Annotated[str | None, Field(description="The base model, for an adapter")]
+    max_model_len: Annotated[int | None, Field(description="Tokens of its context; null for a model that takes none")]
+    kind: Annotated[str, Field(description="chat, vision, embedding, classifier, reward, network or policy")]
+    status: Annotated[ModelState, Field(description="unloaded: the next request for it loads it")]
+    progress: Annotated[float, Field(description="Of loading, up to 1")]
+    pinned: Annotated[bool, Field(description="Whether it stays in memory")]
+    error: NotRequired[Annotated[str, Field(description="Why it could not be loaded")]]
+    signature: NotRequired[
+        Annotated[Mapping[str, Any], Field(description="Names, shapes and dtypes of a network's tensors")]
+    ]
 
 
-class ModelList(AnswerBody):
+@response_body
+class ModelList(TypedDict):
     object: Literal["list"]
     data: list[Model]
 
@@ -49,7 +53,7 @@ class ModelRoutes:
         data = [_describe(status) for status in self._models.visible_statuses().values()]
         visible = self._models.visible().values()
         data += [self._adapter(served, name) for served in visible for name in adapter_names(served.adapters)]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse(ModelList(object="list", data=data))
 
     async def model(self, model_id: ModelId) -> Response:
         """One of them by its id."""
@@ -61,32 +65,32 @@ class ModelRoutes:
             return JSONResponse(self._adapter(served, model_id))
         return JSONResponse(_describe(statuses[served.name]))
 
-    def _adapter(self, served: ServedModel, name: str) -> dict[str, Any]:
+    def _adapter(self, served: ServedModel, name: str) -> Model:
         status = next(status for status in self._pool.statuses() if status.name == served.name)
         version = served.adapters.find(name)
-        return _describe(status) | {
-            "id": name,
-            "created": int(version.created),
-            "root": current_caller.get().visible_source(version.source),
-            "parent": served.name,
-        }
+        described = _describe(status)
+        described["id"] = name
+        described["created"] = int(version.created)
+        described["root"] = current_caller.get().visible_source(version.source)
+        described["parent"] = served.name
+        return described
 
 
-def _describe(status: ModelStatus) -> dict[str, Any]:
+def _describe(status: ModelStatus) -> Model:
     caller = current_caller.get()
-    described = {
-        "id": status.name,
-        "object": "model",
-        "created": status.created,
-        "owned_by": "mlx-parallm",
-        "root": caller.visible_source(status.source),
-        "parent": None,
-        "max_model_len": status.context_length,
-        "kind": status.kind,
-        "status": status.status,
-        "progress": status.progress,
-        "pinned": status.pinned,
-    }
+    described = Model(
+        id=status.name,
+        object="model",
+        created=status.created,
+        owned_by="mlx-parallm",
+        root=caller.visible_source(status.source),
+        parent=None,
+        max_model_len=status.context_length,
+        kind=status.kind,
+        status=status.status,
+        progress=status.progress,
+        pinned=status.pinned,
+    )
     if status.error is not None:
         described["error"] = caller.visible_error(status.error)
     if status.signature is not None:

@@ -7,18 +7,26 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic, TypeVar
 
 import orjson
 
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.server.api.openai.answers import (
+    EchoedFields,
+    GenerationChunk,
+    GenerationResponse,
+    PolicyChoice,
+    PromptLogprobs,
+    PromptTokenLogprob,
+    Usage,
+)
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
 from mlx_parallm.server.generation.responses import DONE, event, one_line
+from mlx_parallm.server.generation.token_logprobs import finite
 from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.types import TokenLogprob
-
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,36 +40,43 @@ class ResponseOptions:
     usage: bool = False  # at the end of a stream
     running_usage: bool = False  # in every chunk
     policy: bool = False  # which adapter version made which tokens
-    echoed: dict[str, Any] = field(default_factory=dict)  # what comes back as it was sent
+    echoed: EchoedFields = field(default_factory=EchoedFields)  # what comes back as it was sent
 
 
-class ResponseWriter(ABC):
+Choice = TypeVar("Choice", bound=PolicyChoice)
+Chunk = TypeVar("Chunk", bound=GenerationChunk)
+
+
+class ResponseWriter(ABC, Generic[Choice, Chunk]):
     """What chat and completions share: the envelope, usage, and the fast way to write text."""
 
-    whole: str  # "object" of a whole answer
-    part: str  # "object" of a chunk
     ending = DONE
     media_type = b"text/event-stream; charset=utf-8"
 
     def __init__(self, name: str, generation: Generation, options: ResponseOptions) -> None:
+        self.id = name
+        self.created = int(time.time())
+        self.model = _model_name(generation)
         self.served = generation.served
         self.generation = generation
         self.options = options
-        self._envelope = {"id": name, "created": int(time.time()), "model": _model_name(generation)}
-        self._fingerprint = {"system_fingerprint": self.served.fingerprint, **options.echoed}
         self._plain = not (options.logprobs or options.token_ids or options.running_usage or options.policy)
         self._frames = [self._frame(choice) for choice in generation.choices]
 
     @abstractmethod
-    def _skeleton(self, choice: ChoiceStream, text: str) -> dict[str, Any]:
+    def _begin_chunk(self, choices: list[Choice]) -> Chunk:
+        """Returns a chunk without usage and echoed fields."""
+
+    @abstractmethod
+    def _skeleton(self, choice: ChoiceStream, text: str) -> Choice:
         """A chunk's choice that has this text and no other update."""
 
     @abstractmethod
-    def _choice(self, choice: ChoiceStream, update: ChoiceUpdate) -> dict[str, Any]:
+    def _choice(self, choice: ChoiceStream, update: ChoiceUpdate) -> Choice:
         """A chunk's choice with all of its update."""
 
     @abstractmethod
-    def answer(self, results: Sequence[Collected]) -> dict[str, Any]:
+    def answer(self, results: Sequence[Collected]) -> GenerationResponse:
         """The whole answer."""
 
     def chunk(self, choice: ChoiceStream, update: ChoiceUpdate) -> bytes:
@@ -78,19 +93,22 @@ class ResponseWriter(ABC):
     def closing(self) -> bytes:
         rewards = self.generation.rewards
         if rewards is not None:  # they are known when all choices have ended
-            found = [rewards.get(choice.index) for choice in self.generation.choices]
-            return event({**self._chunk([]), "rewards": found}) + self._last_usage()
+            chunk = self._chunk([])
+            chunk["rewards"] = [rewards.get(choice.index) for choice in self.generation.choices]
+            return event(chunk) + self._last_usage()
         return self._last_usage()
 
     def _last_usage(self) -> bytes:
         if not self.options.usage:
             return b""
-        return event({**self._envelope, "object": self.part, "choices": [], **self._fingerprint, "usage": self.usage()})
+        chunk = self._chunk([])
+        chunk["usage"] = self.usage()
+        return event(chunk)
 
     def failure(self, error: ParallmError) -> bytes:
         return event(error.body())
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         choices, prompt_tokens = self.generation.choices, self.generation.prompt_tokens
         completion_tokens = sum(choice.completion_tokens for choice in choices)
         return {
@@ -107,54 +125,42 @@ class ResponseWriter(ABC):
         """Returns a token's text as logprobs show it."""
         return f"token_id:{token}" if self.options.tokens_as_ids else self.served.vocabulary.text(token)
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._envelope, "object": self.part, "choices": choices, **self._fingerprint}
+    def _chunk(self, choices: list[Choice]) -> Chunk:
+        chunk = self._begin_chunk(choices)
+        self._add_echoed(chunk)
         if self.options.usage or self.options.running_usage:
             chunk["usage"] = self.usage() if self.options.running_usage else None
         return chunk
 
-    def _policy(self, choice: ChoiceStream, ended: bool) -> dict[str, Any]:
-        """What trainers are told; and where several adapters share the traffic, which of them answered."""
+    def _add_echoed(self, response: EchoedFields) -> None:
+        response.update(self.options.echoed)
+
+    def _add_policy(self, part: PolicyChoice, choice: ChoiceStream, ended: bool) -> None:
+        """Adds what trainers are told; and where several adapters share the traffic, which of them answered."""
         if not self.options.policy and not self.generation.is_arm:
-            return {}
+            return
         version = self.generation.version
-        found: dict[str, Any] = {
-            "policy_version": choice.policy_version,
-            "lora_adapter": "base" if version is None else version.name,
-        }
+        part["policy_version"] = choice.policy_version
+        part["lora_adapter"] = "base" if version is None else version.name
         if ended:
-            found |= {"policy_spans": choice.policy_spans, "mixed_policy": choice.mixed_policy}
+            part["policy_spans"] = choice.policy_spans
+            part["mixed_policy"] = choice.mixed_policy
         if self.generation.rewards is not None:
-            found["reward"] = self.generation.rewards.get(choice.index)
-        return found
+            part["reward"] = self.generation.rewards.get(choice.index)
 
     def _frame(self, choice: ChoiceStream) -> tuple[bytes, bytes]:
         """The bytes around a chunk's text. The mark between them needs no escaping and can't occur elsewhere."""
-        mark = f"\x00{self._envelope['id']}"
+        mark = f"\x00{self.id}"
         before, after = event(self._chunk([self._skeleton(choice, mark)])).split(orjson.dumps(mark), 1)
         return before, after
 
-    def _whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {
-            **self._envelope,
-            "object": self.whole,
-            "choices": choices,
-            "usage": self.usage(),
-            **self._fingerprint,
-            **more,
-        }
 
-
-def finite(logprob: float) -> float | None:
-    return None if logprob != logprob else max(logprob, LOWEST_LOGPROB)
-
-
-def prompt_logprobs(entries: Sequence[TokenLogprob | None], vocabulary: Vocabulary) -> list[dict[str, Any] | None]:
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], vocabulary: Vocabulary) -> PromptLogprobs:
     """vLLM's shape: per prompt token an object from token id to its logprob; null for the first."""
     return [None if entry is None else _by_id(entry, vocabulary) for entry in entries]
 
 
-def _by_id(entry: TokenLogprob, vocabulary: Vocabulary) -> dict[str, Any]:
+def _by_id(entry: TokenLogprob, vocabulary: Vocabulary) -> dict[str, PromptTokenLogprob]:
     ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
     return {
         str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": vocabulary.text(token)}

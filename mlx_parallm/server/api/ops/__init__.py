@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
-from typing import Literal
+from typing import Annotated, Literal, NotRequired
 
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mlx_parallm.errors import NotFoundError
 from mlx_parallm.metrics import EngineMetrics
@@ -18,19 +19,20 @@ from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
 from mlx_parallm.server.http.routing import add_routes
-from mlx_parallm.server.http.schema import AnswerBody
+from mlx_parallm.server.http.schema import response_body
 
 log = logging.getLogger(__name__)
 
 
-class Health(AnswerBody):
-    model_config = ConfigDict(json_schema_extra={"example": {"status": "healthy", "model_loaded": True}})
+@response_body
+class Health(TypedDict):
     status: Literal["healthy", "draining", "unhealthy"]
     model_loaded: bool
-    reason: str | None = None
+    reason: NotRequired[str]
 
 
-class MetricsSummary(AnswerBody):
+@response_body
+class MetricsSummary(TypedDict):
     """What /metrics answers to `Accept: application/json`."""
 
     current_policy_version: int
@@ -39,10 +41,11 @@ class MetricsSummary(AnswerBody):
     flush_interval_ms: float
 
 
-class DebugMetrics(AnswerBody):
+@response_body
+class DebugMetrics(TypedDict):
     batches_processed: int
     avg_batch_fill_pct: float
-    batch_fill_hist: list[int] = Field(description="Decode steps by how full the batch was, in tenths")
+    batch_fill_hist: Annotated[list[int], Field(description="Decode steps by how full the batch was, in tenths")]
     queue_depth_last: int
     stream_batches_processed: int
     prompt_tps_last: float
@@ -54,34 +57,48 @@ class DebugMetrics(AnswerBody):
     slots_free: int
     kv_bytes: int
     kv_bytes_limit: int
-    memory: dict[str, int] = Field(description="The budget in bytes: the process's limit, and what each part may hold")
+    memory: Annotated[
+        dict[str, int], Field(description="The budget in bytes: the process's limit, and what each part may hold")
+    ]
     active_memory: int
     peak_memory: int
-    serving_peak_memory: int = Field(description="The same without the pieces of updates")
-    spare_memory: int = Field(description="Bytes that MLX keeps for what comes next")
+    serving_peak_memory: Annotated[int, Field(description="The same without the pieces of updates")]
+    spare_memory: Annotated[int, Field(description="Bytes that MLX keeps for what comes next")]
     steps: int
-    decode: dict[str, float] = Field(description="Its steps, seconds to start them, and seconds waited for them")
-    prefill: dict[str, float] = Field(description="The same for prompts")
+    decode: Annotated[
+        dict[str, float], Field(description="Its steps, seconds to start them, and seconds waited for them")
+    ]
+    prefill: Annotated[dict[str, float], Field(description="The same for prompts")]
     prompt_tokens: int
     generated_tokens: int
     cached_tokens: int
     requests_finished: dict[str, int]
     requests_rejected: int
     preemptions: int
-    faults: int = Field(description="Device faults after which all running rows were computed again")
+    faults: Annotated[int, Field(description="Device faults after which all running rows were computed again")]
     deduplicated: int
-    adapter_seconds: dict[str, float] = Field(
-        description="Of the engine's time, for each adapter published, brought in or put beside others"
-    )
-    prefix: dict[str, int] = Field(description="The prefix cache: lookups, hits, hit_tokens, evictions, blocks, bytes")
-    background: dict[str, float] = Field(description="Training: its steps and seconds, and the longest wait for it")
-    predictions: dict[str, float] = Field(description="The same for models that predict")
-    ssd: dict[str, int] = Field(description="Its tier on SSD: files, bytes, reads, writes, dropped, damaged, pruned")
-    models: dict[str, "DebugMetrics"] | None = Field(None, description="Each model's own, when several are served")
+    adapter_seconds: Annotated[
+        dict[str, float],
+        Field(description="Of the engine's time, for each adapter published, brought in or put beside others"),
+    ]
+    prefix: Annotated[
+        dict[str, int], Field(description="The prefix cache: lookups, hits, hit_tokens, evictions, blocks, bytes")
+    ]
+    background: Annotated[
+        dict[str, float], Field(description="Training: its steps and seconds, and the longest wait for it")
+    ]
+    predictions: Annotated[dict[str, float], Field(description="The same for models that predict")]
+    ssd: Annotated[
+        dict[str, int], Field(description="Its tier on SSD: files, bytes, reads, writes, dropped, damaged, pruned")
+    ]
+    models: NotRequired[
+        Annotated[dict[str, "DebugMetrics"] | None, Field(description="Each model's own, when several are served")]
+    ]
 
 
-class Flushed(AnswerBody):
-    success: bool = Field(description="Whether the engine's books balance")
+@response_body
+class Flushed(TypedDict):
+    success: Annotated[bool, Field(description="Whether the engine's books balance")]
     flushed_blocks: int
 
 
@@ -99,22 +116,22 @@ class Operations:
         """200 while requests are served; 503 once the engine has died or the server shuts down, with the reason."""
         if dead := [served for served in self._models if served.client.failure is not None]:
             reason = f"{dead[0].name}: {dead[0].client.failure}"
-            return JSONResponse({"status": "unhealthy", "model_loaded": False, "reason": reason}, 503)
+            return JSONResponse(Health(status="unhealthy", model_loaded=False, reason=reason), 503)
         if self._state.draining:
-            body = {"status": "draining", "model_loaded": True, "reason": "the server is shutting down"}
-            return JSONResponse(body, 503)
-        return JSONResponse({"status": "healthy", "model_loaded": True})
+            reason = "the server is shutting down"
+            return JSONResponse(Health(status="draining", model_loaded=True, reason=reason), 503)
+        return JSONResponse(Health(status="healthy", model_loaded=True))
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text, or with `Accept: application/json` a summary."""
         if "application/json" not in request.headers.get("accept", ""):
             return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
-        summary = {
-            "current_policy_version": next((one.adapters.served_version for one in self._models), 0),
-            "queue_depth": sum(served.client.metrics.queue_depth for served in self._models),
-            "max_batch_size": self._config.batch.max_batch_size,
-            "flush_interval_ms": 1000 * self._config.batch.batch_timeout,
-        }
+        summary = MetricsSummary(
+            current_policy_version=next((one.adapters.served_version for one in self._models), 0),
+            queue_depth=sum(served.client.metrics.queue_depth for served in self._models),
+            max_batch_size=self._config.batch.max_batch_size,
+            flush_interval_ms=1000 * self._config.batch.batch_timeout,
+        )
         return JSONResponse(summary)
 
     async def cluster(self) -> Response:
@@ -131,13 +148,15 @@ class Operations:
             except AssertionError as error:
                 log.error("the books of %s do not balance: %s", served.name, error)
                 balanced = False
-        return JSONResponse({"success": balanced, "flushed_blocks": flushed})
+        return JSONResponse(Flushed(success=balanced, flushed_blocks=flushed))
 
     async def debug_metrics(self) -> Response:
         """Counters since the start; those of the first model, and of each when there are several."""
         answer = debug_summary(next((served.client.metrics for served in self._models), EngineMetrics()))
         models = {served.name: debug_summary(served.client.metrics) for served in self._models}
-        return JSONResponse(answer | ({"models": models} if len(models) > 1 else {}))
+        if len(models) > 1:
+            answer["models"] = models
+        return JSONResponse(answer)
 
 
 CLUSTER_PATH = "/debug/cluster"  # the front of replicas answers it, where --share-model says so

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.policy_spans import as_lists, spans_between
-from mlx_parallm.server.api.predict.bodies import ActBody
+from mlx_parallm.server.api.predict.bodies import ActBody, Acted
 from mlx_parallm.server.api.predict.predict import json_of, off_loop, query, validated
 from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.context import ServerContext
@@ -255,15 +255,23 @@ async def _respond(
     version = max(result.version for result in results)
     if wants_safetensors(request):
         tensors |= {f"new_hidden_states.{key}": array for key, array in states.items()}
-        return respond(tensors, {"model_id": name, "policy_version": str(version)}, {}, True)
+        return respond(tensors, {"model_id": name, "policy_version": str(version)}, None)
 
-    def write(_: bytes) -> dict[str, Any]:
-        answer: dict[str, Any] = {"model_id": name}
-        answer |= {key: written(key, array, body.encoding) for key, array in tensors.items()}
+    def write(_: bytes) -> Acted:
+        texts = {key: written(key, array, body.encoding) for key, array in tensors.items()}
+        answer = Acted(
+            model_id=name,
+            actions=texts["actions"],
+            action_log_probs=texts["action_log_probs"],
+            policy_version=version,
+            policy_spans=spans(results),
+        )
+        if "value_estimates" in texts:
+            answer["value_estimates"] = texts["value_estimates"]
         if states:
             answer["new_hidden_states"] = {key: written(key, one, body.encoding) for key, one in states.items()}
         if new is not None:
             answer["new_sessions"] = new
-        return answer | {"policy_version": version, "policy_spans": spans(results)}
+        return answer
 
-    return respond(tensors, {}, await off_loop(request, write), False)
+    return respond(tensors, {}, await off_loop(request, write))

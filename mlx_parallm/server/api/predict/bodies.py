@@ -1,12 +1,13 @@
 """Bodies and answers of `/v1/predict` and `/v1/rl/act`."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from mlx_parallm.sampling_params import INT64
-from mlx_parallm.server.http.schema import AnswerBody, Body
+from mlx_parallm.server.http.schema import Body, response_body
 
 MAX_SESSIONS = 4096  # of a request
 ENCODED = {"data": "AACAPwAAAEAAAEBAAACAQA==", "shape": [1, 4], "dtype": "float32"}
@@ -26,10 +27,8 @@ class PredictBody(Body):
     encoding: Literal["json", "base64"] = Field("json", description="Of the outputs")
 
 
-class Predicted(AnswerBody):
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"model_id": "iris", "outputs": {"probabilities": [[0.98, 0.02, 0.0]]}}}
-    )
+@response_body
+class Predicted(TypedDict):
     model_id: str
     outputs: dict[str, Any]
 
@@ -72,24 +71,15 @@ class ActBody(Body):
         return self
 
 
-class Acted(AnswerBody):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "model_id": "cartpole",
-                "actions": [1],
-                "action_log_probs": [-0.31],
-                "value_estimates": [21.4],
-                "policy_version": 1,
-                "policy_spans": [[0, 1, 1]],
-            }
-        }
-    )
+@response_body
+class Acted(TypedDict):
     model_id: str
     actions: Any
     action_log_probs: Any
-    value_estimates: Any = None
-    new_hidden_states: dict[str, Any] | None = Field(None, description="Of recurrent policies without a session")
-    new_sessions: list[str] | None = Field(None, description="Sessions that began with this request")
-    policy_version: int = Field(description="Of the weights that acted; the newest, where rows differ")
-    policy_spans: list[list[int]] = Field(description="[first row, end, version]")
+    value_estimates: NotRequired[Any]
+    new_hidden_states: NotRequired[
+        Annotated[dict[str, Any], Field(description="Of recurrent policies without a session")]
+    ]
+    new_sessions: NotRequired[Annotated[list[str], Field(description="Sessions that began with this request")]]
+    policy_version: Annotated[int, Field(description="Of the weights that acted; the newest, where rows differ")]
+    policy_spans: Annotated[list[list[int]], Field(description="[first row, end, version]")]

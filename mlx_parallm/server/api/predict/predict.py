@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.api.predict.bodies import PredictBody
+from mlx_parallm.server.api.predict.bodies import PredictBody, Predicted
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.schema import Body
 from mlx_parallm.server.tensor_bodies import (
@@ -56,13 +56,13 @@ class PredictRoutes:
             found = await model.predict(await off_loop(request, read), request)
         outputs = {name: join([part[name] for part in found]) for name in found[0]}
         raw = wants_safetensors(request)
-        answer = {} if raw else await off_loop(request, lambda _: _written(model.name, outputs, body))
-        return respond(outputs, {"model_id": model.name}, answer, raw)
+        answer = None if raw else await off_loop(request, lambda _: _written(model.name, outputs, body))
+        return respond(outputs, {"model_id": model.name}, answer)
 
 
-def _written(name: str, outputs: dict[str, Array], body: PredictBody) -> dict[str, Any]:
+def _written(name: str, outputs: dict[str, Array], body: PredictBody) -> Predicted:
     tensors = {key: written(key, array, body.encoding) for key, array in outputs.items()}
-    return {"model_id": name, "outputs": tensors}
+    return Predicted(model_id=name, outputs=tensors)
 
 
 async def off_loop(request: Request, work: Callable[[bytes], T]) -> T:

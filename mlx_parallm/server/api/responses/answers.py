@@ -1,22 +1,26 @@
 """The answers of `/v1/responses` and of the routes of stored responses."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
-from mlx_parallm.server.http.schema import AnswerBody
-
-
-class InputTokensDetails(AnswerBody):
-    cached_tokens: int = Field(description="Input tokens that were computed before and reused")
-    cache_write_tokens: int = Field(description="Not counted here: 0")
+from mlx_parallm.server.http.schema import response_body
 
 
-class OutputTokensDetails(AnswerBody):
+@response_body
+class InputTokensDetails(TypedDict):
+    cached_tokens: Annotated[int, Field(description="Input tokens that were computed before and reused")]
+    cache_write_tokens: Annotated[int, Field(description="Not counted here: 0")]
+
+
+@response_body
+class OutputTokensDetails(TypedDict):
     reasoning_tokens: int
 
 
-class ResponseUsage(AnswerBody):
+@response_body
+class ResponseUsage(TypedDict):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -24,19 +28,22 @@ class ResponseUsage(AnswerBody):
     total_tokens: int
 
 
-class ResponseFailure(AnswerBody):
+@response_body
+class ResponseFailure(TypedDict):
     code: str
     message: str
 
 
-class IncompleteDetails(AnswerBody):
+@response_body
+class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseAnswer(AnswerBody):
+@response_body
+class ResponseAnswer(TypedDict):
     id: str
     object: Literal["response"]
-    created_at: int = Field(description="Seconds since 1970")
+    created_at: Annotated[int, Field(description="Seconds since 1970")]
     status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
     completed_at: int | None
@@ -47,14 +54,14 @@ class ResponseAnswer(AnswerBody):
     max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
-    output: list[dict[str, Any]] = Field(description="reasoning, message, function_call, custom_tool_call, …")
+    output: Annotated[list[dict[str, Any]], Field(description="reasoning, message, function_call, custom_tool_call, …")]
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
     safety_identifier: str | None
     service_tier: Literal["default"]
-    store: bool = Field(description="Whether the response is kept")
+    store: Annotated[bool, Field(description="Whether the response is kept")]
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -66,13 +73,15 @@ class ResponseAnswer(AnswerBody):
     user: str | None
 
 
-class ResponseDeleted(AnswerBody):
+@response_body
+class ResponseDeleted(TypedDict):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
-class InputItemList(AnswerBody):
+@response_body
+class InputItemList(TypedDict):
     object: Literal["list"]
     data: list[dict[str, Any]]
     first_id: str | None
@@ -80,6 +89,7 @@ class InputItemList(AnswerBody):
     has_more: bool
 
 
-class InputTokenCount(AnswerBody):
+@response_body
+class InputTokenCount(TypedDict):
     object: Literal["response.input_tokens"]
     input_tokens: int

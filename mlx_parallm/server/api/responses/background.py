@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.api.responses.writer import Response, ResponsesWriter
+from mlx_parallm.server.api.responses.answers import ResponseAnswer
+from mlx_parallm.server.api.responses.writer import ResponsesWriter
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
 
@@ -31,7 +32,7 @@ class BackgroundResponse:
         else:
             self.writer.answer([self._collected])
 
-    def cancel(self) -> Response:
+    def cancel(self) -> ResponseAnswer:
         self._generation.cancel()
         self._let_go()
         return self.writer.cancelled()

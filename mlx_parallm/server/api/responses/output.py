@@ -12,6 +12,7 @@ import orjson
 from mlx_parallm.server.api.responses.input_items import encode_reasoning
 from mlx_parallm.server.api.responses.items import new_id
 from mlx_parallm.server.api.responses.tools import OfferedTool, ToolUse
+from mlx_parallm.server.generation.token_logprobs import TokenLogprobs
 from mlx_parallm.text.parsers.calls import CallDelta, Piece
 
 
@@ -58,10 +59,10 @@ class OpenPart(OpenItem):
 
     def __init__(self, emit: Emit, index: int, item: dict[str, Any]) -> None:
         super().__init__(emit, index, {**item, "content": []})
-        self.logprobs: list[dict[str, Any]] = []
+        self.logprobs: list[TokenLogprobs] = []
         self._event("content_part.added", content_index=0, part=self._part(""))
 
-    def write(self, text: str, logprobs: list[dict[str, Any]]) -> None:
+    def write(self, text: str, logprobs: list[TokenLogprobs]) -> None:
         self.add(text)
         self.logprobs += logprobs
         self._event(f"{self.events}.delta", content_index=0, delta=text, **self._scores(logprobs))
@@ -75,7 +76,7 @@ class OpenPart(OpenItem):
     def _part(self, text: str) -> dict[str, Any]:
         return {"type": self.part, "text": text}
 
-    def _scores(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _scores(self, logprobs: list[TokenLogprobs]) -> dict[str, Any]:
         return {}
 
 
@@ -89,7 +90,7 @@ class OpenMessage(OpenPart):
     def _part(self, text: str) -> dict[str, Any]:
         return {"type": self.part, "text": text, "annotations": [], "logprobs": self.logprobs}
 
-    def _scores(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _scores(self, logprobs: list[TokenLogprobs]) -> dict[str, Any]:
         return {"logprobs": logprobs}
 
 
@@ -180,7 +181,7 @@ class OutputBuilder:
     def items(self) -> list[dict[str, Any]]:
         return [item.item for item in self._items]
 
-    def add(self, piece: Piece, logprobs: Sequence[dict[str, Any]] = ()) -> None:
+    def add(self, piece: Piece, logprobs: Sequence[TokenLogprobs] = ()) -> None:
         calls = list(piece.calls)
         while calls and calls[0].name is None:  # the rest of a call that was open before any text of this piece
             self._continue_call(calls.pop(0))
@@ -199,7 +200,7 @@ class OutputBuilder:
             self._message().write(self._space, [])
         self._close(status)
 
-    def _write(self, text: str, logprobs: list[dict[str, Any]]) -> None:
+    def _write(self, text: str, logprobs: list[TokenLogprobs]) -> None:
         if not isinstance(self._open, OpenMessage) and not logprobs and not text.strip():
             self._space += text
             return

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import orjson
 
 from mlx_parallm.errors import InvalidRequestError, NotFoundError, UnavailableError
 from mlx_parallm.server.api.responses.alive import ServerLock, is_alive
+from mlx_parallm.server.api.responses.answers import ResponseAnswer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    response: Mapping[str, Any]  # as clients get it
+    response: ResponseAnswer
     input: Sequence[Item]
     abandoned: bool = False  # the server that computes it has stopped
 
@@ -206,7 +207,8 @@ class ResponseStore:
         except ValueError:
             raise NotFoundError(f"the response {identity[:100]!r} {DAMAGED}", param="response_id") from None
         abandoned = response["status"] == "in_progress" and not is_alive(self._path.parent, server or "")
-        return StoredResponse({**response, "output": output}, given, abandoned)
+        response["output"] = output
+        return StoredResponse(response, given, abandoned)
 
     def _chain(self, owner: str, identity: str) -> list[Item]:
         if not self.keeps:

@@ -12,12 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, NotFoundError, ParallmError, UnavailableError
+from mlx_parallm.server.api.responses.answers import (
+    InputItemList,
+    InputTokenCount,
+    ResponseAnswer,
+    ResponseDeleted,
+    ResponseFailure,
+)
 from mlx_parallm.server.api.responses.background import BackgroundResponse
 from mlx_parallm.server.api.responses.bodies import MAX_ITEMS, ResponseBody
 from mlx_parallm.server.api.responses.input_items import PlacedItem, PromptMessage, prompt_messages, shortened
 from mlx_parallm.server.api.responses.items import InputItem, InputMessage, ItemReference, read_item, stored_items
 from mlx_parallm.server.api.responses.response_store import Item, ResponseStore, StoredResponse
-from mlx_parallm.server.api.responses.writer import Response, ResponsesWriter
+from mlx_parallm.server.api.responses.writer import ResponsesWriter
 from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.generation.call import ChatTurn, GenerationCall, Structure
 from mlx_parallm.server.generation.http_call import Generation
@@ -52,9 +59,9 @@ class ResponseRoutes:
         generation = await self._prepare(body, await self._context(body, owner, items), request)
         stores = body.store and self._store.keeps
 
-        writes: list[tuple[Response, Future[bool]]] = []
+        writes: list[tuple[ResponseAnswer, Future[bool]]] = []
 
-        def keep(response: Response) -> None:
+        def keep(response: ResponseAnswer) -> None:
             self._running.pop(response["id"], None)
             if stores:
                 stored = StoredResponse(response, kept)
@@ -102,7 +109,7 @@ class ResponseRoutes:
         owner = owner_of(request)
         items = await self._input(body, owner)
         generation = await self._prepare(body, await self._context(body, owner, items), request)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": generation.prompt_tokens})
+        return JSONResponse(InputTokenCount(object="response.input_tokens", input_tokens=generation.prompt_tokens))
 
     async def retrieve(self, response_id: ResponseId, request: Request) -> HttpResponse:
         """A stored response, or one that runs in the background."""
@@ -117,7 +124,7 @@ class ResponseRoutes:
             running.cancel()
         self._unwritten.pop((owner_of(request), response_id), None)
         await self._store.delete(owner_of(request), response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        return JSONResponse(ResponseDeleted(id=response_id, object="response", deleted=True))
 
     async def cancel(self, response_id: ResponseId, request: Request) -> HttpResponse:
         """Ends a response that runs in the background. One that has ended stays as it is."""
@@ -154,8 +161,15 @@ class ResponseRoutes:
                 raise InvalidRequestError("after: there is no such item", param="after", code="invalid_value")
             items = items[places[0] + 1 :]
         page = items[: int(limit)]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+        return JSONResponse(
+            InputItemList(
+                object="list",
+                data=page,
+                first_id=page[0]["id"] if page else None,
+                last_id=page[-1]["id"] if page else None,
+                has_more=len(items) > len(page),
+            )
+        )
 
     async def _find(self, response_id: str, request: Request) -> StoredResponse:
         runs = response_id in self._running  # looked up first: one that ends now is stored after this `get`
@@ -165,7 +179,8 @@ class ResponseRoutes:
         if found is None:
             raise NotFoundError(f"there is no response {response_id[:100]!r} here", param="response_id")
         if found.abandoned and not runs:
-            error = {"code": "server_error", "message": "the server that computed it has stopped before its end"}
+            message = "the server that computed it has stopped before its end"
+            error = ResponseFailure(code="server_error", message=message)
             return StoredResponse({**found.response, "status": "failed", "error": error}, found.input)
         return found
 

@@ -5,21 +5,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_parallm.errors import ParallmError, QueueFullError
+from mlx_parallm.server.api.responses.answers import (
+    IncompleteDetails,
+    ResponseAnswer,
+    ResponseFailure,
+    ResponseUsage,
+)
 from mlx_parallm.server.api.responses.bodies import ENCRYPTED, ResponseBody
 from mlx_parallm.server.api.responses.output import OutputBuilder
 from mlx_parallm.server.api.responses.tools import ToolChoiceBody
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
 from mlx_parallm.server.generation.responses import one_line
+from mlx_parallm.server.generation.token_logprobs import TokenLogprobs, token_logprobs
 from mlx_parallm.server.http.schema import Body
-from mlx_parallm.text.detokenize import Vocabulary
 from mlx_parallm.text.parsers.calls import Piece
 from mlx_parallm.types import TokenLogprob
 
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-ABORTED = {"code": "server_error", "message": "the server was told to stop what it was generating"}
-
-Response = dict[str, Any]
+ABORTED = ResponseFailure(code="server_error", message="the server was told to stop what it was generating")
 
 
 class ResponsesWriter:
@@ -29,7 +32,7 @@ class ResponsesWriter:
     media_type = b"text/event-stream; charset=utf-8"
 
     def __init__(
-        self, body: ResponseBody, generation: Generation, keep: Callable[[Response], None], *, stores: bool
+        self, body: ResponseBody, generation: Generation, keep: Callable[[ResponseAnswer], None], *, stores: bool
     ) -> None:
         self._generation = generation
         self._logprobs = body.wants_logprobs
@@ -38,14 +41,14 @@ class ResponsesWriter:
         self._number = 2  # of the next event: the first two open the stream, when some others are written already
         self._builder = OutputBuilder(body.tool_use, self._emit, encoded_reasoning=ENCRYPTED in body.include)
         self._start = _envelope(body, generation, stores)
-        self._final: Response | None = None
+        self._final: ResponseAnswer | None = None
 
     @property
     def id(self) -> str:
         return str(self._start["id"])
 
-    def in_progress(self) -> Response:
-        return dict(self._start)
+    def in_progress(self) -> ResponseAnswer:
+        return self._start.copy()
 
     def opening(self) -> bytes:
         return _event("response.created", 0, response=self._start) + _event(
@@ -56,7 +59,7 @@ class ResponsesWriter:
         self._builder.add(update.piece, self._scores(update.logprobs))
         return self._taken()
 
-    def finish(self, error: ParallmError | None = None) -> Response:
+    def finish(self, error: ParallmError | None = None) -> ResponseAnswer:
         """The response as it ends, which `keep` has been given; once."""
         if self._final is None:
             self._final = self.ended() if error is None else self.failed(error)
@@ -71,37 +74,45 @@ class ResponsesWriter:
         self._emit("response.failed", response=self.finish(error))
         return self._taken()
 
-    def answer(self, results: Sequence[Collected]) -> Response:
+    def answer(self, results: Sequence[Collected]) -> ResponseAnswer:
         [result] = results
         piece = Piece("".join(result.content), "".join(result.reasoning), tuple(result.calls))
         reasoned = self._generation.choices[0].reasoning_tokens
         self._builder.add(piece, self._scores(result.logprobs[reasoned:]))
         return self.finish()
 
-    def ended(self) -> Response:
+    def ended(self) -> ResponseAnswer:
         """The response when all has been generated."""
         reason = self._generation.choices[0].finish_reason
         complete = reason not in ("length", "abort")
         self._builder.finish("completed" if complete else "incomplete")
-        response = {**self._start, "output": self._builder.items, "usage": self._usage()}
+        response = self._start.copy()
+        response["output"] = self._builder.items
+        response["usage"] = self._usage()
         if complete:
-            response |= {"status": "completed", "completed_at": int(time.time())}
+            response["status"] = "completed"
+            response["completed_at"] = int(time.time())
         elif reason == "length":
-            response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            response["status"] = "incomplete"
+            response["incomplete_details"] = IncompleteDetails(reason="max_output_tokens")
         else:
-            response |= {"status": "failed", "error": ABORTED}
+            response["status"] = "failed"
+            response["error"] = ABORTED
         self._keep(response)
         return response
 
-    def failed(self, error: ParallmError) -> Response:
+    def failed(self, error: ParallmError) -> ResponseAnswer:
         code = "rate_limit_exceeded" if isinstance(error, QueueFullError) else error.code or "server_error"
-        found = {"code": code, "message": error.message}
-        response = {**self._start, "status": "failed", "error": found, "output": self._builder.items}
+        response = self._start.copy()
+        response["status"] = "failed"
+        response["error"] = ResponseFailure(code=code, message=error.message)
+        response["output"] = self._builder.items
         self._keep(response)
         return response
 
-    def cancelled(self) -> Response:
-        response = {**self._start, "status": "cancelled"}
+    def cancelled(self) -> ResponseAnswer:
+        response = self._start.copy()
+        response["status"] = "cancelled"
         self._keep(response)
         return response
 
@@ -114,7 +125,7 @@ class ResponsesWriter:
         self._pending.clear()
         return data
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> ResponseUsage:
         [choice] = self._generation.choices
         prompt = self._generation.prompt_tokens
         return {
@@ -125,17 +136,11 @@ class ResponsesWriter:
             "total_tokens": prompt + choice.completion_tokens,
         }
 
-    def _scores(self, entries: Sequence[tuple[TokenLogprob, int]]) -> list[dict[str, Any]]:
+    def _scores(self, entries: Sequence[tuple[TokenLogprob, int]]) -> list[TokenLogprobs]:
         if not self._logprobs:
             return []
         vocabulary = self._generation.served.vocabulary
-        return [
-            {
-                **_token(vocabulary, entry.token, entry.logprob),
-                "top_logprobs": [_token(vocabulary, token, logprob) for token, logprob in entry.top],
-            }
-            for entry, _ in entries
-        ]
+        return [token_logprobs(vocabulary, entry) for entry, _ in entries]
 
 
 def _event(kind: str, number: int, **fields: Any) -> bytes:
@@ -143,13 +148,7 @@ def _event(kind: str, number: int, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + content + b"\n\n"
 
 
-def _token(vocabulary: Vocabulary, token: int, logprob: float) -> dict[str, Any]:
-    spelled = vocabulary.spell(token)
-    found = None if logprob != logprob else max(logprob, LOWEST_LOGPROB)
-    return {"token": spelled.decode("utf-8", "replace"), "logprob": found, "bytes": list(spelled)}
-
-
-def _envelope(body: ResponseBody, generation: Generation, stores: bool) -> Response:
+def _envelope(body: ResponseBody, generation: Generation, stores: bool) -> ResponseAnswer:
     """The response before anything has been generated: mostly what was asked for."""
     text, reasoning = body.text, body.reasoning
     shape = _plain(text.format) if text and text.format else {"type": "text"}

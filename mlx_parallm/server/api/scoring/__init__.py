@@ -7,16 +7,24 @@ reranker's is that of a pair.
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.api.scoring.answers import Classifications, Ranking, Scored
+from mlx_parallm.server.api.scoring.answers import (
+    Classification,
+    Classifications,
+    Counted,
+    RankedDocument,
+    Ranking,
+    Score,
+    Scored,
+)
 from mlx_parallm.server.api.scoring.bodies import ClassifyBody, RerankBody, RewardBody, ScoreBody
-from mlx_parallm.server.api.scoring.labels import classification, entities, probabilities
+from mlx_parallm.server.api.scoring.labels import add_classification, entities, probabilities
 from mlx_parallm.server.api.scoring.reward_route import RewardModels
 from mlx_parallm.server.api.scoring.text_pairs import score_pairs
 from mlx_parallm.server.auth.caller import current_caller
@@ -50,11 +58,11 @@ class ScoringRoutes:
             )
             outputs = await model.predict([one.input for one in encoded], request)
             data = [
-                {"index": place, "object": "classification", "num_classes": len(model.info.labels)}
-                | _classified(model, logits, one, body)
+                _classified(model, place, logits, one, body)
                 for place, (logits, one) in enumerate(zip(outputs, encoded, strict=True))
             ]
-            return JSONResponse(_envelope("classify", model.name, data, encoded))
+            counted = _counted("classify", model.name, sum(len(one.input.tokens) for one in encoded))
+            return JSONResponse(Classifications(data=data, **counted))
 
     async def reward(self, body: RewardBody, request: Request) -> Response:
         """A number for each text or conversation: how good the reward model thinks it is."""
@@ -86,7 +94,7 @@ class ScoringRoutes:
         """Does the same as /v1/rerank; documents come back only with `return_documents`."""
         return await self._rerank(body, request, "2")
 
-    async def _rerank(self, body: RerankBody, request: Request, version: str) -> Response:
+    async def _rerank(self, body: RerankBody, request: Request, version: Literal["1", "2"]) -> Response:
         name = self._first(body.model, _compares, _embeds)
         async with self._context.predictors.use(name, *RERANKERS, request=request) as model:
             truncation = body.truncation(second=body.max_tokens_per_doc)
@@ -94,10 +102,10 @@ class ScoringRoutes:
             scores, count = await score_pairs(model, body.pairs, self._context.tokenizers, truncation, names, request)
             with_documents = version == "1" if body.return_documents is None else body.return_documents
             order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
-            results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in order]
+            results = [RankedDocument(index=place, relevance_score=scores[place]) for place in order]
             for result in results if with_documents else ():
                 result["document"] = body.documents[result["index"]].model_dump()
-            answer = {
+            ranking: Ranking = {
                 "id": f"rerank-{uuid.uuid4().hex}",
                 "model": model.name,
                 "results": results,
@@ -108,7 +116,7 @@ class ScoringRoutes:
                     "tokens": {"input_tokens": count},
                 },
             }
-            return JSONResponse(answer)
+            return JSONResponse(ranking)
 
     def _first(self, name: str | None, *suitable: Callable[[PredictorInfo], bool]) -> str | None:
         """Returns the name or, without one, the first model that suits, by the first test that any passes; None where
@@ -141,31 +149,31 @@ def _check_forms(info: ClassifierInfo, texts: Sequence[Any]) -> None:
         )
 
 
-def _classified(model: ServedPredictor, logits: Any, found: EncodedText, body: ClassifyBody) -> dict[str, Any]:
+def _classified(
+    model: ServedPredictor, place: int, logits: Any, found: EncodedText, body: ClassifyBody
+) -> Classification:
     info = model.info
     assert isinstance(info, ClassifierInfo)
+    result = Classification(index=place, object="classification", num_classes=len(info.labels))
     values = probabilities(logits, info.activation if body.use_activation else "identity")
     if info.per_token:
-        return {"entities": entities(info, values, found, model.tokenizer, body.aggregation == "simple")}
-    return classification(info, values)
+        result["entities"] = entities(info, values, found, model.tokenizer, body.aggregation == "simple")
+    else:
+        add_classification(info, values, result)
+    return result
 
 
-def _scored(model: str, kind: str, scores: Sequence[float], count: int) -> dict[str, Any]:
-    data = [{"index": place, "object": kind, "score": score} for place, score in enumerate(scores)]
-    return _list("score", model, data, count)
+def _scored(model: str, kind: Literal["reward", "score"], scores: Sequence[float], count: int) -> Scored:
+    data = [Score(index=place, object=kind, score=score) for place, score in enumerate(scores)]
+    return {**_counted("score", model, count), "data": data}
 
 
-def _envelope(prefix: str, model: str, data: list[dict[str, Any]], encoded: Sequence[EncodedText]) -> dict[str, Any]:
-    return _list(prefix, model, data, sum(len(one.input.tokens) for one in encoded))
-
-
-def _list(prefix: str, model: str, data: list[dict[str, Any]], count: int) -> dict[str, Any]:
+def _counted(prefix: str, model: str, count: int) -> Counted:
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
         "model": model,
-        "data": data,
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_parallm.server.api.scoring.answers import Entity, Labels
 from mlx_parallm.server.generation.text_inputs import EncodedText
 from mlx_parallm.types import ClassifierInfo
 
@@ -24,23 +25,18 @@ def probabilities(logits: NDArray[np.float32], activation: str) -> Values:
     return values
 
 
-def classification(info: ClassifierInfo, values: Values) -> dict[str, Any]:
-    """Returns the classification of a whole text."""
+def add_classification(info: ClassifierInfo, values: Values, result: Labels) -> None:
+    """Adds the classification of a whole text."""
     best = int(values.argmax())
-    answer: dict[str, Any] = {
-        "label": info.labels[best],
-        "score": float(values[best]),
-        "probs": values.tolist(),
-        "probabilities": dict(zip(info.labels, values.tolist(), strict=True)),
-    }
+    result["label"] = info.labels[best]
+    result["score"] = float(values[best])
+    result["probs"] = values.tolist()
+    result["probabilities"] = dict(zip(info.labels, values.tolist(), strict=True))
     if info.problem == "multi_label":
-        answer["labels"] = [label for label, value in zip(info.labels, values, strict=True) if value > 0.5]
-    return answer
+        result["labels"] = [label for label, value in zip(info.labels, values, strict=True) if value > 0.5]
 
 
-def entities(
-    info: ClassifierInfo, values: Values, found: EncodedText, tokenizer: Any, whole: bool
-) -> list[dict[str, Any]]:
+def entities(info: ClassifierInfo, values: Values, found: EncodedText, tokenizer: Any, whole: bool) -> list[Entity]:
     """Returns a text's tokens, special ones apart, that have a label, or with `whole` the entities that they form."""
     tokens = [_token(info, values[place], found, tokenizer, place) for place in _places(found)]
     if not whole:
@@ -56,25 +52,28 @@ def _places(found: EncodedText) -> Sequence[int]:
     return [place for place, special in enumerate(found.encoding.special_tokens_mask) if not special]
 
 
-def _token(info: ClassifierInfo, values: Values, found: EncodedText, tokenizer: Any, place: int) -> dict[str, Any]:
+def _token(info: ClassifierInfo, values: Values, found: EncodedText, tokenizer: Any, place: int) -> Entity:
     best = int(values.argmax())
     span = None if found.encoding is None else found.encoding.offsets[place]
-    token = {"label": info.labels[best], "score": float(values[best]), "index": place}
-    return token | _word(span, [place], found, tokenizer)
+    word, start, end = _word(span, [place], found, tokenizer)
+    return Entity(label=info.labels[best], score=float(values[best]), index=place, word=word, start=start, end=end)
 
 
-def _word(span: tuple[int, int] | None, places: Sequence[int], found: EncodedText, tokenizer: Any) -> dict[str, Any]:
+def _word(
+    span: tuple[int, int] | None, places: Sequence[int], found: EncodedText, tokenizer: Any
+) -> tuple[str, int | None, int | None]:
+    """Returns a word with the characters at which it starts and ends."""
     if span is None or found.text is None:
-        return {"word": tokenizer.decode([found.input.tokens[place] for place in places]), "start": None, "end": None}
+        return tokenizer.decode([found.input.tokens[place] for place in places]), None, None
     start, end = span
     while start < end and found.text[start].isspace():  # some tokenizers count the space before a word
         start += 1
-    return {"word": found.text[start:end], "start": start, "end": end}
+    return found.text[start:end], start, end
 
 
-def _groups(tokens: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def _groups(tokens: Sequence[Entity]) -> Iterator[list[Entity]]:
     """Neighbours of one type; B- begins a new entity."""
-    group: list[dict[str, Any]] = []
+    group: list[Entity] = []
     for token in tokens:
         if group and (token["label"].startswith("B-") or _type(token) != _type(group[-1])):
             yield group
@@ -84,12 +83,14 @@ def _groups(tokens: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield group
 
 
-def _type(token: dict[str, Any]) -> str:
-    label: str = token["label"]
+def _type(token: Entity) -> str:
+    label = token["label"]
     return label[2:] if label[:2] in ("B-", "I-") else label
 
 
-def _entity(group: Sequence[dict[str, Any]], found: EncodedText, tokenizer: Any) -> dict[str, Any]:
-    span = None if group[0]["start"] is None else (group[0]["start"], group[-1]["end"])
+def _entity(group: Sequence[Entity], found: EncodedText, tokenizer: Any) -> Entity:
+    first, last = group[0]["start"], group[-1]["end"]
+    span = None if first is None or last is None else (first, last)
     score = float(np.mean([token["score"] for token in group]))
-    return {"label": _type(group[0]), "score": score} | _word(span, [t["index"] for t in group], found, tokenizer)
+    word, start, end = _word(span, [token["index"] for token in group], found, tokenizer)
+    return Entity(label=_type(group[0]), score=score, word=word, start=start, end=end)

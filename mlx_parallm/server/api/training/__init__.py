@@ -30,6 +30,7 @@ from mlx_parallm.server.api.training.answers import (
     CheckpointWritten,
     FeedbackTaken,
     Rollout,
+    RolloutGroup,
     TrainingInternals,
     TrainingStatus,
     Updated,
@@ -92,17 +93,17 @@ class TrainingRoutes:
         )
         report = await _run(self._updates, work)
         return JSONResponse(
-            {
-                "policy_version": report.policy_version,
-                "published": report.published,
-                "loss": report.metrics.get("loss"),
-                "trajectories_used": report.used,
-                "trajectories_skipped": report.skipped,
-                "rolled_back": report.rolled_back,
-                "checkpoint": report.checkpoint,
-                "saved": report.saved,
-                "metrics": report.metrics,
-            }
+            Updated(
+                policy_version=report.policy_version,
+                published=report.published,
+                loss=report.metrics.get("loss"),
+                trajectories_used=report.used,
+                trajectories_skipped=report.skipped,
+                rolled_back=report.rolled_back,
+                checkpoint=report.checkpoint,
+                saved=report.saved,
+                metrics=report.metrics,
+            )
         )
 
     async def status(self, adapter: str | None = None) -> Response:
@@ -138,13 +139,13 @@ class TrainingRoutes:
             ),
         )
         return JSONResponse(
-            {
-                "status": "success",
-                "request_id": body.request_id,
-                "adapter": report.adapter,
-                "trajectories_buffered": report.buffered,
-                "trajectories_ready": report.ready,
-            }
+            FeedbackTaken(
+                status="success",
+                request_id=body.request_id,
+                adapter=report.adapter,
+                trajectories_buffered=report.buffered,
+                trajectories_ready=report.ready,
+            )
         )
 
     async def _answer_given(self, body: FeedbackBody, owner: str | None, request: Request) -> None:
@@ -176,7 +177,7 @@ class TrainingRoutes:
         """Adapter, optimiser and counters, in a folder that is there whole or not at all."""
         self._check_adapter(body.adapter)
         name, path = await _run(self._checkpoints, partial(self._training.checkpoint, body.adapter, body.name))
-        return JSONResponse({"status": "success", "checkpoint": name, "path": path})
+        return JSONResponse(CheckpointWritten(status="success", checkpoint=name, path=path))
 
     async def rollout(self, body: RolloutBody, request: Request) -> Response:
         """Answers of the current policy, scored; with `submit` they are learnt from. They wait in a queue of their own,
@@ -208,7 +209,7 @@ class TrainingRoutes:
             timeout=self._timeout,
         )
         groups = await self._rolled_out(call, caller, request)
-        return JSONResponse({"groups": [_group(group) for group in groups]})
+        return JSONResponse(Rollout(groups=[_group(group) for group in groups]))
 
     async def _rolled_out(
         self, call: RolloutCall, caller: Caller, request: Request
@@ -287,7 +288,7 @@ async def _run(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
-def _group(group: Sequence[RolloutSample]) -> dict[str, Any]:
+def _group(group: Sequence[RolloutSample]) -> RolloutGroup:
     return {
         "prompt_ids": group[0].prompt_ids,
         "samples": [

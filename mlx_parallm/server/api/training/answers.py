@@ -1,65 +1,82 @@
 """Answers of training's routes."""
 
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
-from mlx_parallm.server.http.schema import AnswerBody
+from mlx_parallm.server.http.schema import response_body
 
 
-class Updated(AnswerBody):
+@response_body
+class Updated(TypedDict):
     policy_version: int
     published: bool
     loss: float | None
     trajectories_used: int
-    trajectories_skipped: int = Field(description="Of groups whose rewards are all the same")
-    rolled_back: str | None = Field(description="The alarm that brought the last good version back")
+    trajectories_skipped: Annotated[int, Field(description="Of groups whose rewards are all the same")]
+    rolled_back: Annotated[str | None, Field(description="The alarm that brought the last good version back")]
     checkpoint: str | None
-    saved: bool = Field(description="It is on disk; false where it could not be written, and the log says why")
-    metrics: dict[str, float]
+    saved: Annotated[
+        bool, Field(description="It is on disk; false where it could not be written, and the log says why")
+    ]
+    metrics: Mapping[str, float]
 
 
-class TrainingStatus(AnswerBody):
+@response_body
+class TrainingStatus(TypedDict):
     training_enabled: bool
     policy_version: int
-    current_lora: str | None = None
-    updates: int | None = None
-    updates_published: int | None = None
-    updates_refused: int | None = None
-    rollbacks: int | None = None
-    trajectories_collected: int | None = None
-    trajectories_buffered: int | None = None
-    trajectories_ready: int | None = Field(None, description="That have others to be compared with")
-    trajectories_used: int | None = None
-    trajectories_flat: int | None = Field(None, description="Of groups without a difference, skipped")
-    trajectories_stale: int | None = None
-    trajectories_dropped: int | None = Field(None, description="To make room in the buffer")
-    trajectories_off_policy: int | None = None
-    last_update: float | None = None
-    last_refusal: str | None = None
-    loss: float | None = None
-    reward_mean: float | None = None
-    kl: float | None = Field(None, description="To the reference, nats a token, when last measured")
-    kl_measured_at_update: int | None = Field(None, description="The number of the update that measured it")
-    updates_per_second: float | None = None
-    metrics: dict[str, float] | None = Field(
-        None,
-        description="Of the last update: mismatch_kl, max_logprob_gap, clip_fraction, effective_sample_size, …",
-    )
-    history: list[dict[str, Any]] | None = Field(None, description="The last 100 updates, the oldest first")
-    available_checkpoints: list[str] | None = None
-    adapters: list[str] | None = None
-    scoring_functions: list[str] | None = None
-    scoring_failures: int | None = None
-    inference_share: float | None = None
-    measured_inference_share: float | None = None
-    longest_stall_seconds: float | None = None
-    training_seconds: float | None = None
-    atropos: dict[str, int] | None = Field(None, description="What the Atropos API has handed out")
-    environment: dict[str, Any] | None = Field(None, description="The Atropos environment that was started with it")
+    current_lora: NotRequired[str | None]
+    updates: NotRequired[int | None]
+    updates_published: NotRequired[int | None]
+    updates_refused: NotRequired[int | None]
+    rollbacks: NotRequired[int | None]
+    trajectories_collected: NotRequired[int | None]
+    trajectories_buffered: NotRequired[int | None]
+    trajectories_ready: NotRequired[Annotated[int | None, Field(description="That have others to be compared with")]]
+    trajectories_used: NotRequired[int | None]
+    trajectories_flat: NotRequired[Annotated[int | None, Field(description="Of groups without a difference, skipped")]]
+    trajectories_stale: NotRequired[int | None]
+    trajectories_dropped: NotRequired[Annotated[int | None, Field(description="To make room in the buffer")]]
+    trajectories_off_policy: NotRequired[int | None]
+    last_update: NotRequired[float | None]
+    last_refusal: NotRequired[str | None]
+    loss: NotRequired[float | None]
+    reward_mean: NotRequired[float | None]
+    kl: NotRequired[Annotated[float | None, Field(description="To the reference, nats a token, when last measured")]]
+    kl_measured_at_update: NotRequired[
+        Annotated[int | None, Field(description="The number of the update that measured it")]
+    ]
+    updates_per_second: NotRequired[float | None]
+    metrics: NotRequired[
+        Annotated[
+            dict[str, float] | None,
+            Field(
+                description="Of the last update: mismatch_kl, max_logprob_gap, clip_fraction, effective_sample_size, …"
+            ),
+        ]
+    ]
+    history: NotRequired[
+        Annotated[list[dict[str, Any]] | None, Field(description="The last 100 updates, the oldest first")]
+    ]
+    available_checkpoints: NotRequired[list[str] | None]
+    adapters: NotRequired[list[str] | None]
+    scoring_functions: NotRequired[list[str] | None]
+    scoring_failures: NotRequired[int | None]
+    inference_share: NotRequired[float | None]
+    measured_inference_share: NotRequired[float | None]
+    longest_stall_seconds: NotRequired[float | None]
+    training_seconds: NotRequired[float | None]
+    atropos: NotRequired[Annotated[dict[str, int] | None, Field(description="What the Atropos API has handed out")]]
+    environment: NotRequired[
+        Annotated[dict[str, Any] | None, Field(description="The Atropos environment that was started with it")]
+    ]
 
 
-class FeedbackTaken(AnswerBody):
+@response_body
+class FeedbackTaken(TypedDict):
     status: Literal["success"]
     request_id: str
     adapter: str
@@ -67,19 +84,21 @@ class FeedbackTaken(AnswerBody):
     trajectories_ready: int
 
 
-class CheckpointWritten(AnswerBody):
+@response_body
+class CheckpointWritten(TypedDict):
     status: Literal["success"]
     checkpoint: str
     path: str
 
 
-class TrainingInternals(AnswerBody):
+@response_body
+class TrainingInternals(TypedDict):
     adapter: str
     lora: dict[str, Any]
     config: dict[str, Any]
     updates: int
-    trainer_bytes: int = Field(description="LoRA parameters and the optimiser's")
-    activation_bytes: int = Field(description="The most that a micro-batch has taken")
+    trainer_bytes: Annotated[int, Field(description="LoRA parameters and the optimiser's")]
+    activation_bytes: Annotated[int, Field(description="The most that a micro-batch has taken")]
     shares_prompts: bool
     parameters: dict[str, list[int]]
     buffer: dict[str, int]
@@ -89,22 +108,25 @@ class TrainingInternals(AnswerBody):
     status: TrainingStatus
 
 
-class SampleAnswer(AnswerBody):
+@response_body
+class SampleAnswer(TypedDict):
     request_id: str
     index: int
-    completion_ids: list[int]
+    completion_ids: Sequence[int]
     text: str
-    logprobs: list[float]
+    logprobs: Sequence[float]
     reward: float | None
     finish_reason: str
     policy_version: int
-    policy_spans: list[tuple[int, int, int]]
+    policy_spans: list[list[int]]
 
 
-class RolloutGroup(AnswerBody):
-    prompt_ids: list[int]
+@response_body
+class RolloutGroup(TypedDict):
+    prompt_ids: Sequence[int]
     samples: list[SampleAnswer]
 
 
-class Rollout(AnswerBody):
+@response_body
+class Rollout(TypedDict):
     groups: list[RolloutGroup]

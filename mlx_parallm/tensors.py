@@ -14,20 +14,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(name)
     for name in "float32 float16 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split()
 }
-STORED = {
-    "F32": "float32",
-    "F16": "float16",
-    "F64": "float64",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "U8": "uint8",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "BOOL": "bool",
-}
+# By safetensors' names.
+STORED = dict(zip("F32 F16 F64 I8 I16 I32 I64 U8 U16 U32 U64 BOOL".split(), DTYPES, strict=True))
 SAFETENSORS_TYPES = ("application/x-safetensors", "application/vnd.safetensors", "application/octet-stream")
 
 

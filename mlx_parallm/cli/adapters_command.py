@@ -6,10 +6,9 @@ import sys
 from typing import Any
 
 from mlx_parallm.arms import CONFIDENCE, MIN_REWARDS
+from mlx_parallm.cli.remote_commands import DEFAULT_URL
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.http_client import add_tls_flags
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

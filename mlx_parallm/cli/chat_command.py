@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from mlx_parallm.cli.remote_commands import DEFAULT_URL
 from mlx_parallm.errors import ConfigError, ParallmError, UnavailableError
 from mlx_parallm.http_client import add_tls_flags, tls_context
 from mlx_parallm.sampling_params import ADJUSTABLE, PARAMETERS, SamplingParams
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 TEMPERATURE = 0.7  # of a conversation, unless --temperature says another
 HELP = """\
 /reset          forget the conversation

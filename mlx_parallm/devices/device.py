@@ -14,14 +14,14 @@ class Device:
 
     kind: DeviceKind
     profile: DeviceProfile  # how the engine works on it
-    float32: bool  # it is slow with anything else, so that weights become float32 when they are loaded
-    keeps_quantised: bool  # quantised weights are its fast form; else they are expanded
-    native: bool  # C kernels of our own, where there is a compiler
-    cuda: bool  # CUDA kernels of our own
-    builds_kernels: bool  # at their first use, so that a start uses them once
-    plans_shapes: bool  # each new shape costs tens of milliseconds
-    kept_share: int  # one part in so many of the memory at hand is kept for what comes next,
-    kept_of_rows: int  # and no more than one part in so many of what rows may hold
+    float32: bool = False  # it is slow with anything else, so that weights become float32 when they are loaded
+    keeps_quantised: bool = False  # quantised weights are its fast form; else they are expanded
+    native: bool = False  # C kernels of our own, where there is a compiler
+    cuda: bool = False  # CUDA kernels of our own
+    builds_kernels: bool = False  # at their first use, so that a start uses them once
+    plans_shapes: bool = False  # each new shape costs tens of milliseconds
+    kept_share: int = 6  # one part in so many of the memory at hand is kept for what comes next,
+    kept_of_rows: int = 4  # and no more than one part in so many of what rows may hold
 
     def weight_bits(self, stored: float) -> float:
         """Returns how many bits a weight takes in memory that is quantised to `stored` bits in its file."""
@@ -31,42 +31,9 @@ class Device:
 
 
 DEVICES: Mapping[DeviceKind, Device] = {
-    "cpu": Device(
-        "cpu",
-        DeviceProfile.of("cpu"),
-        float32=True,
-        keeps_quantised=False,
-        native=True,
-        cuda=False,
-        builds_kernels=False,
-        plans_shapes=False,
-        kept_share=12,
-        kept_of_rows=8,
-    ),
-    "metal": Device(
-        "metal",
-        DeviceProfile.of("metal"),
-        float32=False,
-        keeps_quantised=True,
-        native=False,
-        cuda=False,
-        builds_kernels=True,
-        plans_shapes=False,
-        kept_share=6,
-        kept_of_rows=4,
-    ),
-    "cuda": Device(
-        "cuda",
-        DeviceProfile.of("cuda"),
-        float32=False,
-        keeps_quantised=False,
-        native=False,
-        cuda=True,
-        builds_kernels=True,
-        plans_shapes=True,
-        kept_share=6,
-        kept_of_rows=4,
-    ),
+    "cpu": Device("cpu", DeviceProfile.of("cpu"), float32=True, native=True, kept_share=12, kept_of_rows=8),
+    "metal": Device("metal", DeviceProfile.of("metal"), keeps_quantised=True, builds_kernels=True),
+    "cuda": Device("cuda", DeviceProfile.of("cuda"), cuda=True, builds_kernels=True, plans_shapes=True),
 }
 
 

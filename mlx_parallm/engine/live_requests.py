@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mlx_parallm.engine.rows import Reader, Row
-from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import OnDelta, Request
-
-Twin = tuple[tuple[int, ...], SamplingParams, str]
 
 
 class LiveRequests:

@@ -17,15 +17,14 @@ from typing import IO, Any
 
 import numpy as np
 import re2
-from safetensors import SafetensorError, deserialize
 
 from mlx_parallm.lora.adapter import Adapter, AdapterError, Array, Part
+from mlx_parallm.tensors import TensorError, parse_safetensors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapters.safetensors", "adapter_model.safetensors", "adapters.npz")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PATTERN_BYTES = 1 << 20  # of a compiled pattern
-TYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 PEFT_KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<path>.+)\."
     r"(?P<leaf>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.[^.]+)??(?:\.weight)?"
@@ -110,13 +109,14 @@ def usual_config(data: bytes, max_bytes: int) -> dict[str, Any]:
 def parse_tensors(data: bytes, max_bytes: int) -> Tensors:
     if len(data) > max_bytes:
         raise AdapterError(f"the adapter has {len(data):,} bytes, and at most {max_bytes:,} are taken")
-    if data[:4] == b"PK\x03\x04":
-        return _npz(data, max_bytes)
     try:
-        entries: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]
-    except (SafetensorError, ValueError, OverflowError) as error:
-        raise AdapterError(f"the adapter's weights are not a sound safetensors file: {error}") from error
-    return {name: _array(name, entry) for name, entry in entries}
+        tensors = _npz(data, max_bytes) if data[:4] == b"PK\x03\x04" else parse_safetensors(data)
+    except TensorError as error:
+        raise AdapterError(f"the adapter's weights can't be read: {error}") from error
+    for name, array in tensors.items():
+        if array.dtype.kind != "f":
+            raise AdapterError(f"{name} is {array.dtype}, and weights must be floating point numbers")
+    return {name: array.astype(np.float32) for name, array in tensors.items()}
 
 
 def from_mlx_lm(config: Mapping[str, Any], tensors: Tensors) -> Adapter:
@@ -227,16 +227,6 @@ def _is_embedding(path: str) -> bool:
     return path.rsplit(".", 1)[-1] in ("embed_tokens", "wte", "embeddings", "word_embeddings", "tok_embeddings")
 
 
-def _array(name: str, entry: Mapping[str, Any]) -> Array:
-    dtype, shape = entry["dtype"], entry["shape"]
-    if dtype == "BF16":
-        bits = np.frombuffer(entry["data"], np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(shape)
-    if dtype not in TYPES:
-        raise AdapterError(f"{name} is {dtype}, and weights must be floating point numbers")
-    return np.frombuffer(entry["data"], TYPES[dtype]).astype(np.float32).reshape(shape)
-
-
 def _npz(data: bytes, max_bytes: int) -> Tensors:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -255,9 +245,7 @@ def _npz(data: bytes, max_bytes: int) -> Tensors:
     for name, array in tensors.items():
         if not isinstance(array, np.ndarray):  # NumPy hands out other files of the archive as they are
             raise AdapterError(f"the adapter's npz file holds {name!r}, which is no array")
-        if array.dtype.kind != "f":
-            raise AdapterError(f"{name} is {array.dtype}, and weights must be floating point numbers")
-    return {name: array.astype(np.float32) for name, array in tensors.items()}
+    return tensors
 
 
 def _check_npy_size(file: IO[bytes], size: int) -> None:

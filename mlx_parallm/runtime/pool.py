@@ -20,6 +20,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.ranks import Ranks
+from mlx_parallm.engine.thread import SHUTTING_DOWN
 from mlx_parallm.errors import (
     ConflictError,
     MemoryLimitError,
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 ROOM_SHARE = 10  # one part in so many of the memory is kept for requests, where models can leave for it
 ROOM_SECONDS = 600.0  # for which a load waits for models in use to leave, where requests have no limit
 LAST_STEP_SECONDS = 1.0  # for an engine whose requests have ended
-SHUTTING_DOWN = "the server is shutting down"
 
 
 class WaitsForRoom(Exception):

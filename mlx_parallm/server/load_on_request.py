@@ -6,8 +6,7 @@ from starlette.requests import Request
 
 from mlx_parallm.errors import RequestTimeoutError
 from mlx_parallm.runtime.client import PoolClient
-from mlx_parallm.server.http.disconnect import client_left
-from mlx_parallm.server.http.http_errors import ClientLeft
+from mlx_parallm.server.http.disconnect import unless_left
 
 
 async def acquire(pool: PoolClient, name: str, request: Request, seconds: float | None) -> int:
@@ -15,17 +14,14 @@ async def acquire(pool: PoolClient, name: str, request: Request, seconds: float 
     held = pool.acquire(name)
     if held.done():
         return held.result()
-    loaded, watcher = asyncio.wrap_future(held), asyncio.ensure_future(client_left(request.receive))
+    loaded = asyncio.wrap_future(held)
     try:
-        await asyncio.wait((loaded, watcher), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if loaded.done():
-            return await loaded
-        if watcher.done():
-            raise ClientLeft
-        raise RequestTimeoutError(f"{name!r} is still being loaded after {seconds:g} seconds; try again later")
+        return await unless_left(request.receive, loaded, seconds)
+    except TimeoutError as error:
+        if not loaded.cancelled():  # loading it has failed so
+            raise
+        message = f"{name!r} is still being loaded after {seconds:g} seconds; try again later"
+        raise RequestTimeoutError(message) from error
     finally:
-        watcher.cancel()
-        if not loaded.done():
-            loaded.cancel()
-            if not held.cancel() and held.exception() is None:  # it came at the last moment
-                pool.release(held.result())
+        if loaded.cancelled() and not held.cancel() and held.exception() is None:  # it came at the last moment
+            pool.release(held.result())

@@ -17,8 +17,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, UnprocessableError
 from mlx_parallm.runtime.client import PredictorClient, RuntimeClient
 from mlx_parallm.server.auth.caller import current_caller
-from mlx_parallm.server.http.disconnect import client_left
-from mlx_parallm.server.http.http_errors import ClientLeft
+from mlx_parallm.server.http.disconnect import unless_left
 from mlx_parallm.server.load_on_request import acquire
 from mlx_parallm.server.model_table import DEFAULT, GENERATING
 from mlx_parallm.types import PredictorInfo
@@ -42,15 +41,7 @@ class ServedPredictor:
         """An output for each input; what waits is taken back when the client leaves. The body must have been read."""
         await asyncio.sleep(0)  # requests that have come in together reach the queue together, and share a batch
         answer = asyncio.wrap_future(self.client.predict(inputs, self.timeout))
-        watcher = asyncio.ensure_future(client_left(request.receive))
-        try:
-            await asyncio.wait((answer, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise ClientLeft
-            return _finite(await answer)
-        finally:
-            watcher.cancel()
-            answer.cancel()
+        return _finite(await unless_left(request.receive, answer))
 
 
 def _finite(outputs: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ import json
 import threading
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,16 @@ To call a function, answer with its name and arguments as a JSON object within {
 {start}
 {{"name": <function-name>, "arguments": <arguments-object>}}
 {end}"""
+
+
+def far_too_many(text: str, limit: int, count: Callable[[str], int]) -> int | None:
+    """The tokens of the beginning of a text that is far too long; None where it may not be.
+
+    To tokenise all of it takes seconds for megabytes."""
+    if len(text) <= limit * CHECKED_CHARACTERS:
+        return None
+    found = count(text[: limit * CHECKED_CHARACTERS])
+    return found if found > limit + limit // 16 + 64 else None  # cut off, a text may have a few tokens more
 
 
 def check_template_kwargs(given: Mapping[str, Any]) -> None:
@@ -150,13 +160,10 @@ class Prompts:
         return str(rendered)
 
     def _check_length(self, text: str, limit: int | None, param: str) -> None:
-        """Refuses a text that is far too long without tokenising all of it, which takes seconds for megabytes."""
-        if limit is None or len(text) <= limit * CHECKED_CHARACTERS:
+        if limit is None:
             return
-        count = len(self._tokenise(text[: limit * CHECKED_CHARACTERS], False))
-        if (
-            count > limit + limit // 16 + 64
-        ):  # cut off, a text may have a few tokens more than at this place in the whole
+        count = far_too_many(text, limit, lambda beginning: len(self._tokenise(beginning, False)))
+        if count is not None:
             raise ContextLengthError.of(limit, count, at_least=True, param=param)
 
     def _ends_inside_thinking(self, text: str) -> bool:

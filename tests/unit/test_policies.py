@@ -83,8 +83,9 @@ def test_gaussian_log_probabilities_are_torchs() -> None:
     actions, scores = heads.Gaussian(mean="m", log_std="s").act(raw, mean, log_std)
     np.testing.assert_allclose(actions, raw, atol=1e-6)
     np.testing.assert_allclose(scores, GOLDEN["gaussian/log_probs"], atol=1e-5)
-    squashed = heads.TanhGaussian(mean="m", log_std="s", low=tuple(GOLDEN["low"]), high=tuple(GOLDEN["high"]))
-    squashed.width = 3
+    low, high = tuple(GOLDEN["low"].tolist()), tuple(GOLDEN["high"].tolist())
+    squashed = heads.TanhGaussian(mean="m", log_std="s", low=low, high=high)
+    squashed._width = 3
     actions, scores = squashed.act(raw, mean, log_std)
     np.testing.assert_allclose(actions, GOLDEN["tanh_gaussian/actions"], atol=1e-6)
     np.testing.assert_allclose(scores, GOLDEN["tanh_gaussian/log_probs"], atol=1e-4)

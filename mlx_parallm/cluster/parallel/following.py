@@ -19,6 +19,7 @@ from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.machine_memory import wire_memory
 from mlx_parallm.engine.build import LoadedModel, device_parts
 from mlx_parallm.engine.compute.patch import patch_layers
+from mlx_parallm.engine.loop import IDLE_CACHE_SECONDS
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.engine.start import plan_engines
 from mlx_parallm.errors import ModelLoadError
@@ -31,8 +32,6 @@ from mlx_parallm.models.loader import load
 from mlx_parallm.server.http.server_process import StopSignals
 
 log = logging.getLogger(__name__)
-
-IDLE_CACHE_SECONDS = 2.0  # for which freed memory is kept while nothing comes
 
 
 def follow(config: ServeConfig, member: GroupMember) -> int:

@@ -9,7 +9,7 @@ which frees its row.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,9 @@ from mlx_parallm.errors import ParallmError, PayloadTooLargeError, UnavailableEr
 from mlx_parallm.server.api import route_table
 from mlx_parallm.server.auth.access import AccessControl
 from mlx_parallm.server.auth.keys import KeyRing
-from mlx_parallm.server.http.disconnect import client_left
+from mlx_parallm.server.http.disconnect import unless_left
 from mlx_parallm.server.http.error_shapes import Failure
-from mlx_parallm.server.http.http_errors import JSONResponse, error_response
+from mlx_parallm.server.http.http_errors import ClientLeft, JSONResponse, error_response
 from mlx_parallm.server.http.middleware import usable_request_id
 from mlx_parallm.server.http.request_state import enter, state_of
 from mlx_parallm.server.http.route_table import Route
@@ -170,18 +170,8 @@ class Front:
         return PromptDigest(PromptPrefix([xxh3_64_intdigest(key.identity.encode())], [STICKY]), None)
 
     async def _while_connected(self, answering: Coroutine[Any, Any, None], receive: Receive) -> None:
-        work = asyncio.ensure_future(answering)
-        watcher = asyncio.ensure_future(client_left(receive))
-        try:
-            await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():  # the client has left; the connection to the replica is closed, and its row freed
-                work.cancel()
-                await asyncio.wait({work})
-            elif not work.cancelled():
-                work.result()
-        finally:
-            work.cancel()
-            watcher.cancel()
+        with suppress(ClientLeft):  # the connection to the replica is closed by then, and its row freed
+            await unless_left(receive, answering)
 
     async def _read(self, receive: Receive) -> bytes:
         parts, size = [], 0

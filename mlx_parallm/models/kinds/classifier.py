@@ -4,7 +4,7 @@ Rerankers (cross-encoders) are classifiers with one label; on a decoder it is a 
 are `TextTokens`, outputs NumPy arrays of logits in float32: (labels,), or (tokens, labels).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,18 +12,15 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.devices.padding import padded_shape, warm_up_shapes
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.models.classification_heads import Backbone, ClassificationHead, load_head
 from mlx_parallm.models.decoders import DecoderStates, load_decoder
 from mlx_parallm.models.encoders import Encoder, is_encoder, load_encoder
 from mlx_parallm.models.encoders.encoder_weights import Settings, Weights
-from mlx_parallm.models.kinds import Predictor
 from mlx_parallm.models.sentence import module_kind
+from mlx_parallm.models.text_predictor import TextPredictor
 from mlx_parallm.models.text_tokenizer import TokenizerConfig, text_tokenizer
-from mlx_parallm.steps import LazySteps, run_through
-from mlx_parallm.types import ClassifierInfo, TextTokens
+from mlx_parallm.types import ClassifierInfo
 
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 Problem = Literal["single_label", "multi_label", "regression"]
@@ -67,12 +64,13 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
-class Classifier(Predictor):
+class Classifier(TextPredictor):
     info: ClassifierInfo
 
     def __init__(self, settings: Settings, backbone: Backbone, head: ClassificationHead, per_token: bool) -> None:
         mx.eval(head.arrays())
-        self._backbone, self._head = backbone, head
+        super().__init__(backbone)
+        self._head = head
         self.tokenizer = text_tokenizer(settings.folder)
         text = TokenizerConfig.of(settings.folder)
         problem, activation = _problem(settings, head.labels)
@@ -93,45 +91,9 @@ class Classifier(Predictor):
             special_tokens=text.special_tokens,
         )
 
-    def cost(self, item: TextTokens) -> int:
-        return len(item.tokens)
-
-    def warm_up(self) -> None:
-        for rows, length in warm_up_shapes(self._backbone.max_length):
-            self.predict([TextTokens([0] * length)] * rows)
-
-    def predict(self, batch: Sequence[TextTokens]) -> list[NDArray[np.float32]]:
-        return run_through(self.steps(batch))
-
-    def steps(self, batch: Sequence[TextTokens]) -> LazySteps[list[NDArray[np.float32]]]:
-        lengths = [len(item.tokens) for item in batch]
-        self._check(batch, lengths)
-        rows, longest = padded_shape(len(batch), max(lengths), self._backbone.max_length)
-        lengths += [1] * (rows - len(batch))
-        tokens, segments = np.zeros((2, rows, longest), dtype=np.int32)
-        for row, item in enumerate(batch):
-            tokens[row, : lengths[row]] = item.tokens
-            if item.segments is not None:
-                segments[row, : lengths[row]] = item.segments
-        logits = to_numpy((yield from self._forward(mx.array(tokens), mx.array(segments), mx.array(lengths))))
-        answers = zip(logits[: len(batch)], lengths, strict=False)
-        return [row[:length] if self.info.per_token else row for row, length in answers]
-
-    def _check(self, batch: Sequence[TextTokens], lengths: Sequence[int]) -> None:
-        """Checks lengths and ids before anything is computed: an id outside the table would read other memory."""
-        limit, size = self._backbone.max_length, self._backbone.vocab_size
-        if min(lengths) < 1 or max(lengths) > limit:
-            raise InvalidRequestError(f"an input needs 1 to {limit} tokens", param="input")
-        if any(min(item.tokens) < 0 or max(item.tokens) >= size for item in batch):
-            raise InvalidRequestError(f"token ids must be below {size}, and not negative", param="input")
-
-    def _forward(self, tokens: mx.array, segments: mx.array, lengths: mx.array) -> LazySteps[mx.array]:
-        mask = mx.arange(tokens.shape[1]) < lengths[:, None]
-        if isinstance(self._backbone, DecoderStates):
-            hidden = self._backbone(tokens, mask)
-        else:
-            hidden = yield from self._backbone.steps(tokens, mask, segments)
-        return self._head(hidden, tokens, lengths).astype(mx.float32)
+    def read(self, hidden: mx.array, tokens: mx.array, lengths: list[int]) -> list[NDArray[np.float32]]:
+        logits = to_numpy(self._head(hidden, tokens, mx.array(lengths)).astype(mx.float32))
+        return [row[:length] if self.info.per_token else row for row, length in zip(logits, lengths, strict=True)]
 
 
 def _weight_bytes(backbone: Backbone, head: ClassificationHead) -> int:

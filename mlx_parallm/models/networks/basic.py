@@ -1,23 +1,21 @@
-"""Layers without convolution or recurrence: linear, activations, norms, embeddings, and changes of shape.
+"""Layers without convolution or recurrence: linear, norms, embeddings, and changes of shape.
 
 Names, defaults and tensors are torch's, so that a `state_dict` fits.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import mlx.core as mx
 
 from mlx_parallm.models.networks.layer import Layer, Shape, ShapeError, Takes, Weights, axis_of, check_features
-from mlx_parallm.models.networks.layer_options import choice, count, flag, integer, integers, number
+from mlx_parallm.models.networks.layer_options import Count, Flag, Integer, Integers, NotNegative, Number
 
 
-@dataclass(slots=True, kw_only=True)
 class LinearLayer(Layer):
-    out_features: int = count()
-    in_features: int | None = count(None)  # needed for nobody; checked where it is given
-    bias: bool = flag(True)
+    out_features: Count
+    in_features: Count | None = None  # needed for nobody; checked where it is given
+    bias: Flag = True
 
     def tensors(self, *inputs: Shape) -> dict[str, Shape]:
         if self.in_features is None:
@@ -37,7 +35,6 @@ class LinearLayer(Layer):
         return inputs[0] @ weights["weight"].T
 
 
-@dataclass(slots=True, kw_only=True)
 class Identity(Layer):
     takes: ClassVar[Takes] = "any"
     keeps: ClassVar[bool] = True
@@ -46,113 +43,26 @@ class Identity(Layer):
         return inputs[0]
 
 
-@dataclass(slots=True, kw_only=True)
 class Dropout(Identity):
-    p: float = number(0.5, 0)  # of training; nothing is dropped here
+    p: NotNegative = 0.5  # of training; nothing is dropped here
 
 
-@dataclass(slots=True, kw_only=True)
-class Relu(Layer):
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        return mx.maximum(inputs[0], 0)
-
-
-@dataclass(slots=True, kw_only=True)
-class Tanh(Layer):
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        return mx.tanh(inputs[0])
-
-
-@dataclass(slots=True, kw_only=True)
-class Sigmoid(Layer):
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        return mx.sigmoid(inputs[0])
-
-
-@dataclass(slots=True, kw_only=True)
-class Silu(Layer):
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        return inputs[0] * mx.sigmoid(inputs[0])
-
-
-@dataclass(slots=True, kw_only=True)
-class Gelu(Layer):
-    approximate: Literal["none", "tanh"] = choice("none", "tanh", default="none")
-
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        x = inputs[0]
-        if self.approximate == "tanh":
-            return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-        return 0.5 * x * (1 + mx.erf(x / math.sqrt(2)))
-
-
-@dataclass(slots=True, kw_only=True)
-class Elu(Layer):
-    alpha: float = number(1.0)
-
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        return mx.where(inputs[0] > 0, inputs[0], self.alpha * mx.expm1(mx.minimum(inputs[0], 0)))
-
-
-@dataclass(slots=True, kw_only=True)
-class LeakyRelu(Layer):
-    negative_slope: float = number(0.01)
-
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        return mx.where(inputs[0] > 0, inputs[0], self.negative_slope * inputs[0])
-
-
-@dataclass(slots=True, kw_only=True)
-class Softplus(Layer):
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        return mx.logaddexp(inputs[0], mx.array(0.0))
-
-
-@dataclass(slots=True, kw_only=True)
-class Softmax(Layer):
-    axis: int = integer(-1)
-
-    def shape(self, *inputs: Shape) -> Shape:
-        axis_of(self.axis, len(inputs[0]))
-        return inputs[0]
-
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        return mx.softmax(inputs[0], axis=self.axis, precise=True)
-
-
-@dataclass(slots=True, kw_only=True)
-class LogSoftmax(Softmax):
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        return inputs[0] - mx.logsumexp(inputs[0], axis=self.axis, keepdims=True)
-
-
-@dataclass(slots=True, kw_only=True)
-class Clip(Layer):
-    min: float = number(-math.inf)
-    max: float = number(math.inf)
-
-    def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
-        return mx.clip(inputs[0], self.min, self.max)
-
-
-@dataclass(slots=True, kw_only=True)
 class Scale(Layer):
     """x · factor + offset, for integers too: bytes of an image to numbers from 0 to 1."""
 
     takes: ClassVar[Takes] = "any"
-    factor: float = number(1.0)
-    offset: float = number(0.0)
+    factor: Number = 1.0
+    offset: Number = 0.0
 
     def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
         return inputs[0].astype(mx.float32) * self.factor + self.offset
 
 
-@dataclass(slots=True, kw_only=True)
 class LayerNorm(Layer):
     """Layer normalisation over the last axis."""
 
-    epsilon: float = number(1e-5, 0)
-    affine: bool = flag(True)
+    epsilon: NotNegative = 1e-5
+    affine: Flag = True
 
     def tensors(self, *inputs: Shape) -> dict[str, Shape]:
         return {"weight": inputs[0][-1:], "bias": inputs[0][-1:]} if self.affine else {}
@@ -165,12 +75,11 @@ class LayerNorm(Layer):
         return mx.fast.layer_norm(inputs[0], weights.get("weight"), weights.get("bias"), self.epsilon)
 
 
-@dataclass(slots=True, kw_only=True)
 class BatchNorm(Layer):
     """Batch normalisation as at inference, by running mean and variance; channels are axis 1."""
 
-    epsilon: float = number(1e-5, 0)
-    affine: bool = flag(True)
+    epsilon: NotNegative = 1e-5
+    affine: Flag = True
 
     def tensors(self, *inputs: Shape) -> dict[str, Shape]:
         channels: Shape = (inputs[0][1],)
@@ -190,12 +99,11 @@ class BatchNorm(Layer):
         return x * scale.reshape(channels) + offset.reshape(channels)
 
 
-@dataclass(slots=True, kw_only=True)
 class Normalize(Layer):
     """(x − mean) / sqrt(var + epsilon), clipped: running statistics of observations, which travel with the weights."""
 
-    epsilon: float = number(1e-8, 0)
-    clip: float | None = number(None, 0)
+    epsilon: NotNegative = 1e-8
+    clip: NotNegative | None = None
 
     def tensors(self, *inputs: Shape) -> dict[str, Shape]:
         return {"mean": inputs[0][1:], "var": inputs[0][1:]}
@@ -205,11 +113,10 @@ class Normalize(Layer):
         return normal if self.clip is None else mx.clip(normal, -self.clip, self.clip)
 
 
-@dataclass(slots=True, kw_only=True)
 class EmbeddingLookup(Layer):
     takes: ClassVar[Takes] = "int"
-    num_embeddings: int = count()
-    embedding_dim: int = count()
+    num_embeddings: Count
+    embedding_dim: Count
 
     @property
     def indices(self) -> int:
@@ -225,10 +132,9 @@ class EmbeddingLookup(Layer):
         return weights["weight"][inputs[0]]
 
 
-@dataclass(slots=True, kw_only=True)
 class OneHot(Layer):
     takes: ClassVar[Takes] = "int"
-    num_classes: int = count()
+    num_classes: Count
 
     @property
     def indices(self) -> int:
@@ -241,12 +147,11 @@ class OneHot(Layer):
         return (inputs[0][..., None] == mx.arange(self.num_classes)).astype(mx.float32)
 
 
-@dataclass(slots=True, kw_only=True)
 class Flatten(Layer):
     takes: ClassVar[Takes] = "any"
     keeps: ClassVar[bool] = True
-    start_axis: int = integer(1)
-    end_axis: int = integer(-1)
+    start_axis: Integer = 1
+    end_axis: Integer = -1
 
     def shape(self, *inputs: Shape) -> Shape:
         shape = inputs[0]
@@ -259,13 +164,12 @@ class Flatten(Layer):
         return inputs[0].reshape(self.shape(inputs[0].shape))
 
 
-@dataclass(slots=True, kw_only=True)
 class Reshape(Layer):
     """Reshapes to (batch, *sizes); one size may be −1: what is left."""
 
     takes: ClassVar[Takes] = "any"
     keeps: ClassVar[bool] = True
-    sizes: tuple[int, ...] = integers()
+    sizes: Integers
 
     def shape(self, *inputs: Shape) -> Shape:
         total, fixed = math.prod(inputs[0][1:]), math.prod(size for size in self.sizes if size != -1)
@@ -280,13 +184,12 @@ class Reshape(Layer):
         return inputs[0].reshape(self.shape(inputs[0].shape))
 
 
-@dataclass(slots=True, kw_only=True)
 class Transpose(Layer):
     """Axes in a new order, the batch first: [0, 2, 1] swaps time and features."""
 
     takes: ClassVar[Takes] = "any"
     keeps: ClassVar[bool] = True
-    axes: tuple[int, ...] = integers()
+    axes: Integers
 
     def shape(self, *inputs: Shape) -> Shape:
         if sorted(self.axes) != list(range(len(inputs[0]))) or self.axes[0] != 0:
@@ -297,14 +200,13 @@ class Transpose(Layer):
         return inputs[0].transpose(self.axes)
 
 
-@dataclass(slots=True, kw_only=True)
 class Select(Layer):
     """One place along an axis: index −1 of axis 1 is the last step of a sequence."""
 
     takes: ClassVar[Takes] = "any"
     keeps: ClassVar[bool] = True
-    index: int = integer(-1)
-    axis: int = integer(1)
+    index: Integer = -1
+    axis: Integer = 1
 
     def shape(self, *inputs: Shape) -> Shape:
         axis = axis_of(self.axis, len(inputs[0]))
@@ -317,11 +219,10 @@ class Select(Layer):
         return mx.take(inputs[0], self.index % inputs[0].shape[axis], axis=axis)
 
 
-@dataclass(slots=True, kw_only=True)
 class Mean(Layer):
     """The mean over some axes; [2, 3] of a picture is torch's AdaptiveAvgPool2d(1) with Flatten."""
 
-    axes: tuple[int, ...] = integers()
+    axes: Integers
 
     def shape(self, *inputs: Shape) -> Shape:
         gone = {axis_of(axis, len(inputs[0])) for axis in self.axes}
@@ -331,12 +232,11 @@ class Mean(Layer):
         return mx.mean(inputs[0], axis=self.axes)
 
 
-@dataclass(slots=True, kw_only=True)
 class Concat(Layer):
     takes: ClassVar[Takes] = "any"
     keeps: ClassVar[bool] = True
     arity: ClassVar[tuple[int, ...]] = ()
-    axis: int = integer(-1)
+    axis: Integer = -1
 
     def shape(self, *inputs: Shape) -> Shape:
         axis = axis_of(self.axis, len(inputs[0]))
@@ -349,7 +249,6 @@ class Concat(Layer):
         return mx.concatenate(list(inputs), axis=self.axis)
 
 
-@dataclass(slots=True, kw_only=True)
 class Add(Layer):
     """The sum of values of one shape: a residual connection."""
 
@@ -364,7 +263,6 @@ class Add(Layer):
         return sum(inputs[1:], inputs[0])
 
 
-@dataclass(slots=True, kw_only=True)
 class Multiply(Add):
     def run(self, weights: Weights, *inputs: mx.array) -> mx.array:
         return math.prod(inputs[1:], start=inputs[0])

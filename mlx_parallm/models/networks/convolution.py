@@ -2,24 +2,22 @@
 (batch, C, H, W), weights (out, in / groups, *kernel). MLX computes channels last.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.networks.layer import Layer, Shape, ShapeError, Weights, check_features, check_rank
-from mlx_parallm.models.networks.layer_options import count, flag, sizes
+from mlx_parallm.models.networks.layer import Layer, Shape, ShapeError, Weights, check_features, check_rank, variant
+from mlx_parallm.models.networks.layer_options import Count, Flag, Paddings, Sizes
 
 LAYOUTS = {1: "(batch, channels, length)", 2: "(batch, channels, height, width)"}
 
 
-@dataclass(slots=True, kw_only=True)
 class Window(Layer):
     """A kernel that moves over the last axes."""
 
     axes: ClassVar[int] = 1
-    kernel_size: tuple[int, ...] = sizes()
+    kernel_size: Sizes
 
     def each(self, name: str) -> tuple[int, ...]:
         """An option's value for each axis."""
@@ -43,15 +41,14 @@ class Window(Layer):
         return tuple(found)
 
 
-@dataclass(slots=True, kw_only=True)
 class Conv(Window):
-    out_channels: int = count()
-    in_channels: int | None = count(None)
-    stride: tuple[int, ...] = sizes((1,))
-    padding: tuple[int, ...] = sizes((0,), least=0)
-    dilation: tuple[int, ...] = sizes((1,))
-    groups: int = count(1)
-    bias: bool = flag(True)
+    out_channels: Count
+    in_channels: Count | None = None
+    stride: Sizes = (1,)
+    padding: Paddings = (0,)
+    dilation: Sizes = (1,)
+    groups: Count = 1
+    bias: Flag = True
 
     def tensors(self, *inputs: Shape) -> dict[str, Shape]:
         if self.in_channels is None:
@@ -85,21 +82,10 @@ class Conv(Window):
         return mx.moveaxis(found, -1, 1)
 
 
-@dataclass(slots=True, kw_only=True)
-class Conv1d(Conv):
-    pass
-
-
-@dataclass(slots=True, kw_only=True)
-class Conv2d(Conv):
-    axes: ClassVar[int] = 2
-
-
-@dataclass(slots=True, kw_only=True)
 class PoolingLayer(Window):
     pool: ClassVar[Any]  # MLX's, channels last
-    stride: tuple[int, ...] | None = sizes(None)  # default: the kernel's size
-    padding: tuple[int, ...] = sizes((0,), least=0)
+    stride: Sizes | None = None  # default: the kernel's size
+    padding: Paddings = (0,)
 
     def _stride(self) -> tuple[int, ...]:
         return self.each("kernel_size") if self.stride is None else self.each("stride")
@@ -117,27 +103,11 @@ class PoolingLayer(Window):
         return mx.moveaxis(pool(mx.moveaxis(inputs[0], 1, -1)), -1, 1)
 
 
-@dataclass(slots=True, kw_only=True)
-class MaxPool1d(PoolingLayer):
-    pool: ClassVar[Any] = nn.MaxPool1d
-
-
-@dataclass(slots=True, kw_only=True)
-class MaxPool2d(PoolingLayer):
-    axes: ClassVar[int] = 2
-    pool: ClassVar[Any] = nn.MaxPool2d
-
-
-@dataclass(slots=True, kw_only=True)
-class AvgPool1d(PoolingLayer):
-    """Padding counts as zeros, as in torch by default."""
-
-    pool: ClassVar[Any] = nn.AvgPool1d
-
-
-@dataclass(slots=True, kw_only=True)
-class AvgPool2d(PoolingLayer):
-    """Padding counts as zeros, as in torch by default."""
-
-    axes: ClassVar[int] = 2
-    pool: ClassVar[Any] = nn.AvgPool2d
+WINDOWS: dict[str, type[Layer]] = {
+    "conv1d": Conv,
+    "conv2d": variant(Conv, axes=2),
+    "max_pool1d": variant(PoolingLayer, pool=nn.MaxPool1d),
+    "max_pool2d": variant(PoolingLayer, axes=2, pool=nn.MaxPool2d),
+    "avg_pool1d": variant(PoolingLayer, pool=nn.AvgPool1d),  # padding counts as zeros, as in torch by default
+    "avg_pool2d": variant(PoolingLayer, axes=2, pool=nn.AvgPool2d),
+}

@@ -5,30 +5,33 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from mlx_parallm.config import nearest
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models.networks import basic, convolution, recurrent
+from mlx_parallm.models.networks import basic, recurrent
+from mlx_parallm.models.networks.activations import ACTIVATIONS
+from mlx_parallm.models.networks.convolution import WINDOWS
 from mlx_parallm.models.networks.layer import Layer
-from mlx_parallm.models.networks.layer_options import MAX_SIZE, read_options
-from mlx_parallm.signature import BATCH, MAX_AXIS, Axis, TensorSpec
+from mlx_parallm.models.networks.layer_options import MAX_SIZE, Count, Flag, Options, T, read_options
+from mlx_parallm.signature import BATCH, MAX_AXIS, Axis, Dim, TensorSpec
 from mlx_parallm.tensors import DTYPES
 
 FILE = "network.json"
 VERSION = 1
 MAX_FILE_BYTES = 1 << 22
 MAX_LAYERS = 4096
-KEYS = ("version", "description", "inputs", "outputs", "axes", "layers", "policy")
+SHAPE = (
+    f'a list that begins with "{BATCH}" and has at most 8 axes, each other one a size from 1 to {MAX_SIZE} '
+    "or the name of a dynamic axis"
+)
 NAME = re.compile(r"[A-Za-z0-9_][\w./-]{0,199}")
 LAYERS: dict[str, type[Layer]] = {
+    **WINDOWS,
+    **ACTIVATIONS,
     "linear": basic.LinearLayer,
-    "conv1d": convolution.Conv1d,
-    "conv2d": convolution.Conv2d,
-    "max_pool1d": convolution.MaxPool1d,
-    "max_pool2d": convolution.MaxPool2d,
-    "avg_pool1d": convolution.AvgPool1d,
-    "avg_pool2d": convolution.AvgPool2d,
     "lstm": recurrent.LSTM,
     "gru": recurrent.GRU,
     "embedding": basic.EmbeddingLookup,
@@ -36,17 +39,6 @@ LAYERS: dict[str, type[Layer]] = {
     "layer_norm": basic.LayerNorm,
     "batch_norm": basic.BatchNorm,
     "normalize": basic.Normalize,
-    "relu": basic.Relu,
-    "tanh": basic.Tanh,
-    "sigmoid": basic.Sigmoid,
-    "silu": basic.Silu,
-    "gelu": basic.Gelu,
-    "elu": basic.Elu,
-    "leaky_relu": basic.LeakyRelu,
-    "softplus": basic.Softplus,
-    "softmax": basic.Softmax,
-    "log_softmax": basic.LogSoftmax,
-    "clip": basic.Clip,
     "scale": basic.Scale,
     "dropout": basic.Dropout,
     "identity": basic.Identity,
@@ -71,18 +63,77 @@ class LayerEntry:
     place: str  # for errors
 
 
-@dataclass(frozen=True, slots=True)
-class OutputEntry:
-    name: str
-    source: str | None  # the name of a value; None: the value of its own name, or what the last layer gives
-    shape: tuple[int | str | None, ...] | None
-    dtype: str | None
+def _dtype(value: str) -> str:
+    if value not in DTYPES:
+        raise ModelLoadError(f"dtype {value!r:.60} is unknown{nearest(value, DTYPES)}")
+    return value
+
+
+def _shape(value: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    if value[:1] != (BATCH,) or BATCH in value[1:]:
+        raise ValueError
+    for dim in value:
+        if isinstance(dim, str):
+            check_name(dim, f"axis {dim!r:.60}")
+    return value
+
+
+Dtype = Annotated[str, AfterValidator(_dtype), Field(description="the name of a dtype")]
+DeclaredShape = Annotated[
+    tuple[Count | str | None, ...],
+    AfterValidator(_shape),
+    Field(strict=False, max_length=8, description=SHAPE),
+]
+Section = Annotated[
+    dict[str, Any], Field(min_length=1, description="an object with at least one tensor in it, by name")
+]
+Layers = Annotated[
+    list[Any], Field(min_length=1, max_length=MAX_LAYERS, description=f"a list of 1 to {MAX_LAYERS} layers")
+]
+
+
+class InputEntry(Options):
+    shape: DeclaredShape
+    dtype: Dtype = "float32"
+    finite: Flag = True
+
+    def model_post_init(self, context: Any) -> None:
+        if None in self.shape:
+            raise ModelLoadError("an axis of an input has a size or a name, not null")
+
+
+class OutputEntry(Options):
+    # A value; None: that of the output's name, or what the last layer gives.
+    source: str | None = Field(None, alias="from", description="the name of a layer or an input")
+    shape: DeclaredShape = ()  # what the layers give
+    dtype: Dtype | None = None
+
+
+class AxisLimits(Options):
+    min: Count = 1
+    max: Count = MAX_AXIS
+
+    def model_post_init(self, context: Any) -> None:
+        if self.min > self.max:
+            raise ModelLoadError(f"min {self.min} is larger than max {self.max}")
+
+
+class NetworkDocument(Options):
+    """Represents network.json before its entries are read."""
+
+    version: Any = VERSION
+    description: Any = None
+    inputs: Section
+    outputs: Section
+    axes: Annotated[dict[str, Any], Field(description="an object of axes and their limits")] = {}
+    layers: Layers
+    policy: Annotated[dict[str, Any] | None, Field(description="an object")] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Definition:
     inputs: tuple[TensorSpec, ...]
-    outputs: tuple[OutputEntry, ...]
+    outputs: Mapping[str, OutputEntry]
     axes: tuple[Axis, ...]
     layers: tuple[LayerEntry, ...]
     policy: Mapping[str, Any] | None
@@ -108,31 +159,21 @@ def read_file(folder: Path) -> dict[str, Any]:
 
 def read_definition(document: Mapping[str, Any]) -> Definition:
     """ModelLoadError says what is wrong and where."""
-    for key in document:
-        if key not in KEYS:
-            raise ModelLoadError(f"{FILE} has an unknown key {key!r}{nearest(key, KEYS)}")
-    if document.get("version", VERSION) != VERSION:
-        raise ModelLoadError(f"{FILE} is of version {document['version']!r}; this release reads version {VERSION}")
-    inputs = tuple(_input(name, entry) for name, entry in _section(document, "inputs").items())
-    axes = _axes(inputs, document.get("axes", {}))
-    layers = document.get("layers")
-    if not isinstance(layers, list) or not 0 < len(layers) <= MAX_LAYERS:
-        raise ModelLoadError(f"layers must be a list of 1 to {MAX_LAYERS} layers")
-    entries = tuple(_layer(place, entry) for place, entry in enumerate(layers))
-    outputs = tuple(_output(name, entry) for name, entry in _section(document, "outputs").items())
-    policy = document.get("policy")
-    if policy is not None and not isinstance(policy, dict):
-        raise ModelLoadError(f"policy must be an object, not {policy!r:.60}")
-    return Definition(inputs, outputs, axes, entries, policy)
+    version = document.get("version", VERSION)
+    if version != VERSION:
+        raise ModelLoadError(f"{FILE} is of version {version!r}; this release reads version {VERSION}")
+    given = read_options(NetworkDocument, document, FILE)
+    entries = _section(InputEntry, "inputs", given.inputs)
+    inputs = tuple(TensorSpec(name=name, **dict(entry)) for name, entry in entries.items())
+    axes = _axes(inputs, given.axes)
+    layers = tuple(_layer(place, entry) for place, entry in enumerate(given.layers))
+    return Definition(inputs, _section(OutputEntry, "outputs", given.outputs), axes, layers, given.policy)
 
 
-def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = document.get(name)
-    if not isinstance(found, dict) or not found:
-        raise ModelLoadError(f"{name} must be an object with at least one tensor in it, by name")
-    for key in found:
-        check_name(key, f"{name}: {key!r:.60}")
-    return found
+def _section(kind: type[T], section: str, entries: Mapping[str, Any]) -> dict[str, T]:
+    for name in entries:
+        check_name(name, f"{section}: {name!r:.60}")
+    return {name: read_options(kind, entry, f"{section}.{name}") for name, entry in entries.items()}
 
 
 def check_name(name: str, what: str) -> None:
@@ -142,74 +183,14 @@ def check_name(name: str, what: str) -> None:
         raise ModelLoadError(f"{what} is no name: letters, digits, and _ . - / inside, at most 200 characters")
 
 
-def _checked(entry: Any, place: str, known: Sequence[str]) -> Mapping[str, Any]:
-    if not isinstance(entry, dict):
-        raise ModelLoadError(f"{place} must be an object, not {entry!r:.60}")
-    for key in entry:
-        if key not in known:
-            raise ModelLoadError(f"{place} has an unknown key {key!r}{nearest(key, known)}")
-    return entry
-
-
-def _input(name: str, entry: Any) -> TensorSpec:
-    place = f"inputs.{name}"
-    entry = _checked(entry, place, ("shape", "dtype", "finite"))
-    shape = _shape(entry.get("shape"), place)
-    if any(dim is None for dim in shape):
-        raise ModelLoadError(f"{place}: an axis of an input has a size or a name, not null")
-    finite = entry.get("finite", True)
-    if not isinstance(finite, bool):
-        raise ModelLoadError(f"{place}: finite must be true or false, not {finite!r:.60}")
-    return TensorSpec(name=name, shape=shape, dtype=_dtype(entry.get("dtype", "float32"), place), finite=finite)
-
-
-def _output(name: str, entry: Any) -> OutputEntry:
-    place = f"outputs.{name}"
-    entry = _checked(entry, place, ("from", "shape", "dtype"))
-    source = entry.get("from")
-    if source is not None and not isinstance(source, str):
-        raise ModelLoadError(f"{place}: from must be the name of a layer or an input, not {source!r:.60}")
-    shape = _shape(entry["shape"], place) if "shape" in entry else None
-    return OutputEntry(name, source, shape, _dtype(entry["dtype"], place) if "dtype" in entry else None)
-
-
-def _shape(value: Any, place: str) -> tuple[int | str | None, ...]:
-    if not isinstance(value, list) or not value or value[0] != BATCH:
-        raise ModelLoadError(f'{place}: shape must be a list that begins with "{BATCH}", not {value!r:.60}')
-    if len(value) > 8:
-        raise ModelLoadError(f"{place}: shape has {len(value)} axes, and at most 8 are supported")
-    for dim in value[1:]:
-        if isinstance(dim, str) and dim != BATCH:
-            check_name(dim, f"{place}: axis {dim!r:.60}")
-        elif dim is not None and (type(dim) is not int or not 1 <= dim <= MAX_SIZE):
-            raise ModelLoadError(
-                f"{place}: an axis is a size from 1 to {MAX_SIZE} or the name of a dynamic axis, not {dim!r:.60}"
-            )
-    return tuple(value)
-
-
-def _dtype(value: Any, place: str) -> str:
-    if not isinstance(value, str) or value not in DTYPES:
-        raise ModelLoadError(f"{place}: dtype {value!r:.60} is unknown{nearest(value, DTYPES)}")
-    return value
-
-
-def _axes(inputs: Sequence[TensorSpec], limits: Any) -> tuple[Axis, ...]:
+def _axes(inputs: Sequence[TensorSpec], limits: Mapping[str, Any]) -> tuple[Axis, ...]:
     """All dynamic axes of inputs but the batch, with their limits."""
     names = dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str) and dim != BATCH)
-    limits = _checked(limits, "axes", list(names))
-    found = []
-    for name in names:
-        place = f"axes.{name}"
-        entry = _checked(limits.get(name, {}), place, ("min", "max"))
-        least, most = entry.get("min", 1), entry.get("max", MAX_AXIS)
-        for bound in (least, most):
-            if type(bound) is not int or not 1 <= bound <= MAX_SIZE:
-                raise ModelLoadError(f"{place}: min and max are whole numbers from 1 to {MAX_SIZE}, not {bound!r:.60}")
-        if least > most:
-            raise ModelLoadError(f"{place}: min {least} is larger than max {most}")
-        found.append(Axis(name, least, most))
-    return tuple(found)
+    for name in limits:
+        if name not in names:
+            raise ModelLoadError(f"axes has an unknown key {name!r}{nearest(name, names)}")
+    found = {name: read_options(AxisLimits, limits.get(name, {}), f"axes.{name}") for name in names}
+    return tuple(Axis(name, limit.min, limit.max) for name, limit in found.items())
 
 
 def _layer(number: int, entry: Any) -> LayerEntry:
@@ -227,10 +208,7 @@ def _layer(number: int, entry: Any) -> LayerEntry:
     options = {key: value for key, value in entry.items() if key not in ("type", "name", "input", "inputs")}
     if kind == "reshape" and "shape" in options:
         options["sizes"] = options.pop("shape")
-    try:
-        layer = read_options(LAYERS[kind], options, place)
-    except ModelLoadError as error:
-        raise error if error.message.startswith(place) else ModelLoadError(f"{place}: {error.message}") from None
+    layer = read_options(LAYERS[kind], options, place)
     inputs = _sources(entry, place)
     wanted = layer.arity or (2,)
     if len(inputs or [""]) not in wanted and (layer.arity or len(inputs) < 2):

@@ -60,7 +60,9 @@ class Graph:
             last = self._add_layer(entry, last)
         assert last is not None  # there is a layer at least
         self._sources: dict[str, int] = {}
-        outputs = tuple(self._output(entry, last, len(definition.outputs)) for entry in definition.outputs)
+        outputs = tuple(
+            self._output(name, entry, last, len(definition.outputs)) for name, entry in definition.outputs.items()
+        )
         self.signature = Signature(
             inputs=tuple(self._bounded(spec) for spec in definition.inputs), outputs=outputs, axes=definition.axes
         )
@@ -158,20 +160,20 @@ class Graph:
         bounds = (0, self._bounds[spec.name])
         return TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype, finite=spec.finite, bounds=bounds)
 
-    def _output(self, entry: OutputEntry, last: Value, count: int) -> TensorSpec:
-        place = f"outputs.{entry.name}"
-        if entry.source is None and entry.name not in self._values and count == 1:
+    def _output(self, name: str, entry: OutputEntry, last: Value, count: int) -> TensorSpec:
+        place = f"outputs.{name}"
+        if entry.source is None and name not in self._values and count == 1:
             value = last
         else:
-            value = self._find(entry.source or entry.name, place)
-        self._sources[entry.name] = value.index
+            value = self._find(entry.source or name, place)
+        self._sources[name] = value.index
         shape = tuple(self._dim(*sizes) for sizes in zip(value.small, value.large, strict=True))
-        if entry.shape is not None and not _fits(entry.shape, shape):
+        if entry.shape and not _fits(entry.shape, shape):
             raise ModelLoadError(f"{place}: shape is {list(entry.shape)}, but the layers give {list(shape)}")
         dtype = "int64" if value.integer else "float32"
         if entry.dtype not in (None, dtype):
             raise ModelLoadError(f"{place}: dtype is {entry.dtype}, but the layers give {dtype}")
-        return TensorSpec(name=entry.name, shape=entry.shape or shape, dtype=dtype)
+        return TensorSpec(name=name, shape=entry.shape or shape, dtype=dtype)
 
     def _dim(self, small: int, large: int) -> Dim:
         if small == large:

@@ -3,10 +3,12 @@ replaced while it serves.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
+from pydantic import create_model
+
+from mlx_parallm.models.networks.layer_options import Options
 
 Shape = tuple[int, ...]
 Takes = Literal["float", "int", "any"]
@@ -17,10 +19,10 @@ class ShapeError(ValueError):
     """A layer can't take what it is given; the graph says which layer."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Layer:
+class Layer(Options):
     """One layer of a network. The first axis of everything is the batch, and no layer mixes its rows."""
 
+    called: ClassVar[str] = "option"
     takes: ClassVar[Takes] = "float"
     keeps: ClassVar[bool] = False  # whether it gives integers where it takes them; all others give floats
     arity: ClassVar[tuple[int, ...]] = (1,)  # how many inputs it may have; empty: two or more
@@ -46,6 +48,14 @@ class Layer:
 
     def results(self, weights: Weights, *inputs: mx.array) -> tuple[mx.array, ...]:
         return (self.run(weights, *inputs),)
+
+
+def variant(base: type[Layer], options: Mapping[str, tuple[Any, Any]] | None = None, **constants: Any) -> type[Layer]:
+    """A kind of layer that has options beyond those of `base`, by type and default, or other constants of its class."""
+    kind: type[Layer] = create_model(base.__name__, __base__=base, **(options or {}))  # type: ignore[call-overload]
+    for name, value in constants.items():
+        setattr(kind, name, value)
+    return kind
 
 
 def check_rank(shape: Shape, rank: int, what: str) -> None:

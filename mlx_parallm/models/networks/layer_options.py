@@ -1,118 +1,77 @@
-"""Options of layers and heads: fields of dataclasses, each with a reader that says what is wrong with a value."""
+"""Objects of network.json as pydantic models, whose errors say the place, what is expected there and what was found."""
 
-import dataclasses
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from mlx_parallm.config import nearest
 from mlx_parallm.errors import ModelLoadError
 
-T = TypeVar("T")
-Read = Callable[[Any], Any]
 MAX_SIZE = 1 << 24  # of a layer's feature, channel or kernel count
 
 
-def read_options(kind: type[T], values: Mapping[str, Any], place: str) -> T:
-    """An instance of a dataclass from a JSON object; ModelLoadError about `place` where one of the values is wrong."""
-    known = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            raise ModelLoadError(f"{place} has an unknown option {name!r}{nearest(name, known)}")
-    found = {}
-    for name, field in known.items():
-        if name in values:
-            try:
-                found[name] = field.metadata["read"](values[name])
-            except ValueError as error:
-                raise ModelLoadError(f"{place}: {name} must be {error}, not {values[name]!r:.60}") from None
-        elif field.default is dataclasses.MISSING:
-            raise ModelLoadError(f"{place} needs {name!r}")
-    return kind(**found)
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
 
 
-def _option(read: Read, default: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"read": read})
+# What a description says follows "must be" in errors.
+Count = Annotated[int, Field(ge=1, le=MAX_SIZE, description=f"a whole number from 1 to {MAX_SIZE}")]
+Integer = Annotated[int, Field(ge=-MAX_SIZE, le=MAX_SIZE, description=f"a whole number from -{MAX_SIZE} to {MAX_SIZE}")]
+Number = Annotated[float, Field(description="a finite number")]
+NotNegative = Annotated[float, Field(ge=0, description="a finite number of at least 0")]
+Flag = Annotated[bool, Field(description="true or false")]
+Name = Annotated[str, Field(min_length=1, description="a name")]
+Integers = Annotated[
+    tuple[Integer, ...], Field(strict=False, min_length=1, description=f"a list of whole numbers up to {MAX_SIZE}")
+]
+# One value, or one for each axis: always kept as a tuple.
+Numbers = Annotated[
+    tuple[Number, ...],
+    BeforeValidator(_listed),
+    Field(strict=False, min_length=1, description="a finite number, or a list of them"),
+]
+Sizes = Annotated[
+    tuple[Count, ...],
+    BeforeValidator(_listed),
+    Field(strict=False, description=f"a whole number from 1 to {MAX_SIZE}, or a list of them"),
+]
+Paddings = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=MAX_SIZE)], ...],
+    BeforeValidator(_listed),
+    Field(strict=False, description=f"a whole number from 0 to {MAX_SIZE}, or a list of them"),
+]
 
 
-def count(default: Any = dataclasses.MISSING, least: int = 1) -> Any:
-    return _option(lambda value: _int(value, least, MAX_SIZE), default)
+class Options(BaseModel):
+    """One object of network.json. Its types are JSON's: nothing is converted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    called: ClassVar[str] = "key"  # in errors
 
 
-def integer(default: Any = dataclasses.MISSING) -> Any:
-    return _option(lambda value: _int(value, -MAX_SIZE, MAX_SIZE), default)
+T = TypeVar("T", bound=Options)
 
 
-def number(default: Any = dataclasses.MISSING, least: float = -math.inf) -> Any:
-    return _option(lambda value: _float(value, least), default)
+def read_options(kind: type[T], values: Any, place: str) -> T:
+    """An instance of `kind` from JSON; ModelLoadError about `place` where one of the values is wrong."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ModelLoadError(_told(kind, error.errors(include_url=False), place)) from None
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{place}: {error.message}") from None
 
 
-def flag(default: Any = dataclasses.MISSING) -> Any:
-    return _option(_flag, default)
-
-
-def text(default: Any = dataclasses.MISSING) -> Any:
-    return _option(_text, default)
-
-
-def choice(*values: str, default: Any = dataclasses.MISSING) -> Any:
-    def read(value: Any) -> str:
-        if value not in values:
-            raise ValueError(" or ".join(map(repr, values)))
-        return str(value)
-
-    return _option(read, default)
-
-
-def sizes(default: Any = dataclasses.MISSING, least: int = 1) -> Any:
-    """A whole number, or one for each axis: always kept as a tuple."""
-
-    def read(value: Any) -> tuple[int, ...]:
-        return tuple(_int(one, least, MAX_SIZE) for one in (value if isinstance(value, list) else [value]))
-
-    return _option(read, default)
-
-
-def integers(default: Any = dataclasses.MISSING) -> Any:
-    def read(value: Any) -> tuple[int, ...]:
-        if not isinstance(value, list) or not value:
-            raise ValueError("a list of whole numbers")
-        return tuple(_int(one, -MAX_SIZE, MAX_SIZE) for one in value)
-
-    return _option(read, default)
-
-
-def numbers(default: Any = dataclasses.MISSING) -> Any:
-    """A number, or a list of them: always kept as a tuple."""
-
-    def read(value: Any) -> tuple[float, ...]:
-        values = value if isinstance(value, list) else [value]
-        if not values:
-            raise ValueError("a number or a list of numbers")
-        return tuple(_float(one, -math.inf) for one in values)
-
-    return _option(read, default)
-
-
-def _int(value: Any, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"a whole number from {least} to {most}")
-    return value
-
-
-def _float(value: Any, least: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
-        raise ValueError("a finite number" + (f" of at least {least:g}" if least > -math.inf else ""))
-    return float(value)
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("a name")
-    return value
+def _told(kind: type[Options], errors: Sequence[Any], place: str) -> str:
+    fields = {field.alias or name: field for name, field in kind.model_fields.items()}
+    error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
+    if not error["loc"]:
+        return f"{place} must be an object, not {error['input']!r:.60}"
+    name = error["loc"][0]
+    if error["type"] == "extra_forbidden":
+        return f"{place} has an unknown {kind.called} {name!r}{nearest(name, fields)}"
+    if error["type"] == "missing":
+        return f"{place} needs {name!r}"
+    expected = fields[name].description or error["msg"].removeprefix("Input should be ")
+    return f"{place}: {name} must be {expected}, not {error['input']!r:.60}"

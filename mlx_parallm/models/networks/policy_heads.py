@@ -8,7 +8,7 @@ bounds returns clipped actions, with the log-probability before the clip, as mos
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from mlx_parallm.config import nearest
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.networks.distribution_draws import Floats, Words, normals, uniforms
 from mlx_parallm.models.networks.layer import Shape
-from mlx_parallm.models.networks.layer_options import integers, numbers, read_options, text
+from mlx_parallm.models.networks.layer_options import Integers, Name, Numbers, Options, read_options
 from mlx_parallm.signature import TensorSpec
 from mlx_parallm.tensors import Array
 
@@ -35,9 +35,10 @@ class RowSeeds:
     deterministic: Flags
 
 
-@dataclass(slots=True, kw_only=True)
-class ActionHead(ABC):
+class ActionHead(Options, ABC):
     """A distribution over actions. `bind` checks it against the network's outputs, before anything is drawn."""
+
+    called: ClassVar[str] = "option"
 
     @abstractmethod
     def bind(self, outputs: Mapping[str, TensorSpec]) -> None: ...
@@ -59,10 +60,9 @@ class ActionHead(ABC):
     def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn: ...
 
 
-@dataclass(slots=True, kw_only=True)
 class MultiDiscrete(ActionHead):
-    logits: str = text()
-    nvec: tuple[int, ...] = integers()
+    logits: Name
+    nvec: Integers
 
     def bind(self, outputs: Mapping[str, TensorSpec]) -> None:
         width = width_of(self.logits, outputs, "logits")
@@ -84,43 +84,41 @@ class MultiDiscrete(ActionHead):
         return np.stack([actions for actions, _ in drawn], axis=1), scores
 
 
-@dataclass(slots=True, kw_only=True)
 class CategoricalHead(ActionHead):
-    logits: str = text()
-    width: int = field(default=0, init=False)  # set by `bind`
+    logits: Name
+    _width: int = 0  # set by `bind`
 
     def bind(self, outputs: Mapping[str, TensorSpec]) -> None:
-        self.width = width_of(self.logits, outputs, "logits")
+        self._width = width_of(self.logits, outputs, "logits")
 
     @property
     def names(self) -> list[str]:
         return [self.logits]
 
     def describe(self) -> dict[str, Any]:
-        return {"distribution": "categorical", "n": self.width}
+        return {"distribution": "categorical", "n": self._width}
 
     def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn:
         chances = uniforms(rows.seeds, rows.numbers, 1)
         return draw_categorical(outputs[self.logits].astype(np.float64), chances[:, 0], rows.deterministic)
 
 
-@dataclass(slots=True, kw_only=True)
 class Gaussian(ActionHead):
     """`log_std` is an output, or else a tensor of the weights: one number for each action, whatever is observed."""
 
     squashed: ClassVar[bool] = False
-    mean: str = text()
-    log_std: str = text()
-    low: tuple[float, ...] | None = numbers(None)
-    high: tuple[float, ...] | None = numbers(None)
-    width: int = field(default=0, init=False)  # both set by `bind`
-    free: bool = field(default=False, init=False)
+    mean: Name
+    log_std: Name
+    low: Numbers | None = None
+    high: Numbers | None = None
+    _width: int = 0  # both set by `bind`
+    _free: bool = False
 
     def bind(self, outputs: Mapping[str, TensorSpec]) -> None:
-        self.width = width_of(self.mean, outputs, "mean")
-        self.free = self.log_std not in outputs
-        if not self.free and width_of(self.log_std, outputs, "log_std") != self.width:
-            raise ModelLoadError(f"policy: log_std must have the {self.width} values that mean has")
+        self._width = width_of(self.mean, outputs, "mean")
+        self._free = self.log_std not in outputs
+        if not self._free and width_of(self.log_std, outputs, "log_std") != self._width:
+            raise ModelLoadError(f"policy: log_std must have the {self._width} values that mean has")
         if (self.low is None) != (self.high is None):
             raise ModelLoadError("policy: give both low and high, or neither")
         low, high = self.bounds
@@ -133,30 +131,30 @@ class Gaussian(ActionHead):
         found = []
         for name, default in (("low", -1.0), ("high", 1.0)):
             given = getattr(self, name) or (default,)
-            if len(given) not in (1, self.width):
-                raise ModelLoadError(f"policy: {name} has {len(given)} numbers for {self.width} actions")
-            found.append(np.broadcast_to(np.array(given, np.float64), (self.width,)))
+            if len(given) not in (1, self._width):
+                raise ModelLoadError(f"policy: {name} has {len(given)} numbers for {self._width} actions")
+            found.append(np.broadcast_to(np.array(given, np.float64), (self._width,)))
         return found[0], found[1]
 
     @property
     def names(self) -> list[str]:
-        return [self.mean] if self.free else [self.mean, self.log_std]
+        return [self.mean] if self._free else [self.mean, self.log_std]
 
     @property
     def tensors(self) -> dict[str, Shape]:
-        return {self.log_std: (self.width,)} if self.free else {}
+        return {self.log_std: (self._width,)} if self._free else {}
 
     def describe(self) -> dict[str, Any]:
         found: dict[str, Any] = {"distribution": "tanh_gaussian" if self.squashed else "gaussian"}
-        found["size"] = self.width
+        found["size"] = self._width
         if self.squashed or self.low is not None:
             found["low"], found["high"] = (bound.tolist() for bound in self.bounds)
         return found
 
     def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn:
         mean = outputs[self.mean].astype(np.float64)
-        log_std = np.broadcast_to((weights if self.free else outputs)[self.log_std].astype(np.float64), mean.shape)
-        noise = np.where(rows.deterministic[:, None], 0.0, normals(rows.seeds, rows.numbers, self.width))
+        log_std = np.broadcast_to((weights if self._free else outputs)[self.log_std].astype(np.float64), mean.shape)
+        noise = np.where(rows.deterministic[:, None], 0.0, normals(rows.seeds, rows.numbers, self._width))
         return self.act(mean + np.exp(log_std) * noise, mean, log_std)
 
     def act(self, raw: Floats, mean: Floats, log_std: Floats) -> Drawn:
@@ -167,7 +165,6 @@ class Gaussian(ActionHead):
         return np.clip(raw, *self.bounds).astype(np.float32), scores
 
 
-@dataclass(slots=True, kw_only=True)
 class TanhGaussian(Gaussian):
     """Always has bounds: −1 and 1 where none are given."""
 

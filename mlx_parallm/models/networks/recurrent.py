@@ -5,30 +5,28 @@ asked for, is (batch, layers · directions, hidden_size): torch's with the batch
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.networks.layer import Layer, Shape, ShapeError, Weights, check_features
-from mlx_parallm.models.networks.layer_options import count, flag, number
+from mlx_parallm.models.networks.layer_options import Count, Flag, NotNegative
 
 State = tuple[mx.array, ...]  # (batch, hidden_size) each: h, and for an LSTM c
 
 
-@dataclass(slots=True, kw_only=True)
 class Recurrent(Layer, ABC):
     gates: ClassVar[int]
-    hidden_size: int = count()
-    input_size: int | None = count(None)
-    num_layers: int = count(1)
-    bidirectional: bool = flag(False)
-    bias: bool = flag(True)
-    batch_first: bool = flag(True)
-    dropout: float = number(0.0, 0)  # of training
+    hidden_size: Count
+    input_size: Count | None = None
+    num_layers: Count = 1
+    bidirectional: Flag = False
+    bias: Flag = True
+    batch_first: Flag = True
+    dropout: NotNegative = 0.0  # of training
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any) -> None:
         if not self.batch_first:
             raise ModelLoadError(
                 "batch_first is false: the first axis is the batch in every network here, so leave it out; the weights "
@@ -109,7 +107,6 @@ class Recurrent(Layer, ABC):
         """What the step's input and the state before it make of the state; both are products with all gates."""
 
 
-@dataclass(slots=True, kw_only=True)
 class LSTM(Recurrent):
     gates: ClassVar[int] = 4
     arity: ClassVar[tuple[int, ...]] = (1, 3)
@@ -121,7 +118,6 @@ class LSTM(Recurrent):
         return mx.sigmoid(out) * mx.tanh(cell), cell
 
 
-@dataclass(slots=True, kw_only=True)
 class GRU(Recurrent):
     gates: ClassVar[int] = 3
     arity: ClassVar[tuple[int, ...]] = (1, 2)

@@ -16,7 +16,7 @@ from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 from mlx_parallm.server.http.schema import Body, Status, response_body
 from mlx_parallm.server.model_table import DEFAULT, adapter_names
 from mlx_parallm.types import PauseMode
@@ -192,6 +192,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["RL data plane"])
-    add_routes(routes, ROUTES, Control(context))
-    return routes
+    return router_of("RL data plane", ROUTES, Control(context))

@@ -4,6 +4,7 @@ import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from fastapi.routing import APIRoute
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -17,7 +18,7 @@ from mlx_parallm.server.dashboard.recent_rollouts import RolloutNote, describe
 from mlx_parallm.server.dashboard.snapshot import ServerSnapshot, Snapshots
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import add_routes
+from mlx_parallm.server.http.routing import router_of
 from mlx_parallm.server.http.schema import response_body
 from mlx_parallm.server.recent_requests import MAX_REQUESTS, RecentRequest
 
@@ -114,6 +115,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(tags=["Dashboard"])
-    add_routes(routes, ROUTES, Dashboard(context))
-    return routes
+    return router_of("Dashboard", ROUTES, Dashboard(context), route_class=APIRoute)

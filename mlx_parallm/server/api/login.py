@@ -21,7 +21,7 @@ from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.request_state import state_of
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 from mlx_parallm.server.http.schema import Body, Status, response_body
 
 
@@ -107,6 +107,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["Sign in"])
-    add_routes(routes, ROUTES, LoginRoutes(context.access))
-    return routes
+    return router_of("Sign in", ROUTES, LoginRoutes(context.access))

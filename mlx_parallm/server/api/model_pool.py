@@ -13,7 +13,7 @@ from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFound
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 from mlx_parallm.server.http.schema import Body, response_body
 from mlx_parallm.server.model_table import BASE, DEFAULT
 from mlx_parallm.types import ModelStatus
@@ -109,6 +109,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["Models"])
-    add_routes(routes, ROUTES, PoolRoutes(context))
-    return routes
+    return router_of("Models", ROUTES, PoolRoutes(context))

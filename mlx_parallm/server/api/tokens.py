@@ -13,7 +13,7 @@ from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.generation.chat_messages import ChatMessages, ToolDefinition, conversation
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 from mlx_parallm.server.http.schema import MAX_TOOLS, Body, TokenId, few, response_body
 from mlx_parallm.server.model_table import ServedModel
 from mlx_parallm.validation import check_ids
@@ -104,6 +104,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["Tokens"])
-    add_routes(routes, ROUTES, TokenRoutes(context))
-    return routes
+    return router_of("Tokens", ROUTES, TokenRoutes(context))

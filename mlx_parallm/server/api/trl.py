@@ -28,7 +28,7 @@ from mlx_parallm.server.generation.sampling_fields import SampledBody, samples, 
 from mlx_parallm.server.generation.token_logprobs import finite
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 from mlx_parallm.server.http.schema import MAX_PROMPTS, MAX_TOOLS, read_prompt, response_body
 from mlx_parallm.types import TokenLogprob
 
@@ -212,6 +212,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["TRL"])
-    add_routes(routes, ROUTES, Trl(context), Operations(context))
-    return routes
+    return router_of("TRL", ROUTES, Trl(context), Operations(context))

@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
-from mlx_parallm.server.http.disconnect import client_left
-from mlx_parallm.server.http.http_errors import ClientLeft, JSONResponse
+from mlx_parallm.server.http.disconnect import unless_left, when_left
+from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.request_state import state_of
 
 HEADERS = [
@@ -103,20 +103,18 @@ class EventStream(Response):
         self._wake()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.ensure_future(client_left(receive))
-        watcher.add_done_callback(self._on_left)
         try:
-            self._generation.start(self)
-            await self._more()
-            if self._error is not None and not self._pending:
-                raise self._error
-            if not self._left:
-                headers = [(b"content-type", self._writer.media_type), *HEADERS]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                self._pending.insert(0, self._writer.opening())
-                await self._write(send)
+            with when_left(receive, self._on_left):
+                self._generation.start(self)
+                await self._more()
+                if self._error is not None and not self._pending:
+                    raise self._error
+                if not self._left:
+                    headers = [(b"content-type", self._writer.media_type), *HEADERS]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    self._pending.insert(0, self._writer.opening())
+                    await self._write(send)
         finally:
-            watcher.cancel()
             self._generation.cancel()
             if self._error is not None:
                 state_of(scope).outcome = f"cut off: {self._error.code or self._error.message}"
@@ -152,11 +150,10 @@ class EventStream(Response):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _on_left(self, watcher: "asyncio.Future[None]") -> None:
-        if not watcher.cancelled():
-            self._left = True
-            self._generation.cancel()
-            self._wake()
+    def _on_left(self) -> None:
+        self._left = True
+        self._generation.cancel()
+        self._wake()
 
 
 class Collector:
@@ -168,13 +165,10 @@ class Collector:
         self.results = [Collected() for _ in generation.choices]
 
     async def collect(self, receive: Receive) -> list[Collected]:
-        watcher = asyncio.ensure_future(client_left(receive))
-        watcher.add_done_callback(self._on_left)
         try:
             self._generation.start(self)
-            await self._done
+            await unless_left(receive, self._done)
         finally:
-            watcher.cancel()
             self._generation.cancel()
         return self.results
 
@@ -188,7 +182,3 @@ class Collector:
             self._done.set_exception(error)
         else:
             self._done.set_result(None)
-
-    def _on_left(self, watcher: "asyncio.Future[None]") -> None:
-        if not watcher.cancelled() and not self._done.done():
-            self._done.set_exception(ClientLeft())

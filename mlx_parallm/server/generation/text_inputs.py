@@ -18,13 +18,13 @@ from mlx_parallm.server.generation.chat_messages import ChatMessage, ChatMessage
 from mlx_parallm.server.generation.tokenizers import LONG_TEXT, TokenizerPool
 from mlx_parallm.server.http.schema import MAX_TOKENS, Body, few
 from mlx_parallm.server.predictors import ServedPredictor
+from mlx_parallm.text.prompts import far_too_many
 from mlx_parallm.text.scoring_templates import render_chat
 from mlx_parallm.types import TextTokens
 from mlx_parallm.validation import check_ids
 
 MAX_INPUTS = 2048
 WHOLE_CONTEXT = -1
-CHECKED_CHARACTERS = 16  # for each token of the context: a text of fewer is simply tokenised
 
 Side = Literal["left", "right"]
 
@@ -263,11 +263,13 @@ class _Encoder:
         if self._truncation.tokens is not None or self._most(text) is not None:
             return
         for part in (text.first, text.second or ""):
-            if len(part) > self._limit * CHECKED_CHARACTERS:
-                [beginning] = self._batch([part[: self._limit * CHECKED_CHARACTERS]], add_special_tokens=False)
-                count = len(beginning.ids)
-                if count > self._limit + self._limit // 16 + 64:  # cut off, it may have a few tokens more
-                    self._check_length(count, text.place, "more than ")
+            count = far_too_many(part, self._limit, self._count)
+            if count is not None:
+                self._check_length(count, text.place, "more than ")
+
+    def _count(self, text: str) -> int:
+        [encoded] = self._batch([text], add_special_tokens=False)
+        return len(encoded.ids)
 
     def _check_length(self, count: int, place: int, words: str = "") -> None:
         if count > self._limit:

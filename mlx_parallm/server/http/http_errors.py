@@ -6,11 +6,12 @@ for errors (`error_shapes`); no traceback leaves the process.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 LOOKED_AT = 100  # errors of one request, of which one is told
 CLIENT_LEFT = 499  # nobody reads it, but the log does
+B = TypeVar("B", bound=BaseModel)
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -110,6 +112,14 @@ async def _on_left(request: Request, error: Exception) -> Response:
 
 async def _on_unknown(request: Request, error: Exception) -> Response:
     return error_response(ParallmError("the server has failed at this request; its log says why"))
+
+
+def validated(kind: type[B], fields: Any) -> B:
+    """Fields that came in another way than as a JSON body, refused as those of one would be."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(), body=fields) from error
 
 
 def validation_error(errors: Sequence[Any], body: Any) -> InvalidRequestError:

@@ -36,7 +36,7 @@ class Uploads:
 
 @dataclass(frozen=True)
 class Route:
-    """One method of one path. `endpoint` is a method of the dialect's class, which `routing.add_routes` binds."""
+    """One method of one path. `endpoint` is a method of the dialect's class, which `routing.router_of` binds."""
 
     path: str
     method: str

@@ -1,6 +1,6 @@
-"""Routes that read their JSON body strictly and fast: no NaN, no Infinity. Every router uses `JSONRoute`.
+"""Routes that read their JSON body strictly and fast: no NaN, no Infinity. Routers use `JSONRoute`.
 
-`add_routes` serves the routes that a dialect declares, and documents each with its answer and its errors.
+`router_of` serves the routes that a dialect declares, and documents each with its answer and its errors.
 """
 
 import asyncio
@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NoReturn
 
 import orjson
@@ -35,8 +36,15 @@ LONG_BODY = 32 << 10  # bytes; shorter ones are validated on the event loop, in 
 _readers = ThreadPoolExecutor(2, thread_name_prefix="body")
 
 
-def add_routes(router: APIRouter, routes: Iterable[Route], *owners: object) -> None:
+def router_of(
+    tag: str,
+    routes: Iterable[Route],
+    *owners: object,
+    route_class: type[APIRoute] | None = None,
+    lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
+) -> APIRouter:
     """Serves what a dialect has declared, by the objects that have its endpoints."""
+    router = APIRouter(tags=[tag], route_class=route_class or JSONRoute, lifespan=lifespan)
     for route in routes:
         name = route.endpoint.__name__
         owner = next(one for one in owners if getattr(type(one), name, None) is route.endpoint)
@@ -51,6 +59,7 @@ def add_routes(router: APIRouter, routes: Iterable[Route], *owners: object) -> N
             responses=documented_responses(route),
             openapi_extra=None if route.body is None else {"requestBody": {"content": route.body}},
         )
+    return router
 
 
 class StrictRequest(Request):

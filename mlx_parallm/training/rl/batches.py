@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_parallm.config.algorithms import RewardScaling
-from mlx_parallm.training.rl.objectives import Floats, Integers, advantages, token_weights
+from mlx_parallm.training.rl.objectives import Floats, Integers, advantages, group_has_signal, token_weights
 from mlx_parallm.training.rl.trajectories import Trajectory
 
 BooleanArray = npt.NDArray[np.bool_]
@@ -175,7 +175,7 @@ class Batch:
                 advantage[place] = one.advantage
         teaches = np.array(
             [
-                one.advantage is not None or np.ptp(rewards[groups == groups[place]]) > 0
+                one.advantage is not None or group_has_signal(rewards[groups == groups[place]])
                 for place, one in enumerate(trajectories)
             ],
             bool,

@@ -11,7 +11,7 @@ from mlx_parallm.server.api.adapters.bodies import AdapterChanged, AdapterList, 
 from mlx_parallm.server.api.adapters.endpoints import RAW_TYPES, Adapters
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.route_table import TENSORS_WANTED, Route, Uploads
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 
 UPLOAD_TYPES = frozenset({"multipart/form-data", *RAW_TYPES})
 UPLOAD_FORM = {
@@ -83,6 +83,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["Adapters"])
-    add_routes(routes, ROUTES, Adapters(context))
-    return routes
+    return router_of("Adapters", ROUTES, Adapters(context))

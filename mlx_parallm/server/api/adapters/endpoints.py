@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any
 
 import orjson
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -34,7 +32,7 @@ from mlx_parallm.server.api.adapters.bodies import (
 )
 from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.http.http_errors import JSONResponse
+from mlx_parallm.server.http.http_errors import JSONResponse, validated
 from mlx_parallm.server.model_table import BASE, GENERATING, ServedModel, adapter_names, is_number, parse_label
 from mlx_parallm.signature import WeightsVersion
 from mlx_parallm.types import MAX_VERSION, UNNAMED_ADAPTER, AdapterRoute, AdapterVersion
@@ -113,13 +111,13 @@ class Adapters:
                 if key in fields:
                     with contextlib.suppress(ValueError):  # then the field is wrong as it is
                         fields[key] = read(fields[key])
-            body, data = _validated(fields | {"tensors": "raw"}), await request.body()
+            body, data = validated(UpdateWeightsBody, fields | {"tensors": "raw"}), await request.body()
         else:
             try:
                 fields = await request.json()
             except ValueError as error:
                 raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
-            body = _validated(fields)
+            body = validated(UpdateWeightsBody, fields)
             data = await asyncio.to_thread(_decoded, body.tensors)
         if self._predicts(body.name):
             async with self._predictors.use(body.name, "policy", request=request, param="name") as model:
@@ -238,13 +236,6 @@ def _meaning(served: ServedModel, version: AdapterVersion) -> str:
     if any(route.name == version.name and route.number is None for route in served.adapters.routes):
         return f"{told}, and {served.name!r} serves it"
     return told
-
-
-def _validated(fields: Any) -> UpdateWeightsBody:
-    try:
-        return UpdateWeightsBody.model_validate(fields)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors(), body=fields) from error
 
 
 def _decoded(tensors: str) -> bytes:

@@ -16,7 +16,7 @@ from mlx_parallm.server.generation.responses import respond
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.request_state import state_of
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 
 EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 
@@ -74,6 +74,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["Anthropic"])
-    add_routes(routes, ROUTES, MessageRoutes(context))
-    return routes
+    return router_of("Anthropic", ROUTES, MessageRoutes(context))

@@ -21,7 +21,7 @@ from mlx_parallm.server.generation.preparation import GenerationService, answer_
 from mlx_parallm.server.generation.responses import respond
 from mlx_parallm.server.http.request_state import state_of
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 
 SGLANG_FIELDS = ("text", "input_ids", "sampling_params", "input_embeds")
 OUR_FIELDS = ("policy_version", "step_id", "request_id")
@@ -74,6 +74,4 @@ ROUTES = (Route("/generate", "POST", Generate.generate, GenerateAnswer, "Sample 
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["RL data plane"])
-    add_routes(routes, ROUTES, Generate(context.service))
-    return routes
+    return router_of("RL data plane", ROUTES, Generate(context.service))

@@ -26,7 +26,7 @@ from mlx_parallm.server.api.ollama.model_routes import OllamaModels
 from mlx_parallm.server.api.ollama.names import ModelNames
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import JSONRoute, router_of
 
 LINES = {"application/x-ndjson": {"schema": {"type": "string"}}}
 # What Ollama does with files of models.
@@ -68,7 +68,6 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes, names = APIRouter(route_class=AnyTypeRoute, tags=["Ollama"]), ModelNames(context)
+    names = ModelNames(context)
     owners = OllamaGeneration(context, names), OllamaEmbeddings(context, names), OllamaModels(context, names)
-    add_routes(routes, ROUTES, *owners)
-    return routes
+    return router_of("Ollama", ROUTES, *owners, route_class=AnyTypeRoute)

@@ -9,7 +9,7 @@ from mlx_parallm.server.api.openai.embeddings import EmbeddingAnswer, EmbeddingR
 from mlx_parallm.server.api.openai.model_routes import Model, ModelList, ModelRoutes
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 
 ROUTES = (
     Route("/v1/completions", "POST", CompletionRoutes.complete, CompletionAnswer, "Continue text", streams=True),
@@ -22,8 +22,6 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
     completions, chat = CompletionRoutes(context.service), ChatRoutes(context.service)
     embeddings, models = EmbeddingRoutes(context), ModelRoutes(context.models, context.runtime.pool)
-    add_routes(routes, ROUTES, completions, chat, embeddings, models)
-    return routes
+    return router_of("OpenAI", ROUTES, completions, chat, embeddings, models)

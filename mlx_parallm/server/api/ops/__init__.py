@@ -5,6 +5,7 @@ import logging
 from typing import Annotated, Literal, NotRequired
 
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import Field
@@ -18,7 +19,7 @@ from mlx_parallm.server.api.ops.metrics import EngineCollector, PoolCollector, T
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import add_routes
+from mlx_parallm.server.http.routing import router_of
 from mlx_parallm.server.http.schema import response_body
 
 log = logging.getLogger(__name__)
@@ -199,6 +200,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(tags=["Operations"])
-    add_routes(routes, ROUTES, Operations(context))
-    return routes
+    return router_of("Operations", ROUTES, Operations(context), route_class=APIRoute)

@@ -9,7 +9,7 @@ from mlx_parallm.server.api.predict.bodies import ActBody, Acted, PredictBody, P
 from mlx_parallm.server.api.predict.predict import PredictRoutes
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.route_table import TENSORS_WANTED, Route, Uploads
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 from mlx_parallm.server.http.schema import Body
 from mlx_parallm.tensors import SAFETENSORS_TYPES
 
@@ -38,6 +38,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["Networks and policies"])
-    add_routes(routes, ROUTES, PredictRoutes(context), ActRoutes(context))
-    return routes
+    return router_of("Networks and policies", ROUTES, PredictRoutes(context), ActRoutes(context))

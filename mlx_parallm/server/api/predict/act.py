@@ -13,9 +13,10 @@ from starlette.responses import Response
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.policy_spans import as_lists, spans_between
 from mlx_parallm.server.api.predict.bodies import ActBody, Acted
-from mlx_parallm.server.api.predict.predict import json_of, off_loop, query, validated
+from mlx_parallm.server.api.predict.predict import json_of, off_loop, query
 from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.http.http_errors import validated
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.server.sessions import HiddenStateStore, SessionState
 from mlx_parallm.server.tensor_bodies import (

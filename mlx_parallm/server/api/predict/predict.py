@@ -4,15 +4,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.predict.bodies import PredictBody, Predicted
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.http.schema import Body
+from mlx_parallm.server.http.http_errors import validated
 from mlx_parallm.server.tensor_bodies import (
     is_safetensors,
     join,
@@ -26,7 +24,6 @@ from mlx_parallm.server.tensor_bodies import (
 from mlx_parallm.signature import NetworkInfo
 from mlx_parallm.tensors import Array
 
-B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 INLINE_BYTES = 1 << 14  # of a body that is decoded on the event loop; larger ones on a thread
 
@@ -82,10 +79,3 @@ async def json_of(request: Request) -> Any:
 
 def query(request: Request, *names: str) -> dict[str, Any]:
     return {name: request.query_params[name] for name in names if name in request.query_params}
-
-
-def validated(kind: type[B], fields: Any) -> B:
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors(), body=fields) from error

@@ -20,7 +20,7 @@ from mlx_parallm.server.api.responses.routes import ResponseRoutes
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.error_shapes import OPENAI
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 
 SHAPE = replace(OPENAI, named_events=True)
 STORED = "/v1/responses/{response_id}"
@@ -63,6 +63,4 @@ def router(context: ServerContext) -> APIRouter:
         yield
         await store.close()
 
-    routes = APIRouter(route_class=JSONRoute, tags=["OpenAI Responses"], lifespan=lifespan)
-    add_routes(routes, ROUTES, ResponseRoutes(context.service, store))
-    return routes
+    return router_of("OpenAI Responses", ROUTES, ResponseRoutes(context.service, store), lifespan=lifespan)

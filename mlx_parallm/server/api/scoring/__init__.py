@@ -32,7 +32,7 @@ from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.generation.text_inputs import EncodedText, encode_texts, numbered
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.types import ClassifierInfo, EmbeddingInfo, PredictorInfo
 
@@ -197,6 +197,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["Classify and rank"])
-    add_routes(routes, ROUTES, ScoringRoutes(context))
-    return routes
+    return router_of("Classify and rank", ROUTES, ScoringRoutes(context))

@@ -14,11 +14,9 @@ from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.generation.chat_messages import conversation
 from mlx_parallm.server.generation.text_inputs import TextPair, encode_texts, numbered
-from mlx_parallm.server.model_table import ServedModel
+from mlx_parallm.server.model_table import DEFAULT, ServedModel
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.validation import check_ids
-
-DEFAULT = "default"
 
 
 class RewardModels:

@@ -46,10 +46,10 @@ from mlx_parallm.server.auth.caller import Caller, current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.generation.chat_messages import conversation
 from mlx_parallm.server.generation.limits import completion_length
-from mlx_parallm.server.http.disconnect import client_left, unless_left
+from mlx_parallm.server.http.disconnect import unless_left, when_left
 from mlx_parallm.server.http.http_errors import ClientLeft, JSONResponse
 from mlx_parallm.server.http.route_table import Route
-from mlx_parallm.server.http.routing import JSONRoute, add_routes
+from mlx_parallm.server.http.routing import router_of
 from mlx_parallm.server.model_table import ServedModel, adapter_names
 from mlx_parallm.types import RolloutCall, RolloutSample
 from mlx_parallm.validation import check_ids
@@ -219,12 +219,11 @@ class TrainingRoutes:
         caller.charge_prompt(prompt_tokens)
         reserved = used = 0
         left: Future[None] = Future()
-        watcher = asyncio.ensure_future(client_left(request.receive))
-        watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else left.set_result(None))
         try:
             most = len(call.prompts) * call.sampling.n * (call.sampling.max_tokens or 0)
             used = reserved = caller.reserve_output(most)
-            groups = await _run(self._rollouts, partial(self._training.rollout, call, left))
+            with when_left(request.receive, lambda: left.set_result(None)):
+                groups = await _run(self._rollouts, partial(self._training.rollout, call, left))
             used = sum(len(sample.completion_ids) for group in groups for sample in group)
         except (QueueFullError, InvalidRequestError, NotFoundError):  # before any was drawn
             used = 0
@@ -235,7 +234,6 @@ class TrainingRoutes:
                 raise ClientLeft from None
             raise
         finally:
-            watcher.cancel()
             caller.release_output(reserved)
             caller.charge_output(used)
         return groups
@@ -333,6 +331,4 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = APIRouter(route_class=JSONRoute, tags=["Training"])
-    add_routes(routes, ROUTES, TrainingRoutes(context))
-    return routes
+    return router_of("Training", ROUTES, TrainingRoutes(context))

@@ -128,12 +128,10 @@ def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> Co
         parts = base.ranks.lead(parts, layout)
     cache, prefix = parts.cache, parts.prefix
     runner = Runner(
-        parts.forward,
-        cache,
+        parts,
         model.vocab_size,
         before_wait=base.outbox.flush,
         round_prompts=profile.round_prompts,
-        prefix=prefix,
         draw=drawer() if this_device().native and not profile.compiled else None,
         contexts=PassContexts(
             adapters, None if model.vision is None else model.vision.encoder, base.metrics.adapter_seconds.observe

@@ -7,6 +7,7 @@ capacity grow in steps. Both are made by the runner and handed to mlx-lm's model
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
@@ -135,6 +136,17 @@ class SlotLayer:
         return self._step.mask & self._step.masked(near)
 
 
+@dataclass(frozen=True, slots=True)
+class SlotMethod:
+    """How a device computes over slots."""
+
+    view_step: int  # attention reads whole multiples of so many tokens
+    compiled: bool = False  # trace a decode step once per shape, instead of building its graph every time
+    mask_rank: int = 4  # axes of an attention mask
+    in_place: bool = False  # prompts join by a CUDA kernel
+    attend: Attend | None = None  # attention over a layer's slots in one kernel
+
+
 class SlotCache:
     """The running rows of a full-attention model."""
 
@@ -147,16 +159,11 @@ class SlotCache:
         layers: int,
         max_slots: int,
         max_bytes: int,
-        view_step: int,
-        compiled: bool = False,
-        mask_rank: int = 4,
-        in_place: bool = False,
-        attend: Attend | None = None,
+        method: SlotMethod,
     ) -> None:
-        self._in_place = in_place  # prompts join by a CUDA kernel
-        self._compiled = compiled  # trace a decode step once per shape, instead of building its graph every time
+        self._method = method
         self._traces: dict[tuple[int, Hashable], Any] = {}  # by how far attention reads, and the form of a context
-        self._step = _Step(mask_rank, attend)
+        self._step = _Step(method.mask_rank, method.attend)
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
         self._capacity = 0
@@ -164,7 +171,6 @@ class SlotCache:
         self._expected = 0
         self._max_slots = max_slots
         self.max_bytes = max_bytes
-        self._view_step = view_step  # attention reads whole multiples of this
         self._idle_steps = 0
         self.bytes_per_token = 0  # of one row, all layers; known once a row has joined
         self.sides: list[Side] = []  # each layer's keys and values; known from then on too
@@ -260,9 +266,9 @@ class SlotCache:
         self._longest = longest = max(lengths) + 1
         if longest > self._capacity:
             self._resize(len(self._used), longest, None)
-        length = min(_round_up(longest, self._view_step), self._capacity)
+        length = min(_round_up(longest, self._method.view_step), self._capacity)
         offset = mx.array(list(lengths), mx.int32)
-        if not self._compiled:
+        if not self._method.compiled:
             self._step.set(offset, length)
             return forward(tokens[:, None], self.layers, context)[:, 0]
         traced = cast(Traceable | None, context)
@@ -324,7 +330,7 @@ class SlotCache:
         groups = groups_of(sides)
         self._groups = list(groups.values())
         self._placers = [
-            placer(len(members), side.heads, side.width, side.dtype) if self._in_place else None
+            placer(len(members), side.heads, side.width, side.dtype) if self._method.in_place else None
             for side, members in groups.items()
         ]
 

@@ -240,8 +240,7 @@ class TextStream:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,  # a stop string counts only after so many tokens
-        skip_special: bool = True,
-        visible: Collection[int] = (),  # special tokens that are shown all the same
+        visible: Collection[int] | None = (),  # special tokens that are shown; None: all of them
         trim: bool = False,  # the text begins a message, so a SentencePiece space at its start is none
         prompt_tail: Sequence[int] = (),
     ) -> None:
@@ -250,7 +249,7 @@ class TextStream:
             self._decoder = ByteDecoder(vocabulary.pieces, trim and vocabulary.strips_first_space)
         else:
             self._decoder = WindowDecoder(vocabulary, () if trim else prompt_tail[-8:])
-        self._hidden = vocabulary.special - frozenset(visible) if skip_special else frozenset()
+        self._hidden = frozenset() if visible is None else vocabulary.special - frozenset(visible)
         self._stops = _stop_prefixes(tuple(stop)) if stop else None
         self._matched = [0] * len(stop)  # characters of each stop string that the text ends with
         self._include_stop = include_stop
@@ -279,8 +278,7 @@ class TextStream:
             sampling.stop,
             include_stop=include_stop,
             min_tokens=sampling.min_tokens,
-            skip_special=skip_special,
-            visible=visible,
+            visible=visible if skip_special else None,
             trim=chat,
             prompt_tail=prompt,
         )

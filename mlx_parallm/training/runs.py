@@ -16,6 +16,7 @@ from rich.console import Console
 
 from mlx_parallm.config.options import options_of
 from mlx_parallm.config.train_config import TrainConfig
+from mlx_parallm.config.training import OptimizerConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError, UnavailableError
 from mlx_parallm.lora.adapter import Adapter
@@ -189,11 +190,13 @@ def train_reward_model(manager: TrainingManager, config: TrainConfig) -> None:
     reward_model = manager.add_reward_model(NAME, make)
     trainer = RewardTrainer(
         reward_model,
-        learning_rate=training.rl.learning_rate,
+        OptimizerConfig(
+            learning_rate=training.rl.learning_rate,
+            weight_decay=training.rl.weight_decay,
+            max_grad_norm=training.rl.max_grad_norm,
+        ),
         epochs=config.run.pair_epochs,
         batch_size=training.rl.batch_size,
-        max_grad_norm=training.rl.max_grad_norm,
-        weight_decay=training.rl.weight_decay,
         seed=training.rl.seed,
     )
     console.print(f"{len(learnt)} pairs to learn from, {len(held_out)} held out")

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_parallm.kv.merged import MergedCache, SerialCache
-from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache
+from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache, SlotMethod
 
 HEADS, WIDTH = 2, 8
 ROW_BYTES = CAPACITY_STEP * 2 * HEADS * WIDTH * 4  # of a row of one step's length: keys and values of one layer
@@ -16,7 +16,7 @@ ROW_BYTES = CAPACITY_STEP * 2 * HEADS * WIDTH * 4  # of a row of one step's leng
 
 def cache_of(rows: int, max_slots: int = 16) -> SlotCache:
     """Room for so many rows of a step's length. It knows what a token takes, as every cache does that serves."""
-    cache = SlotCache(1, max_slots, rows * ROW_BYTES, view_step=32)
+    cache = SlotCache(1, max_slots, rows * ROW_BYTES, SlotMethod(view_step=32))
     [place] = join(cache, 5)
     cache.leave(place)
     cache.compact(0)

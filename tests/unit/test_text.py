@@ -77,7 +77,7 @@ def test_special_tokens_are_skipped_unless_shown() -> None:
     think = tokenizer.convert_tokens_to_ids("<think>")
     assert "".join(streamed(TextStream(BYTES), tokens)) == "ab<tool>c"
     assert "".join(streamed(TextStream(BYTES, visible=[think]), tokens)) == "a<think>b<tool>c"
-    assert "".join(streamed(TextStream(BYTES, skip_special=False), tokens)) == "a<think>b<tool>c<eos>"
+    assert "".join(streamed(TextStream(BYTES, visible=None), tokens)) == "a<think>b<tool>c<eos>"
     stream = TextStream(BYTES)
     stream.show_special = True
     assert "".join(streamed(stream, tokens)) == "a<think>b<tool>c<eos>"

@@ -25,6 +25,7 @@ from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.native.functions import slot_attention
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.runner import Runner
+from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.errors import MemoryLimitError, ModelLoadError
 from mlx_parallm.kv.batch import Attend, BatchCache
@@ -32,7 +33,7 @@ from mlx_parallm.kv.block_store import BlockStore, Packing
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import MergedCache, SerialCache, state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
-from mlx_parallm.kv.slots import SlotCache
+from mlx_parallm.kv.slots import SlotCache, SlotMethod
 from mlx_parallm.kv.snapshots import SnapshotPrefix, can_be_restored
 from mlx_parallm.lora.kernel import MOST_READ
 from mlx_parallm.lora.layout import RANK_STEP, Layout
@@ -85,7 +86,7 @@ def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int
     """Uses kernels once where they are built at their first use: no request should wait for that."""
     if not layout.traced:
         return
-    _warm_up_rows(Runner(forward, cache, vocab_size, lambda: None, profile.round_prompts))
+    _warm_up_rows(Runner(DeviceParts(forward, cache, None), vocab_size, lambda: None, profile.round_prompts))
     if profile.round_prompts and cache.sides and this_device().plans_shapes:
         warm_prompt_shapes(forward, cache, profile.match_step)
     if cache.sides and cache.free >= 2:
@@ -234,8 +235,8 @@ def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfil
         kernel = attend
     elif this_device().native and not profile.compiled:
         kernel = slot_attention()
-    step, compiled = profile.view_step, profile.compiled
-    return SlotCache(layers, max_rows, max_bytes, step, compiled, mask_rank, profile.fused, kernel)
+    method = SlotMethod(profile.view_step, profile.compiled, mask_rank, profile.fused, kernel)
+    return SlotCache(layers, max_rows, max_bytes, method)
 
 
 def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, profile: DeviceProfile) -> Iterator[BatchCache]:

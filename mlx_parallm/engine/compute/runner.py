@@ -18,15 +18,14 @@ from mlx_parallm.devices.native.token_draws import Drawer
 from mlx_parallm.devices.profile import PROMPT_STEP
 from mlx_parallm.engine.compute.pass_contexts import PassContexts
 from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, Scores, scores_of
+from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
 from mlx_parallm.host import to_numpy
-from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.block_pool import Chain
 from mlx_parallm.kv.merged import state_arrays
-from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.row_adapters import RowAdapters
-from mlx_parallm.models.forward import Forward, RowInputs
+from mlx_parallm.models.forward import RowInputs
 from mlx_parallm.types import TokenLogprob
 
 PROMPT_LOGPROB_PIECE = 256  # positions whose full logits are held at once
@@ -63,21 +62,17 @@ class Runner:
 
     def __init__(
         self,
-        forward: Forward,
-        cache: BatchCache,
+        parts: DeviceParts,
         vocab_size: int,
         before_wait: Callable[[], None],
         round_prompts: bool = False,
-        prefix: Prefix | None = None,
         draw: Drawer | None = None,
         contexts: PassContexts | None = None,
     ) -> None:
-        self._forward = forward
-        self.cache = cache
+        self._forward, self.cache, self._prefix = parts.forward, parts.cache, parts.prefix
         self._vocab = vocab_size
         self._before_wait = before_wait
-        self._round_prompts = round_prompts and cache.stages_many
-        self._prefix = prefix
+        self._round_prompts = round_prompts and self.cache.stages_many
         self._draw = draw
         self.contexts = contexts or PassContexts()
         self._context: RowAdapters | RowInputs | None = None  # of the current rows; None: tokens are all they have

@@ -8,6 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.errors import ParallmError, UnavailableError
@@ -27,6 +28,16 @@ class Listener(Protocol):
     def on_end(self, error: ParallmError | None) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """What preparation has found out about a call."""
+
+    version: AdapterVersion | None  # of the adapter that answers; None: the model alone
+    prompts: TokenizedPrompts
+    sampling: Sequence[SamplingParams]  # of each prompt
+    grammar: CompiledGrammar | None = None
+
+
 class Generation:
     """The requests of one HTTP call: one per prompt, each with n choices."""
 
@@ -34,24 +45,21 @@ class Generation:
         self,
         served: ServedModel,
         call: GenerationCall,
-        version: AdapterVersion | None,
-        prompts: TokenizedPrompts,
-        sampling: Sequence[SamplingParams],
+        prepared: PreparedCall,
         *,
         names: AnswerNames,
         timeout: float | None,
         caller: Caller = ANYBODY,
-        grammar: CompiledGrammar | None = None,
     ) -> None:
         self.served = served
         self.call = call
-        self.version = version  # of the adapter that answers; None: the model alone
+        self.version = prepared.version  # of the adapter that answers; None: the model alone
         self.score: Callable[[], asyncio.Future[dict[int, float]]] | None = None  # when all choices have ended well
         self.rewards: dict[int, float] | None = None  # by the choices' numbers, where they were to be scored
-        self.prompts = prompts.tokens
-        self.n = sampling[0].n
+        self.prompts = prepared.prompts.tokens
+        self.n = prepared.sampling[0].n
         self.choices = [
-            ChoiceStream.of(call, served, prompts, index, index // self.n)
+            ChoiceStream.of(call, served, prepared.prompts, index, index // self.n)
             for index in range(len(self.prompts) * self.n)
         ]
         self.listener: Listener | None = None
@@ -62,7 +70,8 @@ class Generation:
         self._expected = 0  # that they may have at most, reserved while they are generated
         self._open = len(self.choices)
         self._submitted = self._ended = False
-        shared = _request_fields(call, version) | {"images": prompts.images, "compiled_grammar": grammar}
+        shared = _request_fields(call, self.version)
+        shared |= {"images": prepared.prompts.images, "compiled_grammar": prepared.grammar}
         self._requests = [
             Request(
                 id=f"{names.dialect}-{uuid.uuid4().hex[:12]}",  # unique even when clients send one id twice
@@ -74,7 +83,7 @@ class Generation:
                 first=number * self.n,
                 **shared,
             )
-            for number, (prompt, params) in enumerate(zip(self.prompts, sampling, strict=True))
+            for number, (prompt, params) in enumerate(zip(self.prompts, prepared.sampling, strict=True))
         ]
         self._first = {request.id: request.first for request in self._requests}
 

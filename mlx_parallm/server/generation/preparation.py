@@ -19,7 +19,7 @@ from mlx_parallm.runtime.client import TrainingClient
 from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.generation.call import GenerationCall
 from mlx_parallm.server.generation.constraints import compiled_grammar
-from mlx_parallm.server.generation.http_call import Generation
+from mlx_parallm.server.generation.http_call import Generation, PreparedCall
 from mlx_parallm.server.generation.limits import sampling_for
 from mlx_parallm.server.generation.tokenizers import TokenizerPool, own_images
 from mlx_parallm.server.http.request_state import state_of
@@ -75,13 +75,10 @@ class GenerationService:
         generation = Generation(
             served,
             replace(call, cache_salt=caller.cache_salt(call.cache_salt)),
-            version,
-            prompts,
-            sampling,
+            PreparedCall(version, prompts, sampling, None if grammar is None else grammar[1]),
             names=AnswerNames(call.request_id or request_id, answer_id, request_id),
             timeout=self._config.request_timeout_seconds or None,
             caller=caller,
-            grammar=None if grammar is None else grammar[1],
         )
         state.summary = generation.summary
         if version is not None or generation.is_arm:

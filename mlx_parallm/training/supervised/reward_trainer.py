@@ -18,6 +18,8 @@ from mlx_parallm.training.learner import Learner, Parameters, Refused, Values, n
 from mlx_parallm.training.supervised.pairs import Pair
 from mlx_parallm.training.supervised.reward_model import BIAS, MICRO_TOKENS, RewardModel
 
+OPTIMIZER = OptimizerConfig(learning_rate=2e-4)  # unless another is given
+
 
 @dataclass(slots=True)
 class PairTotals:
@@ -52,27 +54,23 @@ class RewardTrainer:
     def __init__(
         self,
         reward_model: RewardModel,
+        optimizer: OptimizerConfig = OPTIMIZER,
         *,
-        learning_rate: float = 2e-4,
         epochs: int = 1,
         batch_size: int = 16,
         microbatch_tokens: int = MICRO_TOKENS,
-        max_grad_norm: float = 1.0,
-        weight_decay: float = 0.0,
         seed: int = 0,
     ) -> None:
         """Any thread. `batch_size`: pairs of a step. `microbatch_tokens`: padded ones; a pair may have more."""
         for name, value in (("epochs", epochs), ("batch_size", batch_size), ("microbatch_tokens", microbatch_tokens)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        if not learning_rate > 0:
-            raise ConfigError(f"learning_rate must be above 0, and is {learning_rate}")
+        if not optimizer.learning_rate > 0:
+            raise ConfigError(f"learning_rate must be above 0, and is {optimizer.learning_rate}")
         self.reward_model = reward_model
         self._epochs, self._batch_size, self._budget = epochs, batch_size, microbatch_tokens
         self._seed = seed
-        self._optimizer = OptimizerConfig(
-            learning_rate=learning_rate, weight_decay=weight_decay, max_grad_norm=max_grad_norm
-        )
+        self._optimizer = optimizer
         self._learner: Learner | None = None
 
     @property

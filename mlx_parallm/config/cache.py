@@ -43,11 +43,16 @@ class CacheConfig:
     ssd_max_bytes: int = option(20_000_000_000, "most bytes of the cache on SSD, as 20GB", parse=parse_bytes)
     ssd_ttl_days: float = option(7.0, "days after which an unused file of the cache on SSD is removed", parse=float)
 
-    def blocks(self, context_length: int) -> int | None:
+    def blocks(self, context_length: int, block_size: int) -> int | None:
         """Most blocks of the prefix cache of a model with such a context; None: as many as the memory has room for."""
         if self.sequence_cache_size is None:
             return self.num_blocks
-        return self.sequence_cache_size * -(-context_length // self.block_size)
+        return self.sequence_cache_size * -(-context_length // block_size)
+
+    @property
+    def by_memory(self) -> bool:
+        """Whether the prefix cache holds as much as the memory has room for."""
+        return self.num_blocks is None and self.sequence_cache_size is None
 
     @property
     def off(self) -> bool:

@@ -99,7 +99,7 @@ class EngineParts:
         """Another share of the memory; returns what is used of it."""
         base, prefix = self.base, self.compute.prefix
         self.compute.runner.cache.max_bytes = plan.rows
-        if prefix is not None and base.config.cache.blocks(1) is None:
+        if prefix is not None and base.config.cache.by_memory:
             prefix.set_max_bytes(plan.blocks)
         base.allocator_cache.allow(base.thread, plan.kept)
         used = replace(plan, blocks=0 if prefix is None else prefix.max_bytes)

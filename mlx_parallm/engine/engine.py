@@ -102,6 +102,12 @@ class Engine:
         return None if self.model.vision is None else self.model.vision.processor
 
     @property
+    def block_size(self) -> int:
+        """Tokens in a block of the prefix cache; 0: there is none."""
+        prefix = self._parts.compute.prefix
+        return 0 if prefix is None else prefix.block_size
+
+    @property
     def failure(self) -> str | None:
         """Why it has stopped for good; None while it runs."""
         return self._thread.failure

@@ -26,6 +26,7 @@ MAX_RESCUED_BYTES = 64 << 20  # of evicted blocks that wait for that
 
 
 class Prefix(Protocol):
+    block_size: int  # tokens
     metrics: PrefixMetrics
     max_bytes: int
     prompt_rate: float  # prompt tokens a second, as measured; what is computed sooner than read need not be on disk
@@ -132,7 +133,7 @@ class BlockPrefix:
         self.store = store
         self._match_step = match_step  # where new shapes cost more than tokens, beginnings are cut to few lengths
         self._pool = BlockPool(store.total, size)
-        self._size = size
+        self.block_size = size
         self._min_match = min_match  # fewer tokens are computed sooner than fetched
         self._identity = identity  # of the model, and of how its keys and values are kept
         self._down: OrderedDict[bytes, None] = OrderedDict()  # blocks here that shall be on disk
@@ -147,7 +148,7 @@ class BlockPrefix:
         self.store = wrap(self.store)
 
     def chain(self, tokens: Sequence[int], salt: str, adapter: str = "") -> Chain:
-        return Chain(root_of(self._identity, salt, adapter), self._size).extend(tokens)
+        return Chain(root_of(self._identity, salt, adapter), self.block_size).extend(tokens)
 
     def known(self, chain: Chain) -> int:
         """Returns how many of a text's blocks are here."""
@@ -173,7 +174,7 @@ class BlockPrefix:
 
     def shorten(self, match: Match, length: int) -> None:
         """Keeps hold of the first `length` tokens alone."""
-        kept = -(-length // self._size)
+        kept = -(-length // self.block_size)
         self._pool.release(Match(match.ids[kept:]))
         match.ids, match.length = match.ids[:kept], length
 
@@ -205,7 +206,7 @@ class BlockPrefix:
         chain.extend(tokens)
         placed, gone = self._pool.commit(chain, tokens, range(len(chain.hashes)))
         sides = [side for layer in layers for side in (layer.keys, layer.values)]
-        if (len(chain.hashes) + 1) * self._size <= sides[0].shape[2]:
+        if (len(chain.hashes) + 1) * self.block_size <= sides[0].shape[2]:
             tail, gone_too = self._pool.commit_tail(chain, tokens)
             placed += [(len(chain.hashes), tail)] if tail is not None else []
             gone += gone_too
@@ -224,7 +225,7 @@ class BlockPrefix:
         if self.disk is None or not self._disk_pays():
             return []
         first = self._pool.longest(chain)
-        last = min(len(chain.hashes), -(-(len(tokens) - 1) // self._size))
+        last = min(len(chain.hashes), -(-(len(tokens) - 1) // self.block_size))
         piece = chain.hashes[first : min(last, first + max(1, PIECE_BYTES // self.store.block_bytes))]
         return piece[: next((i for i, hash_ in enumerate(piece) if hash_ not in self.disk), len(piece))]
 
@@ -311,11 +312,11 @@ class BlockPrefix:
         """Returns whether to read a block takes less time than to compute it."""
         if self.disk is None:
             return False
-        return self.prompt_rate * self.store.block_bytes <= self.disk.read_rate * self._size
+        return self.prompt_rate * self.store.block_bytes <= self.disk.read_rate * self.block_size
 
     def _lasting(self, block: Block) -> bool:
         """Returns whether a block should go to the disk: one that is full and not there."""
-        return self.disk is not None and len(block.tokens) == self._size and block.hash not in self.disk
+        return self.disk is not None and len(block.tokens) == self.block_size and block.hash not in self.disk
 
     def _rescue(self, gone: Sequence[Block]) -> None:
         """Copies evicted blocks before their places are written over, as long as the disk keeps up."""

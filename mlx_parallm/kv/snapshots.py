@@ -56,7 +56,7 @@ class SnapshotPrefix:
         disk: DiskTier | None = None,
     ) -> None:
         self._make_cache = make_cache
-        self._size = size
+        self.block_size = size
         self._identity = identity
         self._min_match = min_match
         self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()  # the longest unused first
@@ -71,7 +71,7 @@ class SnapshotPrefix:
         """It has none."""
 
     def chain(self, tokens: Sequence[int], salt: str, adapter: str = "") -> Chain:
-        return Chain(root_of(self._identity, salt, adapter), self._size).extend(tokens)
+        return Chain(root_of(self._identity, salt, adapter), self.block_size).extend(tokens)
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
         for number in range(self._last(tokens), 0, -1):
@@ -102,7 +102,7 @@ class SnapshotPrefix:
         self.metrics.hits += match.length > 0
         self.metrics.hit_tokens += match.length
         if match.state is not None:
-            self._keep(chain.hashes[match.length // self._size - 1], match.state)  # used twice: worth the disk
+            self._keep(chain.hashes[match.length // self.block_size - 1], match.state)  # used twice: worth the disk
 
     def fill(self, staged: list[Any], matches: Sequence[Match]) -> list[Any]:
         return [copied(cache) for cache in matches[0].state.caches]
@@ -115,19 +115,19 @@ class SnapshotPrefix:
             self._seen.move_to_end(hash_)
         while len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
-        last = self._last(tokens) * self._size
-        distance = -(-max(MIN_DISTANCE, len(tokens) // MAX_SNAPSHOTS) // self._size) * self._size
+        last = self._last(tokens) * self.block_size
+        distance = -(-max(MIN_DISTANCE, len(tokens) // MAX_SNAPSHOTS) // self.block_size) * self.block_size
         regular = range(distance, last - distance // 2, distance)
-        wanted = {*regular, last, min(parting * self._size, last)}
-        return sorted(stop for stop in wanted if stop > start and chain.hashes[stop // self._size - 1] not in self)
+        wanted = {*regular, last, min(parting * self.block_size, last)}
+        return sorted(stop for stop in wanted if stop > start and chain.hashes[stop // self.block_size - 1] not in self)
 
     def take(self, chain: Chain, caches: list[Any], length: int, of: int) -> object | None:
         kept = [copied(cache) for cache in caches]
         mx.async_eval(held_arrays(kept))
-        hash_ = chain.hashes[length // self._size - 1]
+        hash_ = chain.hashes[length // self.block_size - 1]
         snapshot = Snapshot.of(kept, length)
         self._insert(hash_, snapshot)
-        if of >= KEEP_TOKENS and length + self._size >= of:
+        if of >= KEEP_TOKENS and length + self.block_size >= of:
             self._keep(hash_, snapshot)
         return self._snapshots.get(hash_)
 
@@ -146,7 +146,7 @@ class SnapshotPrefix:
 
     def adopt(self, chain: Chain, tokens: Sequence[int], hashes: Sequence[bytes], payloads: Sequence[Payload]) -> bool:
         for hash_, payload in zip(hashes, payloads, strict=False):
-            length = (chain.hashes.index(hash_) + 1) * self._size
+            length = (chain.hashes.index(hash_) + 1) * self.block_size
             try:
                 caches = restored(payload, self._make_cache())
             except Exception as error:  # mlx-lm's caches take the state, and say what they will
@@ -195,7 +195,7 @@ class SnapshotPrefix:
 
     def _last(self, tokens: Sequence[int]) -> int:
         """The last boundary before the last token."""
-        return (len(tokens) - 1) // self._size
+        return (len(tokens) - 1) // self.block_size
 
     def _insert(self, hash_: bytes, snapshot: Snapshot) -> None:
         self._snapshots[hash_] = snapshot

@@ -49,7 +49,7 @@ def reference(logits: npt.ArrayLike, params: SamplingParams, context: Context) -
         return Reference(log_softmax(edited), log_softmax(raw), log_softmax(raw), _gap_to_second(edited))
     scaled = edited / params.temperature
     margins = [np.inf]
-    for cut in (_min_p, _top_k, _top_p):
+    for cut in CUTS:
         keep, margin = cut(scaled, params)
         scaled = np.where(keep, scaled, -np.inf)
         margins.append(margin)
@@ -115,3 +115,10 @@ def _top_p(scaled: Doubles, params: SamplingParams) -> tuple[npt.NDArray[np.bool
         keep[token] = True
         total += probabilities[token]
     return keep, margin
+
+
+CUTS = (
+    _min_p,
+    _top_k,
+    _top_p,
+)

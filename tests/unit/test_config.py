@@ -226,9 +226,9 @@ def test_an_option_has_one_name_and_one_place() -> None:
 
 def test_the_prefix_cache_may_be_given_in_whole_contexts() -> None:
     config = ServeConfig.of(sequence_cache_size=3, block_size=16)
-    assert [config.cache.blocks(length) for length in (1, 96, 100)] == [3, 18, 21]
-    assert ServeConfig.of(num_blocks=7).cache.blocks(100) == 7
-    assert ServeConfig.of().cache.blocks(100) is None
+    assert [config.cache.blocks(length, config.cache.block_size) for length in (1, 96, 100)] == [3, 18, 21]
+    assert ServeConfig.of(num_blocks=7).cache.blocks(100, 16) == 7
+    assert ServeConfig.of().cache.blocks(100, 16) is None
 
 
 def test_options_are_changed_by_name() -> None:

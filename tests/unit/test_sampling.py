@@ -273,6 +273,17 @@ def test_a_token_at_the_edge_of_min_p_and_of_top_p() -> None:
         assert np.isfinite(np.array(kept.scores.top_logprobs)).sum() == count
 
 
+def test_a_top_k_without_a_top_p_keeps_k_tokens_however_rare() -> None:
+    """The sum of the likelier ones' probabilities is rounded to 1 before it comes to the last of them."""
+    logits = np.array([0.0, -9.0, -20.0, -25.0, -30.0], np.float32)
+    params = SamplingParams(top_k=4, logprobs=5, processed_logprobs=True)
+    found = sample(logits[None], [row(params)], [None]).scores
+    assert found is not None
+    listed = dict(zip(np.array(found.top_tokens)[0].tolist(), np.array(found.top_logprobs)[0].tolist(), strict=True))
+    assert [close(listed[token], logits[token] - np.log(1 + np.exp(-9.0))) for token in range(4)] == [True] * 4
+    assert listed[4] == -np.inf
+
+
 def test_each_cut_is_made_of_what_the_cut_before_it_has_left() -> None:
     """Top-p counts the probabilities of the top k alone, and of what min-p has kept."""
     logits = np.log(np.array([0.2, 0.15, 0.1, *[0.055] * 10], np.float32) * np.linspace(1, 0.99, 13, dtype=np.float32))

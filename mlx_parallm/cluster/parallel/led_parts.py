@@ -40,6 +40,7 @@ class LedPrefix:
         self._own = prefix
         self._cache = cache
         self._leading = leading
+        self.block_size = prefix.block_size
         self.metrics: PrefixMetrics = prefix.metrics
 
     @property

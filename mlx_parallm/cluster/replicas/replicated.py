@@ -89,6 +89,10 @@ class ReplicatedModel:
         return self.own.image_reader
 
     @property
+    def block_size(self) -> int:
+        return self.own.block_size
+
+    @property
     def metrics(self) -> EngineMetrics:
         return self.own.metrics
 

@@ -28,6 +28,7 @@ from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.errors import MemoryLimitError, ModelLoadError
+from mlx_parallm.kv import block_size
 from mlx_parallm.kv.batch import Attend, BatchCache
 from mlx_parallm.kv.block_store import BlockStore, Packing
 from mlx_parallm.kv.disk import DiskTier
@@ -183,13 +184,14 @@ def prefix_cache(
     """The prefix cache for a model, once its batch cache is proven: blocks where it runs in slots, else snapshots."""
     if config.cache.off:
         return None
+    size = block_size.tokens_per_block(config.cache.block_size, model.context_length)
     if not cache.sides:
         fresh = partial(cache.stage, 1, 0)
-        if config.cache.kv_bits is not None or config.cache.blocks(1) is not None:
+        if config.cache.kv_bits is not None or not config.cache.by_memory:
             log.warning("%s keeps snapshots, not blocks: --kv-bits and --num-blocks mean nothing to it", model.name)
-        identity = _identity(model, config, f"snapshots of mlx-lm {version('mlx-lm')}")
+        identity = _identity(model, config, size, f"snapshots of mlx-lm {version('mlx-lm')}")
         disk = _disk(config, identity) if can_be_restored(fresh()) else None
-        return SnapshotPrefix(fresh, config.cache.block_size, identity, max_bytes, profile.min_match, disk)
+        return SnapshotPrefix(fresh, size, identity, max_bytes, profile.min_match, disk)
     packing = Packing(config.cache.kv_bits, config.cache.kv_group_size)
     widths = {side.width for side in cache.sides}
     if config.cache.kv_bits is not None and any(width % config.cache.kv_group_size for width in widths):
@@ -197,26 +199,26 @@ def prefix_cache(
             f"--kv-group-size {config.cache.kv_group_size} does not divide this model's heads of {widths}"
         )
     store = BlockStore(
-        config.cache.block_size,
+        size,
         cache.sides,
         packing,
         max_bytes=max_bytes,
-        blocks=config.cache.blocks(model.context_length),
+        blocks=config.cache.blocks(model.context_length, size),
         fused=profile.fused,
         ahead=profile.steps_in_flight > 0,
     )
-    identity = _identity(model, config, f"{packing} {store.host_shapes()}")
+    identity = _identity(model, config, size, f"{packing} {store.host_shapes()}")
     disk = _disk(config, identity)
-    return BlockPrefix(store, config.cache.block_size, identity, profile.min_match, disk, profile.match_step)
+    return BlockPrefix(store, size, identity, profile.min_match, disk, profile.match_step)
 
 
-def _identity(model: LanguageModel, config: ServeConfig, form: str) -> str:
+def _identity(model: LanguageModel, config: ServeConfig, size: int, form: str) -> str:
     """Whatever, beside the text, decides what is kept: files of another identity never match."""
     weights = fingerprint(model.module) if config.cache.ssd else model.source
     if model.vision is not None and config.cache.ssd:
         weights += model.vision.encoder.fingerprint()
     settings = json.dumps(model.config, sort_keys=True, default=str)  # RoPE, windows, whatever else is no weight
-    return repr((settings, model.precision, weights, config.cache.block_size, form))
+    return repr((settings, model.precision, weights, size, form))
 
 
 def _disk(config: ServeConfig, identity: str) -> DiskTier | None:

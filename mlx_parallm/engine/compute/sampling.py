@@ -78,7 +78,8 @@ class Sampler:
         cut = [i for i, p in enumerate(params) if not p.greedy and (p.top_p < 1 or p.top_k > 0)]
         self._cut_rows = mx.array(cut) if cut else None
         if cut:
-            self._top_p = _column(params[i].top_p for i in cut)
+            # Rounded sums may reach 1 before the last token: above 1, nothing is cut.
+            self._top_p = _column(params[i].top_p if params[i].top_p < 1 else 2.0 for i in cut)
             self._top_k = _column(params[i].top_k or vocab_size for i in cut)
         self._bias = _Edits.of([p.logit_bias for p in params])
         early = [row.stop_ids if row and row.sampling.min_tokens else () for row in rows]

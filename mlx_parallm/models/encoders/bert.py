@@ -5,6 +5,7 @@ from mlx_parallm.models.encoders.encoder_weights import Settings, Weights
 
 MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert")
 PREFIXES = ("", "bert.", "roberta.", "camembert.", "model.")
+BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")  # their positions begin there
 
 
 def build(settings: Settings, weights: Weights) -> Encoder:
@@ -15,7 +16,7 @@ def build(settings: Settings, weights: Weights) -> Encoder:
     positions, heads = settings.size("max_position_embeddings", default=512), settings.size("num_attention_heads")
     if size % heads:
         raise settings.wrong("num_attention_heads", heads, f"a divisor of the hidden size {size}")
-    padding = None if family == "bert" else int(settings.get("pad_token_id", default=1))
+    padding = int(settings.get("pad_token_id", default=1)) if family in BEHIND_PADDING else None
     embeddings = Embeddings(
         word=weights.take("embeddings.word_embeddings.weight", -1, size),
         norm=weights.norm("embeddings.LayerNorm", size, eps),

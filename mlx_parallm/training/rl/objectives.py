@@ -211,7 +211,12 @@ def _clipped(objective: Objective, ratio: mx.array, new: mx.array, advantage: mx
 
 # Each gives the tokens' losses (B, T), and where the clip has taken the gradient, of the ratio, the log-probabilities
 # that learn, and the advantages (B, 1).
-SURROGATES: Mapping[str, Surrogate] = {"plain": _plain, "soft": _soft, "fixed": _fixed, CLIPPED: _clipped}
+SURROGATES: Mapping[str, Surrogate] = {
+    "plain": _plain,
+    "soft": _soft,
+    "fixed": _fixed,
+    CLIPPED: _clipped,
+}
 
 
 def group_has_signal(rewards: Floats) -> bool:

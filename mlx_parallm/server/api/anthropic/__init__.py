@@ -26,7 +26,6 @@ class MessageRoutes:
         self._models = context.models
         self._service = context.service
         self._tokenizers = context.tokenizers
-        self._block_size = 0 if context.config.cache.off else context.config.cache.block_size
 
     async def create(self, body: MessagesBody, request: Request) -> Response:
         """Answers the conversation. With `stream`, events arrive from `message_start` to `message_stop`."""
@@ -34,7 +33,6 @@ class MessageRoutes:
         options = MessageOptions(
             request_id=state_of(request.scope).id,
             max_tokens=body.max_tokens,
-            block_size=self._block_size,
             hide_thinking=body.thinking is not None and body.thinking.display == "omitted",
         )
         return await respond(generation, MessageWriter(generation, options), request)

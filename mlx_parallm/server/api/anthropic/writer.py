@@ -31,7 +31,6 @@ PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 class MessageOptions:
     request_id: str
     max_tokens: int
-    block_size: int  # of the prefix cache; 0: there is none
     hide_thinking: bool = False
 
 
@@ -142,7 +141,8 @@ class MessageWriter:
 
     def _usage(self) -> TokenUsage:
         """The prompt's whole blocks are kept in the prefix cache; what is left over is not."""
-        prompt, cached, size = self._generation.prompt_tokens, self._choice.cached_tokens, self._options.block_size
+        prompt, cached = self._generation.prompt_tokens, self._choice.cached_tokens
+        size = self._generation.served.client.block_size
         kept = max(0, prompt // size * size - cached) if size else 0
         return {
             "input_tokens": prompt - cached - kept,

@@ -257,7 +257,8 @@ def test_texts_that_are_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"epochs": 0}, {"batch_size": 0}, {"microbatch_tokens": 0}, {"optimizer": OptimizerConfig(0.0)}]
+    "wrong",
+    [{"epochs": 0}, {"batch_size": 0}, {"microbatch_tokens": 0}, {"optimizer": OptimizerConfig(learning_rate=0.0)}],
 )
 def test_wrong_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""What is known of the answers of each adapter that shares a model's traffic, and which of them is the better. No MLX.
+"""What is known of the completions of each adapter that shares a model's traffic, and which of them is the better. No MLX.
 
 The rule of a split that decides by itself: as soon as every arm has `min_rewards` rewards, and the mean reward of one
 is above each other's with `confidence` (one-sided, Welch's statistic, normal distribution), it gets all traffic.
@@ -20,11 +20,11 @@ CONFIDENCE = 0.95
 class ArmStats:
     """The statistics of one arm: its completions that have ended, and the rewards that they got."""
 
-    ended: int = counter("Answers that have ended, by adapter version", name="adapter_answers")
+    ended: int = counter("Completions that have ended, by adapter version", name="adapter_answers")
     seconds: float = counter(
         "Seconds from the submission of those to their end", name="adapter_answer_seconds", seconds=True
     )
-    rewards: int = counter("Rewards of answers, by adapter version")
+    rewards: int = counter("Rewards of completions, by adapter version")
     reward_mean: float = gauge("Mean reward, by adapter version", join="mean", whole=False)
     squares: float = 0.0  # sum of squared differences from the mean
 

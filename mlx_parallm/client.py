@@ -288,7 +288,7 @@ class InferenceClient:
             try:
                 response = await self._http.request(method, path, **content)
             except httpx.TimeoutException as error:
-                raise RequestTimeoutError(f"{self.url}{path}: no answer within {self._timeout:g} s") from error
+                raise RequestTimeoutError(f"{self.url}{path}: no response within {self._timeout:g} s") from error
             except httpx.TransportError as error:
                 raise UnavailableError(f"{self.url}{path}: {error or type(error).__name__}") from error
             if response.status_code < 300:

@@ -55,7 +55,7 @@ class ContextLengthError(InvalidRequestError):
         words = "messages" if param == "messages" else "prompt"
         if asked is None:
             count = f"more than {prompt}" if at_least else str(prompt)
-            found = f"your {words} resulted in {count} tokens, and the answer needs at least one more"
+            found = f"your {words} resulted in {count} tokens, and the completion needs at least one more"
             remedy = f"the {words}"
         else:
             found = f"you requested {prompt + asked} tokens ({prompt} in the {words}, {asked} in the completion)"

@@ -1,4 +1,4 @@
-"""A small HTTP client on asyncio protocols: one request per connection, the answer parsed as it arrives.
+"""A small HTTP client on asyncio protocols: one request per connection, the response parsed as it arrives.
 
 `bench` and the scripts of benchmarks/ use it. It exists because a load generator shares its machine with
 the server it measures: bytes are parsed in the transport's own callback, so that a streamed token wakes no task.
@@ -37,7 +37,7 @@ def add_tls_flags(parser: "argparse._ActionsContainer") -> None:
 
 
 class WireError(Exception):
-    """The exchange broke before the answer was complete; `kind` is a word or two to count it by."""
+    """The exchange broke before the response was complete; `kind` is a word or two to count it by."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}" if message else kind)
@@ -161,7 +161,7 @@ class _Body:
 
 
 class _Exchange(asyncio.Protocol):
-    """One request and its answer on one connection."""
+    """One request and its response on one connection."""
 
     def __init__(self, request: bytes, on_event: Callable[[bytes], None] | None) -> None:
         self.request = request
@@ -250,7 +250,7 @@ async def send(
             )
             return await exchange.done
     except TimeoutError:
-        raise WireError("timeout", f"no complete answer within {limit:g} s") from None
+        raise WireError("timeout", f"no complete response within {limit:g} s") from None
     except OSError as error:
         kind = "connection refused" if isinstance(error, ConnectionRefusedError) else "connection failed"
         raise WireError(kind, str(error)) from None

@@ -99,7 +99,7 @@ class RLIntegratedServer:
         **options: Any,
     ) -> Sequence[StepReport]:
         """Learns a task, in 100 steps by default with about `rl_config.batch_size` answers each; without a task, from
-        what the server is sent: an update for each so many answers with rewards, until `stop` or so many steps."""
+        what the server is sent: an update for each so many completions with rewards, until `stop` or so many steps."""
         training = (await self._started()).manager
         if task is None:
             if options or prompts_per_step is not None:

@@ -59,7 +59,7 @@ class Completion:
 
 @dataclass(slots=True)
 class TextChunk:
-    """News of a streamed answer."""
+    """News of a streamed completion."""
 
     text: str
     token_ids: list[int]
@@ -246,7 +246,7 @@ class LLM:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One prompt on its way: its answers so far, and the streams that turn their tokens into text."""
+    """One prompt on its way: its completions so far, and the streams that turn their tokens into text."""
 
     prompt: str | None
     tokens: list[int]
@@ -272,7 +272,7 @@ class _Job:
         return Request(self.id, self.tokens, self.sampling, stream=self.streamed)
 
     def take(self, delta: Delta) -> TextChunk:
-        """Adds a delta to its answer."""
+        """Adds a delta to its completion."""
         if delta.error is not None:
             raise delta.error
         output, stream = self.completion.outputs[delta.index], self.streams[delta.index]

@@ -199,10 +199,10 @@ OnDelta = Callable[[Delta], None]  # takes a request's deltas, wherever the even
 
 @dataclass(frozen=True, slots=True)
 class AnswerNames:
-    """What an answer may be called, beside the engine's own name of its request: feedback finds it by any of them."""
+    """What a completion may be called, beside the engine's own name of its request: feedback finds it by any of them."""
 
     client: str = ""  # the client's own name for its request, or the X-Request-Id
-    dialect: str = ""  # what the answer calls itself
+    dialect: str = ""  # what the completion calls itself
     http: str = ""  # the X-Request-Id
 
     @property
@@ -235,7 +235,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A call whose answers are to be learnt from: the engine's names of its choices, and how many tokens each gave."""
+    """A call whose completions are to be learnt from: the engine's names of its choices, and how many tokens each gave."""
 
     choices: Sequence[tuple[str, int, int]]  # (request, index of the choice in the call, tokens)
     scoring_function: str
@@ -244,7 +244,7 @@ class Collection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryInput:
-    """An answer with its reward, as a trainer sends it. Ids and log-probabilities of an answer that this server gave
+    """A completion with its reward, as a trainer sends it. Ids and log-probabilities of a completion that this server gave
     may be left out: its `request_id` stands for them."""
 
     reward: float
@@ -313,7 +313,7 @@ class RolloutSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentSample:
-    """An answer with its reward that came in lately; of a long one, its first tokens."""
+    """A completion with its reward that came in lately; of a long one, its first tokens."""
 
     request_id: str | None
     reward: float
@@ -325,7 +325,7 @@ class RecentSample:
 
 @dataclass(slots=True, kw_only=True)
 class RecentGroup:
-    """Answers that are compared with each other, and what has become of them."""
+    """Completions that are compared with each other, and what has become of them."""
 
     group_id: str
     time: float  # seconds since the epoch

@@ -218,9 +218,9 @@ def _time(values: Percentiles, level: str) -> str:
 
 
 def notes(summaries: Sequence[BenchSummary]) -> list[str]:
-    lines = ["TTFT and inter-token times are those of the streams; an answer in one piece has neither."]
+    lines = ["TTFT and inter-token times are those of the streams; a response in one piece has neither."]
     if any(summary.estimated for summary in summaries):
-        lines.append("Some answers came without usage: their tokens are counted by stream events.")
+        lines.append("Some responses came without usage: their tokens are counted by stream events.")
     return lines
 
 

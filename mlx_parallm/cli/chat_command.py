@@ -1,7 +1,7 @@
 """`parallm chat`: a conversation in the terminal, streamed, with a running server or with a model in this process.
 
 `cli` calls `add_flags` and `run`. On a pipe each input line is a message and stdout holds the answers alone;
-notes go to stderr. Ctrl-C stops an answer, not the program.
+notes go to stderr. Ctrl-C stops a response, not the program.
 """
 
 import argparse
@@ -64,10 +64,10 @@ class Backend(Protocol):
     """Who answers: a server, or a model in this process."""
 
     name: str
-    tokens: int  # of the last answer
+    tokens: int  # of the last response
 
     def answer(self, messages: list[Message], sampling: SamplingParams) -> Iterator[str]:
-        """Yields text as it comes; closing the iterator stops the answer."""
+        """Yields text as it comes; closing the iterator stops the response."""
 
     def close(self) -> None: ...
 
@@ -251,7 +251,7 @@ class Chat:
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
     def say(self, message: str) -> bool:
-        """Asks and streams the answer. A failed or empty one leaves no trace in the conversation."""
+        """Asks and streams the response. A failed or empty one leaves no trace in the conversation."""
         self.turns.append({"role": "user", "content": message})
         watch = Stopwatch()
         text = ""
@@ -311,7 +311,7 @@ class Chat:
 
 
 class Stopwatch:
-    """Times one answer: until its first text, and from there to its last."""
+    """Times one response: until its first text, and from there to its last."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -341,8 +341,8 @@ class Stopwatch:
 
     def report(self, tokens: int) -> str:
         if self.first is None:
-            return "stopped" if self.interrupted else "an empty answer"
-        count = tokens or self.pieces  # an answer that was stopped has no usage
+            return "stopped" if self.interrupted else "an empty response"
+        count = tokens or self.pieces  # a response that was stopped has no usage
         speed = f" · {(count - 1) / (self.last - self.first):.1f} tokens/s" if self.last > self.first else ""
         stopped = " · stopped" if self.interrupted else ""
         return f"{count} tokens{speed} · first after {(self.first - self.started) * 1000:.0f} ms{stopped}"

@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     limits = (
         ("--requests-per-minute", "most requests that begin within 60 seconds (default: no limit)"),
-        ("--tokens-per-minute", "most tokens of prompts and answers within 60 seconds (default: no limit)"),
+        ("--tokens-per-minute", "most tokens of prompts and responses within 60 seconds (default: no limit)"),
         ("--concurrency", "most requests at once (default: no limit)"),
     )
     for flag, meaning in limits:
@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--shared-cache",
         action="store_true",
-        help="share cached prompts with other such keys; how fast an answer begins then tells what others have sent "
+        help="share cached prompts with other such keys; how fast a response begins then tells what others have sent "
         "(default: off)",
     )
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 GIB = 1 << 30
 BITS = 4.5  # of a weight in 4 bits, with its scales
-CONTEXT = 8192  # tokens of each answer that memory is reckoned for
+CONTEXT = 8192  # tokens of each response that memory is reckoned for
 EFFICIENCY = 0.75  # of the bandwidth that decoding reaches
 
 
@@ -30,7 +30,7 @@ class OpenModel:
 # Parameters and caches from the models' own configs: 2 × layers × KV heads × size of a head.
 MODELS = (
     OpenModel("mlx-community/Qwen3-0.6B-4bit", 0.6, 0.6, 2 * 28 * 8 * 128, "drafts, tests"),
-    OpenModel("mlx-community/Llama-3.2-1B-Instruct-4bit", 1.24, 1.24, 2 * 16 * 8 * 64, "short answers"),
+    OpenModel("mlx-community/Llama-3.2-1B-Instruct-4bit", 1.24, 1.24, 2 * 16 * 8 * 64, "short responses"),
     OpenModel("mlx-community/Qwen3-1.7B-4bit", 1.7, 1.7, 2 * 28 * 8 * 128, "RL on one machine"),
     OpenModel("mlx-community/Llama-3.2-3B-Instruct-4bit", 3.2, 3.2, 2 * 28 * 8 * 128, "chat"),
     OpenModel("mlx-community/Qwen3-4B-4bit", 4.0, 4.0, 2 * 36 * 8 * 128, "chat, tools"),
@@ -46,7 +46,7 @@ MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What to expect of a model on this machine. Bytes, and tokens per second of one answer."""
+    """What to expect of a model on this machine. Bytes, and tokens per second of one response."""
 
     name: str
     weights: int
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prospects(limit: int, rate: float, bits: float) -> list[Prospect]:
-    """The models whose weights and one answer fit, the largest first."""
+    """The models whose weights and one response fit, the largest first."""
     found = []
     for model in MODELS:
         weights, row = int(model.parameters * 1e9 * bits / 8), model.kv * (4 if bits == 32 else 2) * CONTEXT
@@ -116,7 +116,7 @@ def _print(device: str, limit: int, rate: float, found: list[Prospect]) -> None:
     if not found:
         console.print("none of the listed models fits: the embedded one does (mlx_parallm_serve without --model-path)")
         return
-    table = Table("model", "weights", f"answers of {CONTEXT} tokens at once", "tokens/s of one", "good for")
+    table = Table("model", "weights", f"responses of {CONTEXT} tokens at once", "tokens/s of one", "good for")
     for one in found:
         table.add_row(one.name, f"{one.weights / GIB:.1f} GiB", str(one.answers), f"{one.speed:.0f}", one.good_for)
     console.print(table)

@@ -19,7 +19,7 @@ def add_server_flags(parser: argparse.ArgumentParser, again: bool = False) -> No
 
 
 class Remote:
-    """`timeout`: seconds to wait for an answer."""
+    """`timeout`: seconds to wait for a response."""
 
     def __init__(self, url: str, api_key: str | None, timeout: float = 30.0) -> None:
         import httpx

@@ -60,12 +60,12 @@ class HttpConfig:
     )
     responses_dir: str | None = option(
         None,
-        "folder that keeps answers of /v1/responses for requests that continue them, private to the user (default: "
+        "folder that keeps completions of /v1/responses for requests that continue them, private to the user (default: "
         "responses in the user's cache folder)",
     )
     responses_max_bytes: int = option(
         1_000_000_000,
-        "most bytes of answers of /v1/responses that are kept, as 1GB; the longest unused go first; 0 keeps none",
+        "most bytes of completions of /v1/responses that are kept, as 1GB; the longest unused go first; 0 keeps none",
         parse=parse_bytes,
     )
     max_body_size: int = option(32 << 20, "largest request body, in bytes or as 32MiB", parse=parse_bytes)
@@ -154,7 +154,7 @@ class BatchConfig:
     )
     max_tokens: int | None = option(
         None,
-        "tokens of an answer where a request does not say how many (default: chat as many as the context allows, "
+        "tokens of a completion where a request does not say how many (default: chat as many as the context allows, "
         "completions 16)",
         other_keys=("default_max_tokens",),
         parse=int,

@@ -29,7 +29,7 @@ class ModelConfig:
     )
     max_model_len: int | None = option(
         None,
-        "most tokens of a prompt and its answer together (default: the model's own context)",
+        "most tokens of a prompt and its completion together (default: the model's own context)",
         other_keys=("max_kv_size",),
         parse=int,
     )

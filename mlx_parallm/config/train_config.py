@@ -35,19 +35,21 @@ class LoopConfig:
 
     steps: int = option(100, "rl: updates to make (default: 100)", parse=int)
     prompts_per_step: int = option(4, "rl: different problems for each update (default: 4)", parse=int)
-    group_size: int = option(8, "rl: answers to each problem, whose rewards are compared (default: 8)", parse=int)
-    temperature: float = option(1.0, "rl: sampling temperature of the answers (default: 1.0)", parse=float)
+    group_size: int = option(8, "rl: completions to each problem, whose rewards are compared (default: 8)", parse=int)
+    temperature: float = option(1.0, "rl: sampling temperature of the completions (default: 1.0)", parse=float)
     top_p: float = option(
         1.0, "rl: draw each token among the likeliest whose probabilities sum up to this (default: 1.0)", parse=float
     )
     top_k: int = option(0, "rl: draw each token among so many likeliest; 0: among all (default: 0)", parse=int)
     dynamic_sampling: int = option(
         0,
-        "rl: times in a step that problems whose answers all got the same reward are replaced by others; 0: they are "
+        "rl: times in a step that problems whose completions all got the same reward are replaced by others; 0: they are "
         "skipped (default: 0)",
         parse=int,
     )
-    answer_tokens: int | None = option(None, "rl: most tokens of an answer (default: the task's own limit)", parse=int)
+    answer_tokens: int | None = option(
+        None, "rl: most tokens of a completion (default: the task's own limit)", parse=int
+    )
     eval_every: int = option(
         0,
         "updates between evaluations on held-out problems or rows; 0: rl before the first and after the last update, "
@@ -104,7 +106,7 @@ class RunConfig:
     )
     reward: tuple[str, ...] = option(
         (),
-        "rl: a part of the reward as NAME[=ARGUMENT][@WEIGHT]; number (the answer's last number is the row's answer), "
+        "rl: a part of the reward as NAME[=ARGUMENT][@WEIGHT]; number (the completion's last number is the row's answer), "
         "exact, regex=PATTERN, length=WORDS, task (the task's own score), or NAME=module:function or "
         "NAME=file.py:function; repeatable, each is logged, and the reward is their weighted sum (default: task)",
         parse=parse_list,
@@ -161,7 +163,7 @@ class RunConfig:
     )
     pairs: str | None = option(
         None,
-        "rm: JSON-lines file of prompts, each with a chosen and a rejected answer (default: none)",
+        "rm: JSON-lines file of prompts, each with a chosen and a rejected completion (default: none)",
     )
     pair_epochs: int = option(2, "rm: epochs over --pairs (default: 2)", parse=int)
 
@@ -213,7 +215,7 @@ def load_train_config(flags: Mapping[str, Any], environment: Mapping[str, str] |
     schedule = {"total_steps": first.run.loop.steps} if mode == "rl" else {}
     config = load_config(flags, environment, TrainConfig, {**DEFAULTS, **MODE_DEFAULTS[mode], **schedule})
     if mode == "rm" and config.run.pairs is None:
-        raise ConfigError("--mode rm needs --pairs, a file of prompts with a better and a worse answer")
+        raise ConfigError("--mode rm needs --pairs, a file of prompts with a better and a worse completion")
     if mode in ("sft", "dpo"):
         if config.run.dataset is None:
             raise ConfigError(f"--mode {mode} needs --dataset, a JSON-lines file")

@@ -93,15 +93,19 @@ class Objective:
 
     algorithm: str = option("grpo", "objective of a policy's updates", choices=tuple(ALGORITHMS))
     clip_low: float = option(
-        0.2, "share by which the probability of a token (rloo, gspo: of an answer) may fall in an update", parse=float
+        0.2,
+        "share by which the probability of a token (rloo, gspo: of a completion) may fall in an update",
+        parse=float,
     )
     clip_high: float = option(
-        0.2, "share by which the probability of a token (rloo, gspo: of an answer) may rise in an update", parse=float
+        0.2,
+        "share by which the probability of a token (rloo, gspo: of a completion) may rise in an update",
+        parse=float,
     )
     beta: float = option(0.0, "weight of the KL divergence to the reference (see --reference); 0: none", parse=float)
     dual_clip: float | None = option(
         10.0,
-        "ratio above which a token of a bad answer is not pushed down any further, TRL's delta; above 1 + --clip-high; "
+        "ratio above which a token of a bad completion is not pushed down any further, TRL's delta; above 1 + --clip-high; "
         "0: no limit",
         parse=float,
     )
@@ -116,7 +120,7 @@ class Objective:
     )
     kl_in_reward: bool = option(
         False,
-        "subtract --beta times an answer's KL divergence to the reference from its reward, in place of a term of the "
+        "subtract --beta times a completion's KL divergence to the reference from its reward, in place of a term of the "
         "loss, as TRL's RLOO does",
         parse=parse_bool,
     )
@@ -131,13 +135,13 @@ class Objective:
     )
     mask_truncated: bool = option(
         False,
-        "learn nothing from answers that were cut off at their longest allowed length, TRL's "
+        "learn nothing from completions that were cut off at their longest allowed length, TRL's "
         "mask_truncated_completions; their rewards still count in their group's mean",
         parse=parse_bool,
     )
-    sapo_temperature_pos: float = option(1.0, "temperature of sapo's gate for good answers", parse=float)
-    sapo_temperature_neg: float = option(1.05, "temperature of sapo's gate for bad answers", parse=float)
-    # Left out are tokens whose ratio to the sampler's, or its inverse, is larger than the first of these, and answers
+    sapo_temperature_pos: float = option(1.0, "temperature of sapo's gate for good completions", parse=float)
+    sapo_temperature_neg: float = option(1.05, "temperature of sapo's gate for bad completions", parse=float)
+    # Left out are tokens whose ratio to the sampler's, or its inverse, is larger than the first of these, and completions
     # whose geometric mean of that (the larger of ratio and inverse, of each token) is larger than the second.
     token_limit: float | None = option(
         None,
@@ -146,7 +150,7 @@ class Objective:
     )
     answer_limit: float | None = option(
         None,
-        "geometric mean of those ratios over an answer's tokens above which the whole answer is left out",
+        "geometric mean of those ratios over a completion's tokens above which the whole completion is left out",
         parse=float,
     )
 
@@ -228,7 +232,9 @@ class RLConfig(UpdateConfig, Objective):
         "--lora-path, or the model where it begins with none; base: always the model without an adapter",
         choices=REFERENCES,
     )
-    max_length: int | None = None  # for Dr. GRPO's weights; None: the most tokens that answers of the update could have
+    max_length: int | None = (
+        None  # for Dr. GRPO's weights; None: the most tokens that completions of the update could have
+    )
     max_parameter_norm: float = 1e4
 
     def __post_init__(self) -> None:
@@ -284,7 +290,9 @@ class RewardsConfig:
     scoring_function: tuple[str, ...] = option(
         (), "NAME=module:function or NAME=file.py:function that requests may name; repeatable", parse=parse_list
     )
-    scoring_batch_size: int = option(32, "most answers that are scored in one call of a scoring function", parse=int)
+    scoring_batch_size: int = option(
+        32, "most completions that are scored in one call of a scoring function", parse=int
+    )
     scoring_timeout: float = option(30.0, "seconds that a call of a scoring function may take", parse=float)
     reward_model: tuple[str, ...] = option(
         (), "folder of a reward model that was trained here; repeatable as NAME=PATH", parse=parse_list
@@ -309,7 +317,7 @@ class TrainingConfig:
     enable_rl_training: bool = option(False, "train an adapter on what is served", key="enabled", parse=parse_bool)
     train_adapter: tuple[str, ...] = option(
         ("policy",),
-        "name of an adapter that is trained; repeatable, each learns from its own answers",
+        "name of an adapter that is trained; repeatable, each learns from its own completions",
         parse=parse_list,
     )
     inference_share: float = option(
@@ -325,7 +333,7 @@ class TrainingConfig:
     atropos_url: str | None = option(None, "URL of an Atropos API to take trajectories from")
     environment: str | None = option(
         None,
-        "what scores collected answers whose requests name no scoring function: gsm8k or another built-in scorer, "
+        "what scores collected completions whose requests name no scoring function: gsm8k or another built-in scorer, "
         "which starts nothing; or an Atropos environment to start, as FILE.py or a module, with its own flags behind "
         "it, which needs --atropos-url",
     )

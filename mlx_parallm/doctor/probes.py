@@ -21,7 +21,7 @@ from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import Delta, Request
 
 ROWS = (1, 4, 8, 16, 32)
-STEPS = 8  # tokens of a measured answer, the first not counted
+STEPS = 8  # tokens of a measured completion, the first not counted
 PROMPT = 24
 LONG_PROMPT = 512
 EXACT = 1e-4  # how far log-probabilities may differ in float32
@@ -105,7 +105,7 @@ class Probe:
         yield look("joins", self._joins)
 
     def _parity(self) -> Finding:
-        """Batched answers equal those of each prompt alone."""
+        """Batched completions equal those of each prompt alone."""
         prompts = [self.prompts[0], self.prompts[5], self.long[:80], self.prompts[2]]
         together = self.ask(prompts, logprobs=0)
         alone = [self.ask([prompt], logprobs=0)[0] for prompt in prompts]
@@ -118,7 +118,7 @@ class Probe:
         ]
         largest = max(gaps, default=0.0)
         precision = self._engine.model.precision
-        found = f"{same} of {len(prompts)} answers are the same together as alone, "
+        found = f"{same} of {len(prompts)} completions are the same together as alone, "
         found += f"log-probabilities within {largest:.1e} in {precision}"
         numbers = {"same": same, "of": len(prompts), "largest_gap": largest, "precision": precision}
         wrong = precision == "float32" and (same < len(prompts) or largest > EXACT)

@@ -1,4 +1,4 @@
-"""What readers of rows are sent, and how their requests end: with an answer, an error, or cut off from outside.
+"""What readers of rows are sent, and how their requests end: with a completion, an error, or cut off from outside.
 
 `Delivery` collects the events of a step in the `Outbox`, which hands them over all at once: timed by the loop, and by
 the runner when it is about to wait. Engine thread only.

@@ -50,8 +50,8 @@ def describe(
 
 def _exactness(precision: str) -> str:
     if precision == "float32":
-        return "an answer is the same alone and in a batch, token for token"
-    return f"in {precision}, rounding differs between batch sizes: an answer may differ from the one computed alone"
+        return "a completion is the same alone and in a batch, token for token"
+    return f"in {precision}, rounding differs between batch sizes: a completion may differ from the one computed alone"
 
 
 def _memory(plan: MemoryPlan) -> str:
@@ -152,7 +152,7 @@ class Engine:
         return self._parts.grammars.check(grammar, param, quick)
 
     def check_prompt(self, prompt: list[int], choices: int) -> None:
-        """Raises ContextLengthError where so many answers to this prompt can't be had."""
+        """Raises ContextLengthError where so many completions to this prompt can't be had."""
         self._parts.intake.check(Request("", prompt, SamplingParams(n=choices)))
 
     def submit(self, request: Request, on_delta: OnDelta) -> None:

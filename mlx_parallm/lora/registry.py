@@ -86,7 +86,9 @@ class Registry:
         self.max_names = max_names
         self.swaps = 0  # adapters copied to the device
         self.joins = 0  # stacks of adapters put together
-        self.base = AdapterVersion(name="base", number=0, source="", rank=0, bytes=0)  # what answers have without any
+        self.base = AdapterVersion(
+            name="base", number=0, source="", rank=0, bytes=0
+        )  # what completions have without any
         self.traffic = Traffic(self._serve)
         self.chosen = False  # somebody has said what it serves; until then, what was loaded without a name
         self._latest = ""  # the name published last
@@ -257,7 +259,7 @@ class Registry:
         self.traffic.set_routes(routes)
 
     def note_reward(self, name: str | None, number: int, reward: float) -> None:
-        """An answer of this adapter version got a reward. Not on the engine thread."""
+        """A completion of this adapter version got a reward. Not on the engine thread."""
         known = [self.base] if name is None else [one for one in self.versions(name) if one.number == number]
         names = ("base",) if name is None else (f"{name}@{number}", name)
         self.traffic.note_reward(known[0].stats if known else None, names, reward)

@@ -246,7 +246,7 @@ class TrainingClient(Protocol):
         owner: str | None = None,
         wait: bool = True,
     ) -> FeedbackReport:
-        """A reward for an earlier answer; of nobody but `owner`, where one is named. `wait`: for an answer that is
+        """A reward for an earlier completion; of nobody but `owner`, where one is named. `wait`: for a completion that is
         being given. NotFoundError."""
         ...
 
@@ -264,7 +264,7 @@ class TrainingClient(Protocol):
     def status(self, adapter: str | None = None) -> dict[str, Any]: ...
     def debug(self, adapter: str | None = None) -> dict[str, Any]: ...
     def recent(self, adapter: str | None, count: int) -> Sequence[RecentGroup]:
-        """The groups of answers that came in last, the newest first."""
+        """The groups of completions that came in last, the newest first."""
         ...
 
     def metrics(self) -> Mapping[str, TrainingMetrics]: ...

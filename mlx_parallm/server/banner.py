@@ -59,7 +59,7 @@ def _keys(config: ServeConfig) -> str:
     if not ring.guards("admin"):
         return f"none: {everybody} may use and change this server (--api-key, --admin-key)"
     if not ring.guards("user"):
-        return f"for changes only: {everybody} may ask for answers (--api-key)"
+        return f"for changes only: {everybody} may ask for responses (--api-key)"
     if not any(key.role == "admin" for key in ring.keys):
         return "needed for every request; admin routes are closed (--admin-key opens them)"
     return "needed for every request, and an admin's or a trainer's for changes"

@@ -56,7 +56,7 @@ class HiddenStateStore:
             for key in keys:
                 if key in self._busy:
                     raise ConflictError(
-                        f"another request of session {key[1]!r:.100} is running: wait for its answer",
+                        f"another request of session {key[1]!r:.100} is running: wait for its response",
                         param="session_id",
                         code="session_busy",
                     )

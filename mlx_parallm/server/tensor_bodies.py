@@ -1,4 +1,4 @@
-"""Tensors of requests, checked against a model's signature before they reach the engine's thread, and of answers.
+"""Tensors of requests, checked against a model's signature before they reach the engine's thread, and of responses.
 
 A tensor is nested lists, `{"data": base64, "shape": [...], "dtype": "float32"}` with little-endian numbers in C order,
 or part of a safetensors body. Routes call `read_tensors`; what it raises names the input.
@@ -22,7 +22,7 @@ from mlx_parallm.signature import BATCH, Signature, TensorSpec
 from mlx_parallm.tensors import DTYPES, SAFETENSORS_TYPES, Array, TensorError, dump_safetensors, parse_safetensors
 
 MAX_ROWS = 1 << 16  # of a request
-MAX_OUTPUT = 1 << 25  # numbers of an answer
+MAX_OUTPUT = 1 << 25  # numbers of a response
 PIECE = 1024  # rows, times dynamic axes, of a request that go through the model together
 # Types of JSON values that an input of each kind of dtype takes. They are checked before NumPy converts a list: with
 # one long string among the numbers it would store every element as a string of that length.

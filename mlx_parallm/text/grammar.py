@@ -66,7 +66,7 @@ def tagged_grammar(tags: Sequence[llguidance.StructTag]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes its answers: its tool calls and its reasoning."""
+    """How a model writes its completions: its tool calls and its reasoning."""
 
     tool_format: ToolFormat
     thinking: Thinking | None
@@ -122,7 +122,7 @@ def _call_rule(name: str, arguments: str, tool_format: ToolFormat, vocabulary: V
 
 
 def _calls_rule(tool_format: ToolFormat, vocabulary: Vocabulary, *, several: bool) -> str:
-    """All calls of an answer: between marks, separated, or the one that ends a harmony answer."""
+    """All calls of a completion: between marks, separated, or the one that ends a harmony answer."""
     if tool_format.kind == "harmony":
         return f"({_mark(harmony.NEXT_MESSAGE, vocabulary)})? call"
     if tool_format.kind == "bare":
@@ -138,7 +138,7 @@ def _repeated(rule: str, separator: str, several: bool) -> str:
 
 
 def in_final_channel(grammar: str, vocabulary: Vocabulary) -> str:
-    """An answer of a harmony model: the same grammar within the message that is its content."""
+    """A completion of a harmony model: the same grammar within the message that is its content."""
     start, final = (_mark(mark, vocabulary) for mark in (harmony.NEXT_MESSAGE, harmony.FINAL))
     return _composed(f"start: ({start})? {final} @final_answer", final_answer=grammar)
 
@@ -155,7 +155,7 @@ def after_thinking(grammar: str, thinking: Thinking, vocabulary: Vocabulary, whe
 
 
 def either(answer: str, calls: str) -> str:
-    """An answer in its format, or tool calls in theirs."""
+    """A completion in its format, or tool calls in theirs."""
     return _composed("start: @answer | @calls", answer=answer, calls=calls)
 
 

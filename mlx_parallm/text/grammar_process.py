@@ -25,7 +25,7 @@ BYTES = 512 << 20  # that it may take meanwhile
 # Of llguidance: what a matcher may hold and do for a token; its other defaults stand.
 PARSER_LIMITS = {"max_lexer_states": 50_000}
 START_SECONDS = 60.0  # a large vocabulary takes seconds to read
-_PATIENCE = 10.0  # for an answer, beyond the limit
+_PATIENCE = 10.0  # for a response, beyond the limit
 
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 

@@ -1,7 +1,7 @@
 """Training beside serving, for one engine: the ledger, the scores, and a session for each adapter that learns.
 
 `runtime.startup` makes one. Without training it still keeps a ledger of what is asked to be recorded, so that
-rollouts work; with it, every answer is recorded, and may be rewarded later.
+rollouts work; with it, every completion is recorded, and may be rewarded later.
 """
 
 import logging
@@ -43,7 +43,7 @@ from mlx_parallm.training.tasks.scorers import Rewards
 
 log = logging.getLogger(__name__)
 
-RECORD_SECONDS = 10.0  # for the ledger to hear of an answer that is being given
+RECORD_SECONDS = 10.0  # for the ledger to hear of a completion that is being given
 LOOK_SECONDS = 0.02
 COUNTED = 100_000  # answers
 NOT_ENABLED = "this server does not train: start it with --enable-rl-training"
@@ -68,7 +68,7 @@ class TrainingManager:
         self.environment: AtroposProcess | None = None
         self._stopped = threading.Event()
         self._answers: AnswerFile | None = None
-        self._counted: dict[ChoiceKey, None] = {}  # answers whose first reward counted for their arm
+        self._counted: dict[ChoiceKey, None] = {}  # completions whose first reward counted for their arm
         self._counting = threading.Lock()
         self._folder_lock: FolderLock | None = None
         engine.recorder = self.ledger
@@ -228,7 +228,7 @@ class TrainingManager:
     # Where trajectories come from.
 
     def default_scorer(self, metadata: Mapping[str, Any]) -> str | None:
-        """What --environment names, for answers whose metadata have what it needs."""
+        """What --environment names, for completions whose metadata have what it needs."""
         name = self.config.training.built_in_scorer
         return name if name is not None and not SCORERS[name].lacks(metadata) else None
 
@@ -242,7 +242,7 @@ class TrainingManager:
         owner: str | None,
         wait: bool = True,
     ) -> tuple[Session | None, Record]:
-        """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it; no
+        """A reward for an earlier completion, for the adapter that gave it, or for another that is to learn from it; no
         session where nobody learns from it, and it only tells arms of the traffic apart."""
         check_reward(reward)
         compared = self.engine.adapters.traffic.compares
@@ -266,7 +266,7 @@ class TrainingManager:
             self.engine.adapters.note_reward(one.record.policy, version, one.reward)
 
     def _is_first(self, key: ChoiceKey) -> bool:
-        """Whether this answer has no reward yet that counted for its arm."""
+        """Whether this completion has no reward yet that counted for its arm."""
         with self._counting:
             if key in self._counted:
                 return False
@@ -276,7 +276,7 @@ class TrainingManager:
             return True
 
     def is_pending(self, request_id: str, index: int | None, owner: str | None) -> bool:
-        """Whether an answer of this owner by that name is being given, and its record will come."""
+        """Whether a completion of this owner by that name is being given, and its record will come."""
         try:
             self.ledger.find(request_id, index, owner)
         except NotFoundError:
@@ -285,7 +285,7 @@ class TrainingManager:
         return False
 
     def find_record(self, request_id: str, index: int | None = None, owner: str | None = None) -> Record:
-        """An answer by a name of its request. One that is being given, or was ended by its text a moment ago, is waited
+        """A completion by a name of its request. One that is being given, or was ended by its text a moment ago, is waited
         for."""
         try:
             return self.ledger.find(request_id, index, owner)
@@ -334,7 +334,7 @@ class TrainingManager:
         session.buffer.add(trajectories)
 
     def submit(self, rewarded: Sequence[RewardedRecord]) -> None:
-        """Answers with their rewards, for the adapter that gave them."""
+        """Completions with their rewards, for the adapter that gave them."""
         if rewarded:
             self._keep(self.session_of(rewarded[0].record), rewarded)
             self._note_arms(rewarded)

@@ -53,9 +53,9 @@ def shared_tree(model: LanguageModel) -> nn.Module:
 
 
 class PromptCache:
-    """A layer's keys and values of prompts, computed once for all answers; gradients flow through it.
+    """A layer's keys and values of prompts, computed once for all completions; gradients flow through it.
 
-    `behind`: each answer's prompt (n,); None: there is but one. `lengths`: of each answer's prompt (n,), where they are
+    `behind`: each completion's prompt (n,); None: there is but one. `lengths`: of each completion's prompt (n,), where they are
     padded at their ends; what the padding has left is hidden, and positions go on from the prompt's own end.
     """
 
@@ -128,9 +128,9 @@ def can_pack(module: nn.Module, vocab_size: int) -> bool:
 
 
 def answer_logits(module: nn.Module, prompts: PaddedPrompts, answers: mx.array, shared: bool) -> mx.array:
-    """(n, C) -> (n, C, V): what the model says before each token of each answer.
+    """(n, C) -> (n, C, V): what the model says before each token of each completion.
 
-    `shared`: prompts go through the model once, and the answers behind them; else they must have one length.
+    `shared`: prompts go through the model once, and the completions behind them; else they must have one length.
     """
     tokens, behind, lengths = mx.array(prompts.tokens), mx.array(prompts.behind), prompts.lengths
     last, full = tokens.shape[1] - 1, bool((lengths == tokens.shape[1]).all())
@@ -147,7 +147,7 @@ def answer_logits(module: nn.Module, prompts: PaddedPrompts, answers: mx.array, 
 
 
 def can_share_prompts(module: nn.Module, vocab_size: int, lengths: Sequence[int]) -> bool:
-    """Whether a model's answers may be computed behind prompts of such lengths: all its state is keys and values, by
+    """Whether a model's completions may be computed behind prompts of such lengths: all its state is keys and values, by
     the look of it and by trying."""
     if not all(type(cache) is KVCache for cache in make_prompt_cache(module)):
         return False

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ScoredRecord:
-    """An answer of a rollout; `reward`: None where it has none."""
+    """A completion of a rollout; `reward`: None where it has none."""
 
     record: Record
     reward: float | None
@@ -54,7 +54,7 @@ class TrainingService:
         self._bound: TrainingManager | None = None
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="score")
         self._lock = threading.Lock()
-        self._collecting = 0  # calls whose answers are being scored
+        self._collecting = 0  # calls whose completions are being scored
 
     def bind(self, manager: TrainingManager | None) -> None:
         """The manager of the default model; None while no model generates."""
@@ -174,7 +174,7 @@ class TrainingService:
             check_ids(ids, model.vocab_size, name)
         if len(prompt_ids) + len(completion_ids) > model.context_length:
             raise ContextLengthError(
-                f"{len(prompt_ids)} tokens of the prompt and {len(completion_ids)} of the answer are more than the "
+                f"{len(prompt_ids)} tokens of the prompt and {len(completion_ids)} of the completion are more than the "
                 f"context of {model.context_length}",
                 param="completion_ids",
             )
@@ -196,7 +196,7 @@ class TrainingService:
     def check_collects(
         self, model: str, adapter: str | None, scoring_function: str | None, metadata: Mapping[str, Any]
     ) -> None:
-        """Raises unless the answers of this model with this adapter can be scored so, and learnt from."""
+        """Raises unless the completions of this model with this adapter can be scored so, and learnt from."""
         manager = self._manager
         if model != manager.engine.model.name or not manager.enabled:
             raise InvalidRequestError(NOT_ENABLED, param="collect_trajectory", code="training_disabled")
@@ -224,7 +224,7 @@ class TrainingService:
             self._manager.submit(rewarded)
             return {one.record.index: one.reward for one in rewarded}
         except ParallmError as error:
-            log.warning("an answer can't be learnt from: %s", error.message)
+            log.warning("a completion can't be learnt from: %s", error.message)
             raise
         finally:
             with self._lock:
@@ -249,7 +249,7 @@ class TrainingService:
         owner: str | None = None,
         wait: bool = True,
     ) -> FeedbackReport:
-        """A reward for an earlier answer, for the adapter that gave it, or for another that is to learn from it."""
+        """A reward for an earlier completion, for the adapter that gave it, or for another that is to learn from it."""
         session, record = self._manager.feedback(request_id, reward, index, group_id, adapter, owner, wait)
         if session is None:
             return FeedbackReport(record.policy or "base", 0, 0)
@@ -261,7 +261,7 @@ class TrainingService:
     # Rollouts and scores.
 
     def rollout(self, call: RolloutCall, left: "Future[None] | None" = None) -> list[list[RolloutSample]]:
-        """A group of answers to each prompt. `left`: done when their client has gone, which ends them."""
+        """A group of completions to each prompt. `left`: done when their client has gone, which ends them."""
         manager = self._manager
         if call.scoring_function is not None:
             manager.rewards.check(call.scoring_function, *(call.metadata or [{}]))
@@ -351,7 +351,7 @@ class TrainingService:
         }
 
     def recent(self, adapter: str | None, count: int) -> list[RecentGroup]:
-        """The groups of answers that came in last, the newest first."""
+        """The groups of completions that came in last, the newest first."""
         return self._manager.session(adapter).buffer.recent.latest(count)
 
     def metrics(self) -> dict[str, TrainingMetrics]:
@@ -380,18 +380,18 @@ def _metrics(session: Session) -> TrainingMetrics:
 
 
 def _check_distinct(trajectories: Sequence[Trajectory]) -> None:
-    """An answer has one reward in an update."""
+    """A completion has one reward in an update."""
     seen: dict[ChoiceKey, int] = {}
     for number, one in enumerate(trajectories):
         if one.source is not None and (first := seen.setdefault(one.source, number)) != number:
             raise InvalidRequestError(
-                f"trajectory {number}: this is the same answer as trajectory {first}, {one.request_id!r}",
+                f"trajectory {number}: this is the same completion as trajectory {first}, {one.request_id!r}",
                 param=f"trajectories.{number}.request_id",
             )
 
 
 def _group(records: Sequence[Record], record: Record, metadata: Mapping[str, Any]) -> str:
-    """Answers of one call are a group, where several are to one prompt; a lone one is compared by its prompt."""
+    """Completions of one call are a group, where several are to one prompt; a lone one is compared by its prompt."""
     named = metadata.get("group_id")
     if named is not None:
         return str(named)

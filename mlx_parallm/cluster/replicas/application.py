@@ -44,7 +44,7 @@ class FrontAddress:
 
 
 class PassedOn(Response):
-    """An answer that the front writes."""
+    """A response that the front writes."""
 
     def __init__(self, front: Front) -> None:
         self._front = front

@@ -1,7 +1,7 @@
-"""The application at the server's own address: chooses a replica for each request, and passes its answer on.
+"""The application at the server's own address: chooses a replica for each request, and passes its response on.
 
 Requests go to replicas by HTTP, over connections that are kept; Ray starts replicas and looks after them, and is not on
-the way of a request. A request whose replica dies before its answer has begun is sent to another, unless it changes the
+the way of a request. A request whose replica dies before its response has begun is sent to another, unless it changes the
 server; a stream that has begun ends with an error in its dialect. A client that leaves closes the way to the replica,
 which frees its row.
 """
@@ -60,7 +60,7 @@ class ReplicaLost(Exception):
 
 @dataclass(slots=True)
 class Exchange:
-    """A request on its way, and how much of its answer the client has."""
+    """A request on its way, and how much of its response the client has."""
 
     scope: Scope
     body: bytes | AsyncIterator[bytes]
@@ -295,7 +295,7 @@ class Front:
         return JSONResponse({"status": "healthy", "model_loaded": True, "replicas": replicas})
 
     async def _view(self, view: View, scope: Scope, receive: Receive, send: Send) -> None:
-        """What all replicas say, as one answer; where all refuse, as the first does."""
+        """What all replicas say, as one response; where all refuse, as the first does."""
         digest = PromptDigest(PromptPrefix(), None)
         members = self._members.ready
         if not members:
@@ -372,7 +372,7 @@ async def _incoming(receive: Receive) -> AsyncIterator[bytes]:
 
 
 def _ending(content_type: str) -> bytes | None:
-    """What ends an event of a stream; None: the answer is no stream."""
+    """What ends an event of a stream; None: the response is no stream."""
     return {"text/event-stream": b"\n\n", "application/x-ndjson": b"\n"}.get(content_type)
 
 

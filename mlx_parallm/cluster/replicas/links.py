@@ -56,7 +56,7 @@ def read_error(body: bytes) -> ParallmError:
         error: ParallmError = kind(fields["message"])
         error.param, error.code = fields["param"], fields["code"]
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-        return ParallmError(body.decode(errors="replace")[:500] or "no answer")
+        return ParallmError(body.decode(errors="replace")[:500] or "no response")
     return error
 
 

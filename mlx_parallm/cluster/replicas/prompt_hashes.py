@@ -3,7 +3,7 @@
 The text is hashed as it stands in the body: whoever rendered and tokenised it here would do that twice. Hashes are
 chained, one at the end of each message and at fixed places within long ones, so that two prompts have a hash in common
 if they have all before it in common. They begin with what else decides keys and values: model, adapter, salt and key.
-A wrong guess costs a prompt that is computed anew, never a wrong answer: replicas look their own caches up by tokens.
+A wrong guess costs a prompt that is computed anew, never a wrong response: replicas look their own caches up by tokens.
 """
 
 from array import array

@@ -14,7 +14,7 @@ class ResponseOwners:
         self._owners: OrderedDict[str, str] = OrderedDict()  # by the response's id, the replica's name
 
     def note(self, route: Route, status: int, body: bytes, replica: str) -> None:
-        """An answer has come from a replica."""
+        """A response has come from a replica."""
         if route.replicas != "creates" or status != 200:
             return
         try:

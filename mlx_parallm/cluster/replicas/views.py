@@ -1,4 +1,4 @@
-"""What all replicas say of themselves, as one answer: the whole under the usual names, and each part beside it.
+"""What all replicas say of themselves, as one response: the whole under the usual names, and each part beside it.
 
 The front asks every replica for the same route. Prometheus: sums under the names that one process has, and each
 replica's own under `mlx_parallm_replica_…` with the label `replica`, so that nothing is counted twice.

@@ -2,7 +2,7 @@
 
 MLX on Linux hands matrix products to a BLAS and computes the rest one element at a time: in a prompt's pass over
 a small model that rest takes a third of the time. Without a compiler, or with PARALLM_NATIVE=none, MLX's own
-operations are used, with the same answers. `classes` says which layers use the kernels.
+operations are used, with the same results. `classes` says which layers use the kernels.
 """
 
 import ctypes

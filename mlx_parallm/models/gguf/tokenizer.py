@@ -73,7 +73,7 @@ def build_tokenizer(metadata: dict[str, Any], file: str) -> Tokenizer:
 
 
 def end_token_ids(metadata: dict[str, Any]) -> list[int]:
-    """Every id that ends an answer: those the file names, and special tokens known to end a turn."""
+    """Every id that ends a completion: those the file names, and special tokens known to end a turn."""
     named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     ids = {number for number in named if number is not None}
     types = metadata.get("tokenizer.ggml.token_type", [])

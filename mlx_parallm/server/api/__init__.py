@@ -1,4 +1,4 @@
-"""The dialects that the server speaks, a file or folder each: its bodies, its answers, its writers, its routes.
+"""The dialects that the server speaks, a file or folder each: its bodies, its responses, its writers, its routes.
 
 A module here with `ROUTES` and a function `router(context) -> APIRouter` is served; nothing else needs to know of it.
 """

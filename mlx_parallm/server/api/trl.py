@@ -144,7 +144,7 @@ class Trl:
         return await self._respond(body, body.completion(body.prompts, self._context), request)
 
     async def chat(self, body: TrlChatBody, request: Request) -> Response:
-        """`messages` is a list of conversations, `n` answers to each."""
+        """`messages` is a list of conversations, `n` responses to each."""
         prompts = []
         for messages in body.messages:
             rendered = conversation(

@@ -169,7 +169,7 @@ def session_token(headers: Headers) -> str | None:
 
 
 def _telling(caller: Caller, send: Send) -> Send:
-    """Adds to every answer what is left of the key's limits."""
+    """Adds to every response what is left of the key's limits."""
 
     async def told(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -40,7 +40,7 @@ class Caller:
 
     @property
     def owner(self) -> str:
-        """Whose answers these are; empty: anybody's."""
+        """Whose responses these are; empty: anybody's."""
         return "" if self.key is None else self.key.name or ""
 
     @property
@@ -89,12 +89,12 @@ class Caller:
             self.usage.tokens.take_back(tokens)
 
     def expect_output(self, tokens: int, stated: bool) -> int:
-        """Reserves what answers may have at most, and returns what `release_output` is to be told when they have ended.
+        """Reserves what responses may have at most, and returns what `release_output` is to be told when they have ended.
         `stated`: their client has said so. RateLimitError where answers being generated may use up the limit."""
         return 0 if self.usage is None or self.key is None else self.usage.expect(tokens, stated, self.key.limits)
 
     def reserve_output(self, tokens: int) -> int:
-        """The same for answers whose tokens must all fit within the limit."""
+        """The same for responses whose tokens must all fit within the limit."""
         return 0 if self.usage is None or self.key is None else self.usage.reserve(tokens, self.key.limits)
 
     def release_output(self, expected: int) -> None:

@@ -15,7 +15,7 @@ from mlx_parallm.server.auth.keys import Key, KeyLimits
 
 SECONDS = 60.0
 STEP = 0.1
-UNSTATED_SHARE = 8  # an answer without max_tokens reserves at most 1/8 of the limit
+UNSTATED_SHARE = 8  # a response without max_tokens reserves at most 1/8 of the limit
 
 Clock = Callable[[], float]
 
@@ -79,7 +79,7 @@ class KeyUsage:
         self.requests = SlidingWindow(clock)
         self.tokens = SlidingWindow(clock)
         self.running = 0
-        self.expected = 0  # tokens that answers may have which are being generated
+        self.expected = 0  # tokens that responses may have which are being generated
 
     def admit(self, limits: KeyLimits) -> None:
         """Counts a request that begins; RateLimitError, and nothing is counted, where it may not."""
@@ -114,7 +114,7 @@ class KeyUsage:
         return expected
 
     def reserve(self, tokens: int, limits: KeyLimits) -> int:
-        """The same for answers that must fit, with all that is being generated. RateLimitError."""
+        """The same for responses that must fit, with all that is being generated. RateLimitError."""
         if limits.tokens_per_minute is None:
             return 0
         _check(self.tokens, self.expected + tokens, limits.tokens_per_minute, "tokens")

@@ -1,4 +1,4 @@
-"""A call for answers, in no dialect: what `service` takes, and every dialect's body is turned into."""
+"""A call for responses, in no dialect: what `service` takes, and every dialect's body is turned into."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class ChatTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCall:
-    """Prompts to continue or a conversation to answer, by whom, how, and what becomes of the answers."""
+    """Prompts to continue or a conversation to answer, by whom, how, and what becomes of the responses."""
 
     prompts: Sequence[str | list[int]] = ()
     chat: ChatTurn | None = None  # instead of prompts
@@ -56,7 +56,7 @@ class GenerationCall:
     fit_max_tokens: bool = False  # more than the context has room for means all of that room, and is no error
     include_stop: bool = False
     skip_special_tokens: bool = True
-    exact_tokens: bool = False  # all tokens with their log-probabilities, the one that ends an answer too
+    exact_tokens: bool = False  # all tokens with their log-probabilities, the one that ends a response too
 
     stream: bool = False
     priority: int = 0

@@ -105,7 +105,7 @@ class ChoiceStream:
 
     @property
     def policy_spans(self) -> list[list[int]]:
-        """The same as answers have it."""
+        """The same as responses have it."""
         return as_lists(self.spans)
 
     @property
@@ -191,7 +191,7 @@ def _extend(piece: Piece, more: Piece) -> None:
 
 
 class Collected:
-    """All that one choice has said, for an answer in one piece."""
+    """All that one choice has said, for a response in one piece."""
 
     __slots__ = ("calls", "content", "logprobs", "reasoning", "scores", "tokens")
 

@@ -1,6 +1,6 @@
 """One HTTP call on its way through the engine: its requests, their choices, and who is told of updates.
 
-`service` builds a `Generation`; a `Listener` (in `responses`: the event stream, or the collector of a whole answer)
+`service` builds a `Generation`; a `Listener` (in `responses`: the event stream, or the collector of a whole response)
 hears of it. All of this runs on the event loop: deltas come in through `_on_delta`, many in one callback.
 """
 
@@ -66,7 +66,7 @@ class Generation:
         self.first_delta_at: float | None = None  # by time.perf_counter
         self._client = served.client
         self._caller = caller
-        self._charged = 0  # tokens of the answers so far
+        self._charged = 0  # tokens of the responses so far
         self._expected = 0  # that they may have at most, reserved while they are generated
         self._open = len(self.choices)
         self._submitted = self._ended = False
@@ -89,7 +89,7 @@ class Generation:
 
     @property
     def answer_id(self) -> str:
-        """What the answer calls itself."""
+        """What the response calls itself."""
         return self._requests[0].names.dialect
 
     @property
@@ -178,7 +178,7 @@ class Generation:
                     self.score().add_done_callback(self._on_scores)
 
     def _on_scores(self, scores: "asyncio.Future[dict[int, float]]") -> None:
-        """The answer is whole; where scoring has failed, it has no rewards."""
+        """The response is whole; where scoring has failed, it has no rewards."""
         failed = scores.cancelled() or scores.exception() is not None
         self.rewards = {} if failed else scores.result()
         assert self.listener is not None

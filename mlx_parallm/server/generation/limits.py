@@ -1,4 +1,4 @@
-"""How many tokens an answer may have, and sampling parameters that the model can take."""
+"""How many tokens a response may have, and sampling parameters that the model can take."""
 
 from dataclasses import replace
 

@@ -31,7 +31,7 @@ MAX_ANSWERS = 8192  # of one request
 
 
 def answer_name(prefix: str, request: Request) -> str:
-    """An answer's id in dialects that make it from the request's."""
+    """A response's id in dialects that make it from the request's."""
     return f"{prefix}{state_of(request.scope).id}"
 
 
@@ -45,7 +45,7 @@ class GenerationService:
         self._training = training
 
     async def prepare(self, call: GenerationCall, request: Request, answer_id: str) -> Generation:
-        """What a call asks for, not handed to a model yet. `answer_id`: what its dialect calls the answer; feedback
+        """What a call asks for, not handed to a model yet. `answer_id`: what its dialect calls the response; feedback
         finds it by that name."""
         call = await self._with_checkpoint(call)
         await self._models.use(call.model, request)

@@ -68,9 +68,9 @@ BeforeEnd = Callable[[ParallmError | None], Awaitable[None]]
 async def respond(
     generation: Generation, writer: AnswerWriter, request: Request, before_end: BeforeEnd | None = None
 ) -> Response:
-    """Runs a generation: as a stream where the call asks for one, else until the answer is whole.
+    """Runs a generation: as a stream where the call asks for one, else until the response is whole.
 
-    `before_end` is awaited when the answer is complete or has failed, before the client is told so."""
+    `before_end` is awaited when the response is complete or has failed, before the client is told so."""
     if generation.call.stream:
         return EventStream(generation, writer, before_end)
     answer = writer.answer(await Collector(generation).collect(request.receive))
@@ -157,7 +157,7 @@ class EventStream(Response):
 
 
 class Collector:
-    """Waits for the whole answer, unless the client leaves before it is there."""
+    """Waits for the whole response, unless the client leaves before it is there."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation

@@ -41,7 +41,7 @@ class JSONResponse(Response):
 
 
 class TensorJSONResponse(JSONResponse):
-    """An answer with NumPy arrays in it, which become nested lists."""
+    """A response with NumPy arrays in it, which become nested lists."""
 
     def render(self, content: Any) -> bytes:
         return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -40,7 +40,7 @@ class RequestState:
     summary: Callable[[], AnswerSummary] | None = None  # of what was handed to a model
     outcome: str | None = None  # of a stream that did not end well
     held_models: list[Callable[[], None]] = field(default_factory=list)  # called when the request has ended
-    runs_on: bool = False  # in the background, after its answer
+    runs_on: bool = False  # in the background, after its response
 
     @property
     def key_name(self) -> str | None:

@@ -29,7 +29,7 @@ ERRORS = {
 
 def documented_responses(route: Route) -> dict[int | str, dict[str, Any]]:
     """Returns the `responses` of a route."""
-    response: dict[str, Any] = {"description": "The answer"}
+    response: dict[str, Any] = {"description": "The response"}
     shape = route.error_shape
     described: dict[int | str, dict[str, Any]] = {} if route.answer is NoReturn else {200: response}
     described |= {code: {"model": shape.model, "description": text} for code, text in ERRORS.items()}

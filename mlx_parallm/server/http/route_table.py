@@ -53,7 +53,7 @@ class Route:
     streams: bool = field(default=False, kw_only=True)
     # Content by media type, where it is not the JSON of one class.
     body: Mapping[str, Any] | None = field(default=None, kw_only=True)
-    content: Mapping[str, Any] | None = field(default=None, kw_only=True)  # of the answer
+    content: Mapping[str, Any] | None = field(default=None, kw_only=True)  # of the response
 
     @property
     def changes(self) -> bool:

@@ -1,6 +1,6 @@
 """Routes that read their JSON body strictly and fast: no NaN, no Infinity. Routers use `JSONRoute`.
 
-`router_of` serves the routes that a dialect declares, and documents each with its answer and its errors.
+`router_of` serves the routes that a dialect declares, and documents each with its response and its errors.
 """
 
 import asyncio
@@ -152,7 +152,7 @@ def _check_objects(parsed: Any) -> None:
 
 
 def _check_depth(parsed: Any) -> None:
-    """Refuses what is nested so deeply that a template, a grammar or an answer could not be made of it.
+    """Refuses what is nested so deeply that a template, a grammar or a response could not be made of it.
 
     orjson writes 254 levels and no more, and finds out faster than Python could.
     """

@@ -1,6 +1,6 @@
 """Fetches what an http(s) URL points to, within limits, and from public addresses alone.
 
-A name is resolved once, its addresses are checked, and one of them is connected to: an answer that changes between
+A name is resolved once, its addresses are checked, and one of them is connected to: a response that changes between
 check and connection (DNS rebinding) changes nothing. TLS goes by the URL's name all the same. Every redirect is
 taken in the same way.
 """

@@ -1,4 +1,4 @@
-"""Tool calls as parsers report them: the types that all formats share, and the collection of one answer's calls."""
+"""Tool calls as parsers report them: the types that all formats share, and the collection of one completion's calls."""
 
 import json
 import re
@@ -61,7 +61,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Piece:
-    """What some text has added to an answer."""
+    """What some text has added to a completion."""
 
     content: str = ""
     reasoning: str = ""
@@ -72,7 +72,7 @@ class Piece:
 
 
 class Calls:
-    """The calls of one answer. Parsers open calls and write their arguments; `take` returns what is new."""
+    """The calls of one completion. Parsers open calls and write their arguments; `take` returns what is new."""
 
     __slots__ = ("_limit", "_muted", "_new", "count")
 

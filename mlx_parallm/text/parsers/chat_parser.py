@@ -2,7 +2,7 @@
 
 `chat_parser` gives a choice its parser: `ChatParser`, or `HarmonyParser` for gpt-oss. What a text means does not depend
 on how it is cut: all that is pushed and a single push of the whole come to the same. So there are no two verdicts for
-streamed and whole answers:
+streamed and whole completions:
 
 - A call is a call once its head, name and beginning of the arguments, is complete; its arguments are passed on as they
   are written and are not checked.

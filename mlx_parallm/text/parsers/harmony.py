@@ -1,11 +1,11 @@
-"""gpt-oss's harmony format: an answer is a sequence of messages, each in a channel, some addressed to a tool.
+"""gpt-oss's harmony format: a completion is a sequence of messages, each in a channel, some addressed to a tool.
 
     <|channel|>analysis<|message|>reasoning<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
     <|start|>assistant<|channel|>final<|message|>content<|return|>
 
 `HarmonyParser` is to these models what `ChatParser` is to all others. The prompt ends with `<|start|>assistant`, so the
-first message begins in the middle of its header. The tokens that end an answer, `<|call|>` and `<|return|>`, are not
+first message begins in the middle of its header. The tokens that end a completion, `<|call|>` and `<|return|>`, are not
 part of its text where they are end-of-sequence tokens.
 """
 
@@ -48,7 +48,7 @@ class HarmonyParser:
 
     `analysis` is reasoning, and so is what is addressed to anything but the request's functions; `final`, and
     `commentary` to nobody, is content. A call is a call once its header is complete; cut off after the name,
-    it has no arguments. `<|start|>` of another role than the assistant ends the answer.
+    it has no arguments. `<|start|>` of another role than the assistant ends the completion.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class HarmonyParser:
         return self._read_text(piece)
 
     def _begin(self) -> bool:
-        """An answer begins within a header or, when the prompt has a complete one, with content."""
+        """A completion begins within a header or, when the prompt has a complete one, with content."""
         text = self._buffer.lstrip()
         if not text:
             self._header.append(self._buffer)

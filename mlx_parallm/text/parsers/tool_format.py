@@ -29,8 +29,8 @@ MlxParser = Callable[[str, list[Tool]], Any]  # of mlx_lm.tool_parsers
 class ToolFormat:
     """The marks around tool calls, and what stands between them.
 
-    `kind` "bare": an answer may also consist of calls alone, without marks, as Llama's do. A bare call must name a tool
-    of the request: JSON that does not is an answer. Between marks, any name makes a call, so that clients hear of tools
+    `kind` "bare": a completion may also consist of calls alone, without marks, as Llama's do. A bare call must name a tool
+    of the request: JSON that does not is a completion. Between marks, any name makes a call, so that clients hear of tools
     that the model has made up.
     """
 

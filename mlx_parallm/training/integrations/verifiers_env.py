@@ -54,7 +54,7 @@ class VerifiersTask(EnvironmentTask):
 
 
 class VerifiersEpisode(Environment):
-    """A rollout of the package. `_asked` has what it wants next: an answer, or that its reward be taken."""
+    """A rollout of the package. `_asked` has what it wants next: a completion, or that its reward be taken."""
 
     def __init__(self, task: VerifiersTask) -> None:
         super().__init__()
@@ -70,12 +70,14 @@ class VerifiersEpisode(Environment):
         asyncio.run_coroutine_threadsafe(self._play(self._task.rows[seed]), self._task.loop)
         self._turn = turn = self._next()
         if isinstance(turn, _End):
-            raise turn.error or InvalidRequestError(f"{self._task.name} has ended an episode before the first answer")
+            raise turn.error or InvalidRequestError(
+                f"{self._task.name} has ended an episode before the first completion"
+            )
         self._messages, self.tools = turn.messages, turn.tools
         return self._messages
 
     def step(self, messages: list[Message]) -> tuple[list[Message], float, bool]:
-        known = len(self._messages) + 1  # with the answer
+        known = len(self._messages) + 1  # with the completion
         self._reply(messages[-1])
         self._turn = turn = self._next()
         if isinstance(turn, _End):
@@ -127,7 +129,7 @@ class VerifiersEpisode(Environment):
 
 
 class _Turn:
-    """The conversation so far, which waits for an answer."""
+    """The conversation so far, which waits for a completion."""
 
     def __init__(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         self.messages = messages
@@ -172,7 +174,7 @@ def _client(package: Any, ask: Callable[[_Turn], None]) -> Any:
             return answer
 
         async def raise_from_native_response(self, response: Message) -> None:
-            return None  # an answer that could not be had never comes here
+            return None  # a completion that could not be had never comes here
 
         async def from_native_response(self, response: Message) -> Any:
             return _response(package, response)
@@ -248,7 +250,9 @@ def _load(package: Any, name: str, arguments: str) -> Any:
     if not isinstance(environment, package.MultiTurnEnv):
         raise ConfigError(f"{name} is a {type(environment).__name__}; only kinds of MultiTurnEnv can be learnt from")
     if environment.rubric.has_group_rewards:
-        raise ConfigError(f"the rubric of {name} compares the answers of a group; rewards must be of single episodes")
+        raise ConfigError(
+            f"the rubric of {name} compares the completions of a group; rewards must be of single episodes"
+        )
     return environment
 
 

@@ -1,7 +1,7 @@
 """From trajectories to the arrays of bounded micro-batches. NumPy; `trainer` computes them.
 
-Answers to a prompt go through the model together: the prompt once, then each answer behind it. A micro-batch is some
-answers to one prompt or all answers to several, within a number of tokens; every token has its weight in the whole
+Completions to a prompt go through the model together: the prompt once, then each completion behind it. A micro-batch is some
+completions to one prompt or all completions to several, within a number of tokens; every token has its weight in the whole
 update before the first of them is computed, so an update is the same however it is cut.
 """
 
@@ -18,15 +18,15 @@ from mlx_parallm.training.rl.trajectories import Trajectory
 
 BooleanArray = npt.NDArray[np.bool_]
 
-MAX_PADDING = 0.25  # answers to several prompts go together while that adds at most this share of tokens
+MAX_PADDING = 0.25  # completions to several prompts go together while that adds at most this share of tokens
 LAUNCH_TOKENS = 2048  # what starting a micro-batch costs, in tokens, where kernels are quick
 ROUND_TOKENS, ROUND_ANSWERS = 32, 8  # of which lengths and numbers are multiples at least, where they are rounded; …
-ROUND_UP_TO = 512  # … of fewer answers where so many would have more tokens than this
+ROUND_UP_TO = 512  # … of fewer completions where so many would have more tokens than this
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of a micro-batch: so many prompts of one length, and answers of one length."""
+    """The shape of a micro-batch: so many prompts of one length, and completions of one length."""
 
     prompts: int
     prompt: int
@@ -57,15 +57,15 @@ def round_up(number: int, least: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedPrompts:
-    """Some prompts (G), padded at their ends to one length (P), and the answers (n) behind each."""
+    """Some prompts (G), padded at their ends to one length (P), and the completions (n) behind each."""
 
     tokens: Integers  # (G, P)
     lengths: Integers  # (G,)
-    behind: Integers  # (n,): an answer's prompt
+    behind: Integers  # (n,): a completion's prompt
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], counts: Sequence[int], shape: Shape | None = None) -> "PaddedPrompts":
-        """`counts`: of the answers to each, which follow one another. `shape`: filled up with what nobody reads."""
+        """`counts`: of the completions to each, which follow one another. `shape`: filled up with what nobody reads."""
         longest = max(map(len, prompts))
         shape = shape or Shape(prompts=len(prompts), prompt=longest, answers=sum(counts), answer=0)
         lengths = np.ones(shape.prompts, np.int64)
@@ -78,7 +78,7 @@ class PaddedPrompts:
         return cls(tokens, lengths, behind)
 
     def first(self, answers: int) -> "PaddedPrompts":
-        """Those that some answers need."""
+        """Those that some completions need."""
         behind = self.behind[:answers]
         lengths = self.lengths[: behind[-1] + 1]
         return PaddedPrompts(self.tokens[: len(lengths), : lengths.max()], lengths, behind)
@@ -86,7 +86,7 @@ class PaddedPrompts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Micro:
-    """Some answers (n) behind their prompts, padded to one length (C)."""
+    """Some completions (n) behind their prompts, padded to one length (C)."""
 
     prompts: PaddedPrompts
     answers: Integers  # (n, C)
@@ -96,7 +96,7 @@ class Micro:
     advantage: Floats  # (n,)
     weight: Floats  # (n,): of one token
     temperature: Floats  # (n, 1, 1)
-    places: Integers  # (n,): of its answers in the batch; -1 for what fills it up
+    places: Integers  # (n,): of its completions in the batch; -1 for what fills it up
     proximal: Floats | None = None  # (n, C): log-probabilities as the update began, where they are needed
 
     @property
@@ -109,12 +109,12 @@ class Micro:
         return int(self.mask.sum())
 
     def first_tokens(self, tokens: int) -> "Micro":
-        """Returns as few of its answers as have so many tokens to learn from; all where they have fewer."""
+        """Returns as few of its completions as have so many tokens to learn from; all where they have fewer."""
         learnt = np.cumsum(self.mask.sum(axis=1))
         return self.first(min(len(learnt), int(np.searchsorted(learnt, tokens)) + 1))
 
     def first(self, count: int) -> "Micro":
-        """Some of its answers."""
+        """Some of its completions."""
         return Micro(
             prompts=self.prompts.first(count),
             answers=self.answers[:count],
@@ -135,9 +135,9 @@ class BatchRules:
 
     algorithm: str
     scaling: RewardScaling | None = None  # None: the algorithm's own
-    max_length: int | None = None  # for Dr. GRPO's weights; None: what the longest answer was allowed
+    max_length: int | None = None  # for Dr. GRPO's weights; None: what the longest completion was allowed
     keep_flat: bool = False  # groups without a difference stay, with an advantage of 0: for a term that is not theirs
-    mask_truncated: bool = False  # answers that were cut off have no tokens to learn from
+    mask_truncated: bool = False  # completions that were cut off have no tokens to learn from
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +204,7 @@ class Batch:
         )
 
     def micros(self, budget: Callable[[], int], several: bool = True, rounded: bool = False) -> Iterator[Micro]:
-        """`budget`: tokens that the next may have; one answer may have more. `several`: prompts in one.
+        """`budget`: tokens that the next may have; one completion may have more. `several`: prompts in one.
 
         `rounded`: filled up to few shapes, for devices where each new one costs as much as thousands of tokens.
         """
@@ -230,19 +230,19 @@ class Batch:
             yield self._micro(parts, self._shape(parts, rounded))
 
     def _lengths(self, places: Sequence[int]) -> tuple[int, int]:
-        """Returns the lengths of the prompt and of the longest answer to it, which is the last."""
+        """Returns the lengths of the prompt and of the longest completion to it, which is the last."""
         last = self.trajectories[places[-1]]
         return len(last.prompt_ids), len(last.completion_ids)
 
     def _shape(self, parts: Sequence[Sequence[int]], rounded: bool) -> Shape:
-        """Returns the shape of answers to several prompts, together."""
+        """Returns the shape of completions to several prompts, together."""
         lengths = [self._lengths(places) for places in parts]
         prompt, answer = (max(sizes) for sizes in zip(*lengths, strict=True))
         shape = Shape(prompts=len(parts), prompt=prompt, answers=sum(map(len, parts)), answer=answer)
         return shape.rounded() if rounded else shape
 
     def _most(self, places: Sequence[int], limit: int, rounded: bool) -> int:
-        """How many answers to one prompt are within the limit; one at least."""
+        """How many completions to one prompt are within the limit; one at least."""
         prompt, answer = self._lengths(places)
         for count in range(len(places), 1, -1):
             shape = Shape(prompts=1, prompt=prompt, answers=count, answer=answer)
@@ -251,7 +251,7 @@ class Batch:
         return 1
 
     def _together(self, parts: Sequence[Sequence[int]], limit: int, rounded: bool) -> bool:
-        """Whether answers to several prompts may be one micro-batch: within the limit and with little padding."""
+        """Whether completions to several prompts may be one micro-batch: within the limit and with little padding."""
         together = self._shape(parts, rounded).tokens
         if rounded:
             apart = self._shape(parts[:-1], rounded).tokens + self._shape(parts[-1:], rounded).tokens + LAUNCH_TOKENS
@@ -313,12 +313,12 @@ def _parts(groups: Integers, size: int) -> list[list[int]]:
 
 
 def _allowed(one: Trajectory) -> int:
-    """How many tokens the answer could have had, where that is known."""
+    """How many tokens the completion could have had, where that is known."""
     return one.max_tokens or len(one.completion_ids)
 
 
 def _mask(one: Trajectory, mask_truncated: bool) -> Floats:
-    """(T,): the tokens of an answer to learn from."""
+    """(T,): the tokens of a completion to learn from."""
     if mask_truncated and one.truncated:
         return np.zeros(len(one.completion_ids), np.float32)
     return np.ones(len(one.completion_ids), np.float32) if one.mask is None else np.array(one.mask, np.float32)

@@ -87,7 +87,7 @@ class Buffer:
             self.counts.dropped += len(dropped)
 
     def _has(self, trajectory: Trajectory) -> bool:
-        """Whether another reward for the same answer waits in its group."""
+        """Whether another reward for the same completion waits in its group."""
         group = self._groups.get(trajectory.group_id, ())
         return trajectory.source is not None and any(one.source == trajectory.source for one in group)
 

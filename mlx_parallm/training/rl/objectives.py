@@ -5,20 +5,20 @@ wrote down, so nothing is computed twice; and a sum over an update's trajectorie
 token has its weight before the first of them is computed (`token_weights`). `config.algorithms` says in a line what
 each algorithm is made of:
 
-- GRPO: advantages by group, divided by their deviation; each answer's tokens averaged, then answers.
-- Dr. GRPO: neither division; tokens summed over a constant length, the longest that an answer was allowed.
+- GRPO: advantages by group, divided by their deviation; each completion's tokens averaged, then answers.
+- Dr. GRPO: neither division; tokens summed over a constant length, the longest that a completion was allowed.
 - DAPO: GRPO's advantages, an upper clip of its own, all tokens averaged alike. BNPO: the same here, where the batch of
   which it averages the tokens is that of an optimiser step; TRL's is one process's micro-batch.
-- GSPO: one ratio for an answer, the geometric mean of its tokens'.
+- GSPO: one ratio for a completion, the geometric mean of its tokens'.
 - CISPO: the ratio is clipped on both sides, to 1 - clip_low and 1 + clip_high, and held fixed; every token keeps its
   gradient. TRL's clips above alone, at `epsilon_high` itself: that is clip_low = 1 and clip_high = epsilon_high - 1.
 - SAPO: in place of the clip, a soft gate: a sigmoid of the ratio, with a temperature for each sign of the advantage.
-- RLOO: one ratio for an answer, the product of its tokens', clipped; the baseline is the mean of the others of the
-  group; answers averaged. REINFORCE: the same without a clip, and the group's mean is the baseline. TRL's RLOO has the
+- RLOO: one ratio for a completion, the product of its tokens', clipped; the baseline is the mean of the others of the
+  group; completions averaged. REINFORCE: the same without a clip, and the group's mean is the baseline. TRL's RLOO has the
   divergence to the reference in the reward (`kl_in_reward`); here it is a term of the loss, as in the others.
 
-The logarithm of a ratio, of a token's and of an answer's, is held within ±20, so that no exponential overflows, and
-what a bad answer's ratio counts is bounded (`dual_clip`): a huge one teaches little, and spoils no update.
+The logarithm of a ratio, of a token's and of a completion's, is held within ±20, so that no exponential overflows, and
+what a bad completion's ratio counts is bounded (`dual_clip`): a huge one teaches little, and spoils no update.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,12 +36,12 @@ from mlx_parallm.engine.compute.sampling import log_sum_exp
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
-MAX_LOG_RATIO = 20.0  # of a token, and of a whole answer
+MAX_LOG_RATIO = 20.0  # of a token, and of a whole completion
 EPSILON = 1e-4  # added to a deviation
 
 
 def advantages(rewards: Floats, groups: Integers, algorithm: str, scaling: RewardScaling | None = None) -> Floats:
-    """(N,), (N,) -> (N,): how much better each answer did than the others of its group. Equal rewards give zeros.
+    """(N,), (N,) -> (N,): how much better each completion did than the others of its group. Equal rewards give zeros.
 
     `scaling`: None: the algorithm's own.
     """
@@ -66,8 +66,8 @@ def _deviation(rewards: npt.NDArray[np.float64]) -> float:
 
 
 def token_weights(lengths: Integers, algorithm: str, max_length: int) -> Floats:
-    """(N,): what one token of each answer counts in the update. All together count one, but for Dr. GRPO's: there that
-    is so only where every answer has `max_length` tokens."""
+    """(N,): what one token of each completion counts in the update. All together count one, but for Dr. GRPO's: there that
+    is so only where every completion has `max_length` tokens."""
     match ALGORITHMS[algorithm].aggregation:
         case "answers":
             return (1.0 / (np.maximum(lengths, 1) * len(lengths))).astype(np.float32)
@@ -166,7 +166,7 @@ def losses(
 
 
 def near(objective: Objective, new: mx.array, old: mx.array, mask: mx.array) -> mx.array:
-    """(B, T): 0 for tokens and answers too far from the sampler for importance weights to mend."""
+    """(B, T): 0 for tokens and completions too far from the sampler for importance weights to mend."""
     gap = mx.abs(new - old) * mask
     keep = mx.ones_like(gap)
     if objective.token_limit is not None:

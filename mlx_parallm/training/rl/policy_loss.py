@@ -1,4 +1,4 @@
-"""The loss of a policy: a micro-batch of answers through the trainable model and, for the divergence, the reference.
+"""The loss of a policy: a micro-batch of completions through the trainable model and, for the divergence, the reference.
 
 The trainer calls it, for gradients and to look at what an update did. Engine thread only.
 """
@@ -104,14 +104,14 @@ class PolicyLoss:
         return loss, {name: mx.stop_gradient(value.astype(mx.float32)) for name, value in values.items()}
 
     def _scored(self, micro: Micro) -> tuple[mx.array, mx.array | None]:
-        """(n, C): of the answers' tokens, the log-probabilities and, where they are asked for, the entropies."""
+        """(n, C): of the completions' tokens, the log-probabilities and, where they are asked for, the entropies."""
         answers, temperature = mx.array(micro.answers), _temperature(micro)
         logits = answer_logits(self._tree.module, micro.prompts, answers, self._tree.shares_prompts)
         entropies = entropy(logits.astype(mx.float32) / temperature) if self._objective.entropy_bonus else None
         return chosen_logprobs(logits, answers, temperature), entropies
 
     def logprobs(self, micro: Micro) -> mx.array:
-        """(n, C): of the answers' tokens, by the parameters that the tree has now."""
+        """(n, C): of the completions' tokens, by the parameters that the tree has now."""
         return self._logprobs(self._tree.module, micro)
 
     def reference_logprobs(self, micro: Micro) -> mx.array:

@@ -1,4 +1,4 @@
-"""The groups of answers that came in last, for people to look at: a bounded number, each cut to a bounded length.
+"""The groups of completions that came in last, for people to look at: a bounded number, each cut to a bounded length.
 
 A session's buffer enters what it takes, and the session says what has become of it. Any thread; no MLX.
 """
@@ -15,7 +15,7 @@ from mlx_parallm.types import RecentGroup, RecentSample
 
 MAX_GROUPS = 48
 MAX_SAMPLES = 16  # of a group
-MAX_TOKENS = 512  # of a prompt, and of an answer
+MAX_TOKENS = 512  # of a prompt, and of a completion
 
 
 class RecentGroups:
@@ -24,7 +24,7 @@ class RecentGroups:
         self._lock = threading.Lock()
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Answers that wait to be learnt from."""
+        """Completions that wait to be learnt from."""
         with self._lock:
             waiting = {group.group_id: group for group in self._groups if group.state == "waiting"}
             for one in trajectories:

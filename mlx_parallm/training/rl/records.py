@@ -16,7 +16,7 @@ from mlx_parallm.policy_spans import PolicySpan, Spans, within
 from mlx_parallm.types import AnswerNames, Request
 
 NAMES = {"label": "client", "answer_id": "dialect", "http_id": "http"}  # in files, and in AnswerNames
-TOKENS_OF_NAMES = 64  # what the names of an answer count as, so that many short answers are bounded, too
+TOKENS_OF_NAMES = 64  # what the names of a completion count as, so that many short completions are bounded, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Record:
 
     @property
     def id(self) -> str:
-        """What feedback may call this answer: one name for each of a request's."""
+        """What feedback may call this completion: one name for each of a request's."""
         name = self.names.client or self.request
         return name if self.choices == 1 else f"{name}.{self.index}"
 
@@ -71,7 +71,7 @@ class Record:
 
     @property
     def sampled(self) -> int:
-        """Tokens of the answer that the model drew itself."""
+        """Tokens of the completion that the model drew itself."""
         return len(self.completion_ids) if self.mask is None else sum(self.mask)
 
     @classmethod
@@ -110,7 +110,7 @@ class Record:
         )
 
     def cut(self, tokens: int) -> "Record":
-        """The first so many tokens of its answer: a stop string ends it in the middle."""
+        """The first so many tokens of its completion: a stop string ends it in the middle."""
         if tokens >= len(self.completion_ids):
             return self
         mask = None if self.mask is None else self.mask[:tokens]
@@ -149,7 +149,7 @@ class PackedRecord:
 
 @dataclass(frozen=True, slots=True)
 class RewardedRecord:
-    """An answer with its reward, on its way into a buffer. `group_id`: empty where its prompt names the group."""
+    """A completion with its reward, on its way into a buffer. `group_id`: empty where its prompt names the group."""
 
     record: Record
     reward: float

@@ -152,7 +152,7 @@ class RemotePolicy:
         seed: int | None = None,
         salt: str = "",
     ) -> list[list[Record]]:
-        """`sampling.n` answers to each prompt, each prompt by a call of its own, so that replicas share the work."""
+        """`sampling.n` completions to each prompt, each prompt by a call of its own, so that replicas share the work."""
         _check(sampling)
         label = f"rollout-{uuid.uuid4().hex[:12]}"
         body = {

@@ -1,4 +1,4 @@
-"""Answers of the current policy, drawn by the engine like any request and taken from the ledger, not from text.
+"""Completions of the current policy, drawn by the engine like any request and taken from the ledger, not from text.
 
 Blocks until all have ended: for threads of training, never the event loop.
 """
@@ -27,7 +27,7 @@ class RolloutClient:
     """The client that completions are sampled for: they end with it, or with its time, and a full queue is an error."""
 
     owner: str = ""  # the name of its key
-    timeout: float | None = None  # seconds for all answers together
+    timeout: float | None = None  # seconds for all completions together
     left: "Future[None] | None" = None  # done when it has left
 
 
@@ -45,7 +45,7 @@ class RolloutSource(Protocol):
     ) -> list[list[Record]]: ...
 
     def check_prompt(self, prompt: list[int], answers: int) -> None:
-        """Raises ContextLengthError where `draw` would: the prompt is too long for so many answers."""
+        """Raises ContextLengthError where `draw` would: the prompt is too long for so many completions."""
 
 
 class Rollouts:
@@ -70,13 +70,13 @@ class Rollouts:
         redraw: bool = True,
         client: RolloutClient | None = None,
     ) -> list[list[Record]]:
-        """`sampling.n` answers to each prompt, handed in at one moment where the queue has room for them; those for a
+        """`sampling.n` completions to each prompt, handed in at one moment where the queue has room for them; those for a
         client some at a time.
 
         What a pause aborts is drawn again once the engine goes on; without `redraw`, that is an error.
         """
         if not 1 <= sampling.n <= self._max_rows:
-            raise ConfigError(f"answers to a prompt must be between 1 and {self._max_rows}, not {sampling.n}")
+            raise ConfigError(f"completions to a prompt must be between 1 and {self._max_rows}, not {sampling.n}")
         label = label or f"rollout-{uuid.uuid4().hex[:12]}"
         samplings = {
             f"{label}-{number}": replace(sampling, seed=None if seed is None else seed + number)

@@ -1,7 +1,7 @@
 """One adapter that learns: its trainer, trajectories, versions and checkpoints. The manager has one for each of them.
 
 An update runs on the engine, in micro-batches; its result is packed here, on the caller's thread, and published
-between two steps. A version is good once the answers drawn from it have given no alarm (`alarms`); an alarm brings the
+between two steps. A version is good once the completions drawn from it have given no alarm (`alarms`); an alarm brings the
 last good one back, parameters, optimiser and all. `versions` has the numbers of versions, `session_store` what is on
 disk. Any thread but the engine's; one update at a time.
 """
@@ -223,7 +223,7 @@ class Session:
     def _update(self, trajectories: Sequence[Trajectory], publish: bool) -> Report:
         if not trajectories:
             raise InvalidRequestError(
-                "there are no trajectories to learn from: groups need at least two answers", param="trajectories"
+                "there are no trajectories to learn from: groups need at least two completions", param="trajectories"
             )
         version = self.version
         before = GoodVersion(version, self._on_engine(self.trainer.snapshot))

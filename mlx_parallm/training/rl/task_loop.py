@@ -50,7 +50,7 @@ class StepReport:
     components: Mapping[str, float] = field(default_factory=dict)  # the mean of each part of the reward
     held_out_components: Mapping[str, float] = field(default_factory=dict)
     skipped_problems: int = 0  # whose prompts are too long, so far
-    resampled_problems: int = 0  # drawn in the place of those whose answers all got the same reward
+    resampled_problems: int = 0  # drawn in the place of those whose completions all got the same reward
 
     def parts(self) -> list[str]:
         """Returns the parts of a line in the terminal."""
@@ -114,7 +114,7 @@ Groups = Sequence[Sequence[ScoredAnswer]]
 
 
 class TaskSampler:
-    """Puts problems to a policy and scores its answers: by the task, or by components of a reward."""
+    """Puts problems to a policy and scores its completions: by the task, or by components of a reward."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class TaskSampler:
         return self._prompts.chat(Conversation([dict(message) for message in problem.messages])).tokens
 
     def misfit(self, problem: Problem, answers: int) -> str:
-        """Why so many answers to a problem can't be had: its prompt is too long. Empty: they can."""
+        """Why so many completions to a problem can't be had: its prompt is too long. Empty: they can."""
         tokens = self.tokens(problem)
         try:
             if len(tokens) >= self._engine.model.context_length:
@@ -240,7 +240,7 @@ class Loop:
         self._never_learnt = self._held_out if kept_apart is None else kept_apart
         self._level = config.level
         self._successes: list[float] = []
-        self._any_scored = False  # of the answers of this process
+        self._any_scored = False  # of the completions of this process
 
     def stop(self) -> None:
         self._stopping.set()
@@ -260,7 +260,7 @@ class Loop:
             report = self._step(step)
             if not self._any_scored:
                 raise ConfigError(
-                    f"no answer got a reward up to the end of step {step}, so nothing can be learnt: the warnings "
+                    f"no completion got a reward up to the end of step {step}, so nothing can be learnt: the warnings "
                     "before this line say why"
                 )
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
@@ -310,7 +310,7 @@ class Loop:
     def _resampled(
         self, step: int, chance: random.Random, problems: Sequence[Problem], answers: Groups
     ) -> tuple[Groups, Groups]:
-        """The groups to learn from: those whose answers all got one reward give way to others, a few times. And all
+        """The groups to learn from: those whose completions all got one reward give way to others, a few times. And all
         groups that were drawn for that."""
         learnt, others, asked = list(answers), list[Sequence[ScoredAnswer]](), list(problems)
         for number in range(self._config.dynamic_sampling):
@@ -339,7 +339,7 @@ class Loop:
         return trajectories
 
     def evaluate(self) -> float:
-        """The mean score of greedy answers to problems that are never learnt from."""
+        """The mean score of greedy completions to problems that are never learnt from."""
         return _mean(answer.score for group in self._held_out_answers() for answer in group)
 
     def _evaluated(self, report: StepReport) -> StepReport:

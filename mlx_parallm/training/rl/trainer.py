@@ -200,7 +200,7 @@ class Trainer:
 
     @property
     def _rules(self) -> BatchRules:
-        """Answers without an advantage are computed only for their divergence to the reference, or their entropy."""
+        """Completions without an advantage are computed only for their divergence to the reference, or their entropy."""
         config = self.config
         return BatchRules(
             algorithm=config.algorithm,
@@ -225,7 +225,7 @@ class Trainer:
     def _with_divergence(
         self, trajectories: Sequence[Trajectory]
     ) -> Generator[None, None, tuple[list[Trajectory], float]]:
-        """Answers with rewards that are less by the weight of their divergence; the mean of that, in nats a token.
+        """Completions with rewards that are less by the weight of their divergence; the mean of that, in nats a token.
 
         Measured from the policy that drew them, or the current one where nobody knows that.
         """

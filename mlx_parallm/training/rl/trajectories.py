@@ -1,4 +1,4 @@
-"""What is learnt from: answers with their rewards.
+"""What is learnt from: completions with their rewards.
 
 Sessions keep them in a buffer and hand them to the trainer in groups that are compared. Any thread; no MLX.
 """
@@ -24,7 +24,7 @@ def check_reward(number: float) -> None:
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """An answer with its reward. `logprobs` are those of the policy that drew it; None: nobody knows."""
+    """A completion with its reward. `logprobs` are those of the policy that drew it; None: nobody knows."""
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
@@ -38,7 +38,7 @@ class Trajectory:
     request_id: str | None = None
     off_policy: bool = False
     source: ChoiceKey | None = None  # the choice, of one that was drawn here
-    max_tokens: int | None = None  # that the answer was allowed; None: nobody knows
+    max_tokens: int | None = None  # that the completion was allowed; None: nobody knows
     metadata: dict[str, Any] = field(default_factory=dict)
     truncated: bool = False  # cut off at the longest length that it was allowed
 
@@ -50,7 +50,7 @@ class Trajectory:
         for name, values in (("logprobs", self.logprobs), ("mask", self.mask)):
             if values is not None and len(values) != len(self.completion_ids):
                 raise InvalidRequestError(
-                    f"{len(values)} {name} for {len(self.completion_ids)} tokens of the answer", param=name
+                    f"{len(values)} {name} for {len(self.completion_ids)} tokens of the completion", param=name
                 )
         for place, value in enumerate(self.logprobs or ()):
             if not math.isfinite(value) or value > MAX_LOGPROB:
@@ -107,5 +107,5 @@ def joined_masks(recorded: Sequence[bool] | None, sent: Sequence[bool] | None) -
 
 
 def prompt_group(prompt: Sequence[int]) -> str:
-    """Answers to one prompt are compared with each other, unless somebody says otherwise."""
+    """Completions to one prompt are compared with each other, unless somebody says otherwise."""
     return "prompt-" + hashlib.blake2b(repr(list(prompt)).encode(), digest_size=8).hexdigest()

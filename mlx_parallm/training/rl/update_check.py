@@ -21,7 +21,7 @@ REFERENCE_EVERY = 4  # updates between looks at the divergence to the reference,
 
 @dataclass(slots=True)
 class CheckSample:
-    """Some answers by which an update is checked, and their log-probabilities before it."""
+    """Some completions by which an update is checked, and their log-probabilities before it."""
 
     micro: Micro
     logprobs: mx.array
@@ -38,11 +38,13 @@ class UpdateCheck:
         """Looks at the new parameters, and at what they make of some of the batch. A step that goes too far is halved,
         a few times."""
         metrics: dict[str, float] = {}
-        if not self._config.beta and self._learner.updates % REFERENCE_EVERY == 0:  # else it is known of all answers
+        if (
+            not self._config.beta and self._learner.updates % REFERENCE_EVERY == 0
+        ):  # else it is known of all completions
             metrics["kl"] = yield from self._divergence(samples, self._loss.reference_logprobs)
         for halvings in range(self._config.max_kl_halvings + 1):
             metrics["parameter_norm"] = self._parameter_norm(before.stacks)
-            # Of the old policy to the new: the old one drew the answers.
+            # Of the old policy to the new: the old one drew the completions.
             kl = yield from self._divergence(samples, self.new_logprobs)
             if kl <= self._config.max_kl:
                 return metrics | {"update_kl": kl, "step_halvings": float(halvings)}
@@ -62,7 +64,7 @@ class UpdateCheck:
     def _divergence(
         self, samples: Sequence[CheckSample], logprobs: Callable[[Micro], mx.array]
     ) -> Generator[None, None, float]:
-        """KL of the policy that drew some answers to another, in nats a token."""
+        """KL of the policy that drew some completions to another, in nats a token."""
         total = count = 0.0
         for sample in samples:
             mask = mx.array(sample.micro.mask)

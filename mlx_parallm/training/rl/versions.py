@@ -26,7 +26,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class GoodVersion:
-    """A version whose answers have given no alarm. `number`: None where it is from before a restart."""
+    """A version whose completions have given no alarm. `number`: None where it is from before a restart."""
 
     number: int | None
     state: LearnerState

@@ -1,7 +1,7 @@
-"""The answers that may still be rewarded, on disk: feedback on an answer from before a restart finds it.
+"""The completions that may still be rewarded, on disk: feedback on a completion from before a restart finds it.
 
-A thread appends each answer within milliseconds of its end; when the file holds twice what is kept in memory, it is
-written anew. Prompts and answers are in it, so only its owner may read it. Any thread; no MLX.
+A thread appends each completion within milliseconds of its end; when the file holds twice what is kept in memory, it is
+written anew. Prompts and completions are in it, so only its owner may read it. Any thread; no MLX.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ FILE = "answers.jsonl"
 
 class AnswerFile:
     def __init__(self, folder: Path, max_tokens: int, kept: Callable[[], Iterable[Record]]) -> None:
-        """`kept`: the answers to keep when the file is written anew."""
+        """`kept`: the completions to keep when the file is written anew."""
         self._path = folder / FILE
         self._max_tokens = max_tokens
         self._kept = kept
@@ -44,7 +44,7 @@ class AnswerFile:
         except FileNotFoundError:
             return
         except OSError as error:
-            log.warning("answers from before can't be read: %s", error)
+            log.warning("completions from before can't be read: %s", error)
 
     def start(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class AnswerFile:
                 self._append([record for record in records if record is not None])
             except OSError as error:
                 self.failures += 1
-                log.error("answers can't be kept for later feedback: %s", error)
+                log.error("completions can't be kept for later feedback: %s", error)
             if None in records:
                 return
 

@@ -18,7 +18,7 @@ from mlx_parallm.types import Request
 
 SAME_LOGPROB = 1e-3  # how far what a client sends back may be from the ledger
 MAX_CHOICES = 64
-MAX_KEPT_TOKENS = 1_000_000  # of answers that may still be rewarded, prompts included; at most 60 MB
+MAX_KEPT_TOKENS = 1_000_000  # of completions that may still be rewarded, prompts included; at most 60 MB
 
 OwnKey = tuple[str, ChoiceKey]  # an owner, and its own name of a choice
 
@@ -28,7 +28,7 @@ class Ledger:
 
     def __init__(self, max_tokens: int = MAX_KEPT_TOKENS) -> None:
         self._max_tokens = max_tokens
-        self.on_record: Callable[[Record], None] = lambda record: None  # called with each answer that is kept
+        self.on_record: Callable[[Record], None] = lambda record: None  # called with each completion that is kept
         self._tokens = 0
         self._lock = threading.Lock()
         self._records: OrderedDict[OwnKey, PackedRecord] = OrderedDict()  # by owner and the name that the client gave
@@ -40,7 +40,7 @@ class Ledger:
         return len(self._records)
 
     def __call__(self, request: Request, index: int, row: Row, visible: int | None = None) -> None:
-        """The engine's recorder. An answer that was aborted is not whole, and nobody learns from it.
+        """The engine's recorder. A completion that was aborted is not whole, and nobody learns from it.
 
         `visible`: a stop string has ended it for this reader, who saw so many tokens; the engine does not see that.
         """
@@ -59,7 +59,7 @@ class Ledger:
             listener(record)
 
     def restore(self, records: Iterable[Record]) -> None:
-        """Takes answers that an earlier process has kept, the oldest first."""
+        """Takes completions that an earlier process has kept, the oldest first."""
         with self._lock:
             for record in records:
                 self._put(record)
@@ -81,14 +81,14 @@ class Ledger:
                 self._listeners.pop(name, None)
 
     def find(self, request_id: str, index: int | None = None, owner: str | None = None) -> Record:
-        """An answer by the id of its request and its number, or by its own id; the number may be left out where
-        the request has one answer. `owner`: nobody else's; None: anybody's."""
+        """A completion by the id of its request and its number, or by its own id; the number may be left out where
+        the request has one completion. `owner`: nobody else's; None: anybody's."""
         with self._lock:
             records = self._named(request_id, index, owner)
         if not records:
             number = "" if index is None else f" {index}"
             raise NotFoundError(
-                f"there is no answer{number} of request {request_id!r} among the last {len(self._records)} kept",
+                f"there is no completion{number} of request {request_id!r} among the last {len(self._records)} kept",
                 param="request_id",
             )
         if len(records) > 1:
@@ -100,7 +100,7 @@ class Ledger:
         return records[0]
 
     def missing(self, request_ids: Iterable[str]) -> set[str]:
-        """Those by which no answer is known yet."""
+        """Those by which no completion is known yet."""
         with self._lock:
             return {name for name in request_ids if not self._named(name, None, None)}
 
@@ -148,7 +148,7 @@ class Ledger:
     def check(self, trajectory: Trajectory) -> None:
         """Marks one off-policy that this server did not draw; one that it drew gets what was recorded of it.
 
-        Of an answer that its `request_id` names, the recorded log-probabilities count, whatever was sent: a client has
+        Of a completion that its `request_id` names, the recorded log-probabilities count, whatever was sent: a client has
         them after top_p and penalties. Without the name they tell whether it is that answer at all.
         """
         record = self._drawn(trajectory)
@@ -188,7 +188,7 @@ def _has_logprobs(trajectory: Trajectory, record: Record) -> bool:
 
 
 def _keys(record: Record) -> list[ChoiceKey]:
-    """All names of a record: the client's, the answer's id, the HTTP request's and the engine's."""
+    """All names of a record: the client's, the completion's id, the HTTP request's and the engine's."""
     names = (*record.names.all, record.request)
     return [ChoiceKey(name, record.index) for name in names if name]
 

@@ -2,7 +2,7 @@
 
 Whatever is wrong with a row is said with its file, line and field. A conversation is rendered by the model's own
 chat template. Which tokens are an assistant's follows from renderings of its beginnings: what a turn adds to what stood
-there when the model was asked is the answer.
+there when the model was asked is the completion.
 """
 
 import json
@@ -98,7 +98,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two answers to one prompt, the better one first."""
+    """Two completions to one prompt, the better one first."""
 
     chosen: Example
     rejected: Example
@@ -177,7 +177,7 @@ class DatasetReader:
         return [Preference(chosen=self._answer(row, before, "chosen"), rejected=self._answer(row, before, "rejected"))]
 
     def _answer(self, row: DatasetRow, before: list[Message], name: str) -> Example:
-        """The answer in a field, as one example."""
+        """The completion in a field, as one example."""
         examples = self._turns(row, before + row.messages(name, "assistant"), len(before))
         if len(examples) > 1:
             raise row.error(f"the chat template renders the turns of field {name!r} differently as they go on")
@@ -203,7 +203,7 @@ class DatasetReader:
         whole = self._render(messages)
         spans = [(self._render(messages[:place], ask=True), self._render(messages[: place + 1])) for place in places]
         if any(not after.startswith(before) for before, after in spans):
-            raise row.error("the chat template does not render an answer behind what asks for it")
+            raise row.error("the chat template does not render a completion behind what asks for it")
         if all(whole.startswith(after) for _, after in spans):
             return [self._marked(whole, spans)]
         return [self._marked(after, [(before, after)]) for before, after in spans]

@@ -21,7 +21,7 @@ class Pair:
 def read_pairs(path: Path | str, prompts: Prompts) -> list[Pair]:
     """JSON lines: `prompt`, `chosen` and `rejected`, or the last two alone as whole conversations.
 
-    A prompt and its answers are strings or lists of messages.
+    A prompt and its completions are strings or lists of messages.
     """
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")

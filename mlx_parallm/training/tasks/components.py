@@ -2,7 +2,7 @@
 
     --reward number --reward regex='^<answer>.*</answer>$'@0.2 --reward tone=scores.py:polite@0.5
 
-A component is a scoring function (`rewards`): it is handed prompts, answers and their rows' fields. The reward is the
+A component is a scoring function (`rewards`): it is handed prompts, completions and their rows' fields. The reward is the
 weighted sum.
 """
 
@@ -17,7 +17,7 @@ from mlx_parallm.training.tasks.built_in import Task, last_number
 from mlx_parallm.training.tasks.scorers import Score, load_function
 
 TASK = "task"  # the component that is the task's own score
-REFERENCES = ("answer", "reference")  # fields of a row that an answer is compared with, the first that is there
+REFERENCES = ("answer", "reference")  # fields of a row that a completion is compared with, the first that is there
 Part = Callable[[str, Mapping[str, Any]], float]
 
 
@@ -111,10 +111,10 @@ def _length(words: str) -> Part:
 
 
 PLAIN: dict[str, Part] = {
-    "number": _number,  # the answer's last number is the reference's last
-    "exact": _exact,  # the answer is the reference, but for spaces around it
+    "number": _number,  # the completion's last number is the reference's last
+    "exact": _exact,  # the completion is the reference, but for spaces around it
 }
 WITH_ARGUMENT: dict[str, Callable[[str], Part]] = {
-    "regex": _regex,  # the pattern is found in the answer; ^ and $ are its ends
+    "regex": _regex,  # the pattern is found in the completion; ^ and $ are its ends
     "length": _length,  # 1 up to so many words, falling to 0 at twice as many
 }

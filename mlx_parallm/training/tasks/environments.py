@@ -39,14 +39,14 @@ log = logging.getLogger(__name__)
 
 STEP_SECONDS = 60.0  # that a step of an environment may take
 STEPS_AT_ONCE = 8
-MARK = "\x02the answer\x03"  # stands for an answer in a rendered conversation
+MARK = "\x02the answer\x03"  # stands for a completion in a rendered conversation
 
 
 class Environment(ABC):
     """One episode. `tools` are offered to the model, as OpenAI's API describes them."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    max_turns = 4  # answers of the model
+    max_turns = 4  # completions of the model
     max_tokens = 64  # of each
     levels = 1  # of difficulty
 
@@ -83,7 +83,7 @@ class EnvironmentTask(Task):
         return Problem(tuple(self.make().reset(seed, level)), {"seed": seed, "level": level})
 
     def score(self, completion: str, metadata: Mapping[str, Any]) -> float:
-        raise InvalidRequestError(f"{self.name} is an environment: it scores whole episodes, not answers")
+        raise InvalidRequestError(f"{self.name} is an environment: it scores whole episodes, not completions")
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Episode:
 
     environment: Environment
     messages: list[Message]
-    prompt: list[int]  # tokens before the first answer
+    prompt: list[int]  # tokens before the first completion
     group: int
     tokens: list[int] = field(default_factory=list)  # behind the prompt, whoever wrote them
     logprobs: list[float] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Episode:
     failed: bool = False
 
     def take(self, record: Record) -> None:
-        """The model's answer."""
+        """The model's completion."""
         begin = len(self.tokens)
         self.ends = begin + len(record.completion_ids)
         self.spans += [span.shifted(begin) for span in record.spans]
@@ -123,7 +123,7 @@ class Episode:
         self.mask += [False] * len(tokens)
 
     def record(self) -> Record:
-        """All of it as one answer to its prompt; it ends with what the model said last."""
+        """All of it as one completion to its prompt; it ends with what the model said last."""
         last = self.records[-1]
         end = self.ends
         return replace(
@@ -194,8 +194,8 @@ class EpisodeSampler(TaskSampler):
                 self._wait(episode, stepped)
         answers: list[list[ScoredAnswer]] = [[] for _ in problems]
         for episode in episodes:
-            if not episode.records:  # there was no room for an answer
-                self._lose(InvalidRequestError(f"its {len(episode.prompt)} tokens leave no room for an answer"))
+            if not episode.records:  # there was no room for a completion
+                self._lose(InvalidRequestError(f"its {len(episode.prompt)} tokens leave no room for a completion"))
                 continue
             reward = None if episode.failed else episode.reward
             answers[episode.group].append(
@@ -251,7 +251,7 @@ class EpisodeSampler(TaskSampler):
             episode.messages += said
 
     def _message(self, episode: Episode, record: Record) -> Message:
-        """The model's answer as a message: its text, and the calls in it."""
+        """The model's completion as a message: its text, and the calls in it."""
         tools = self._tools(episode.environment)
         ended = record.finish_reason == "stop"
         text = self._vocabulary.decode(record.completion_ids, skip_special=not tools)
@@ -269,7 +269,7 @@ class EpisodeSampler(TaskSampler):
         return message
 
     def _behind(self, episode: Episode, said: Sequence[Message], record: Record) -> list[int]:
-        """The tokens between an answer and the next: the end of its turn, what others say, and the next one's head."""
+        """The tokens between a completion and the next: the end of its turn, what others say, and the next one's head."""
         before = [_plain(message) for message in episode.messages[:-1]]
         marked: Message = {"role": "assistant", "content": MARK}
         conversation = Conversation(
@@ -277,7 +277,7 @@ class EpisodeSampler(TaskSampler):
         )
         _, mark, text = self._prompts.render(conversation).rpartition(MARK)
         if not mark:
-            raise InvalidRequestError("the chat template does not show the model's answers, so it can't take turns")
+            raise InvalidRequestError("the chat template does not show the model's completions, so it can't take turns")
         last = self._vocabulary.text(record.completion_ids[-1])
         if record.completion_ids[-1] in self._engine.model.eos_token_ids:  # the model has ended its turn itself
             text = text.lstrip().removeprefix(last)
@@ -333,7 +333,7 @@ def _value(node: ast.expr) -> int:
 class Calculator(Environment):
     """Sums of three-digit numbers. The model may write `calc(…)`, is told the result, and answers with it.
 
-    The reward is 1 for an answer whose first number is the right one and that calls nothing. The embedded model copies
+    The reward is 1 for a completion whose first number is the right one and that calls nothing. The embedded model copies
     the call from the example and calls again instead of answering, so it has to learn when not to. A reward for the
     call itself teaches it the opposite.
     """

@@ -1,4 +1,4 @@
-"""Scoring functions: what an answer is worth. Looked up by name, called in batches on own threads, within limits.
+"""Scoring functions: what a completion is worth. Looked up by name, called in batches on own threads, within limits.
 
 A scoring function takes three lists of one length (prompts, completions, metadata) and gives a number for each. Those
 of the built-in tasks have their tasks' names; others are named by `module:function` or `file.py:function`, when the
@@ -41,7 +41,7 @@ class Rewards:
         self._models: dict[str, Callable[[Sequence[Sequence[int]]], Sequence[float]]] = {}
         self._timeout = timeout
         self._batch_size = batch_size
-        self.failures = 0  # answers that got no score
+        self.failures = 0  # completions that got no score
         self.timeouts = 0  # calls that were given up
         self._lost: dict[str, list[threading.Thread]] = {}  # calls that were given up and have not come back
         self._lock = threading.Lock()

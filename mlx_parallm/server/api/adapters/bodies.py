@@ -1,4 +1,4 @@
-"""Bodies and answers of the adapters' routes."""
+"""Bodies and responses of the adapters' routes."""
 
 from typing import Annotated, Any, Literal
 
@@ -110,7 +110,7 @@ class AdapterInfo(TypedDict):
     pinned: Annotated[bool, Field(description="Whether it is kept, however many newer ones there are")]
     requests: Annotated[int, Field(description="That it has answered or is answering")]
     generated_tokens: int
-    rewards: Annotated[int, Field(description="That its answers got")]
+    rewards: Annotated[int, Field(description="That its responses got")]
     reward_mean: float | None
     latency_mean: Annotated[float | None, Field(description="Seconds from a request's submission to its end")]
     digest: Annotated[str, Field(description="Of its weights as they are served: equal weights have equal ones")]

@@ -90,7 +90,7 @@ class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Goes to the chat template as reasoning_effort"
     )
-    format: JsonOutput | None = Field(None, description="A JSON schema that the answer follows")
+    format: JsonOutput | None = Field(None, description="A JSON schema that the response follows")
 
 
 class PromptBody(Body):
@@ -176,7 +176,7 @@ class MessagesBody(PromptBody, SampledBody):
 
     model_config = ConfigDict(json_schema_extra={"example": PROMPT_EXAMPLE | {"max_tokens": 64}})
 
-    max_tokens: int = Field(ge=1, le=INT64, description="Where the context has less room, the answer ends there")
+    max_tokens: int = Field(ge=1, le=INT64, description="Where the context has less room, the response ends there")
     stream: bool = False
     metadata: dict[str, Any] | None = Field(None, description="Accepted, as `user_id`; it changes nothing")
     service_tier: str | None = Field(None, description="Accepted: there is one")

@@ -53,7 +53,7 @@ class Transcript:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the last message is the beginning of the answer."""
+        """Whether the last message is the beginning of the response."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def _add_system(self, content: str | Sequence[MessageText]) -> None:
@@ -148,7 +148,7 @@ class Transcript:
             last["content"] = [*_as_parts(last["content"]), *_as_parts(content)]
 
     def _drop_empty_beginning(self) -> None:
-        """An answer that has begun with nothing has not begun."""
+        """A response that has begun with nothing has not begun."""
         if self.is_begun and not self.messages[-1]["content"]:
             self.messages.pop()
 

@@ -1,7 +1,7 @@
 """`/generate` for trainers: tokens in, tokens out with their log-probabilities, in our own shape, vLLM's or SGLang's.
 
-A body is told by its fields and answered in its own shape. The token that ends an answer is part of it, with its
-log-probability, and every answer says which adapter version made which tokens.
+A body is told by its fields and answered in its own shape. The token that ends a response is part of it, with its
+log-probability, and every response says which adapter version made which tokens.
 """
 
 from typing import Annotated, Any

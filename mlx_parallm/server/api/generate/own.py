@@ -76,7 +76,7 @@ class GenerateBody(CompletionBody):
         if value != 1:
             raise PydanticCustomError(
                 "n",
-                "Only one answer fits this shape; without policy_version, step_id and "
+                "Only one response fits this shape; without policy_version, step_id and "
                 "request_id, vLLM's shape has room for n",
             )
         return value

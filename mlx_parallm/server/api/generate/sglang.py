@@ -92,7 +92,7 @@ class SglangBody(Body):
 
     @property
     def several(self) -> bool:
-        """Whether the answer is a list."""
+        """Whether the response is a list."""
         return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
 
     def name_of(self, prompt: int) -> str | None:

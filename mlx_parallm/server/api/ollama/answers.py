@@ -11,14 +11,14 @@ from mlx_parallm.server.http.schema import Numbers, response_body
 
 @response_body
 class OllamaEnd(TypedDict, total=False):
-    """What the end of an answer tells. Times are in nanoseconds."""
+    """What the end of a response tells. Times are in nanoseconds."""
 
     done_reason: Literal["stop", "length", "load", "unload"]
     total_duration: int
     load_duration: int
     prompt_eval_count: Annotated[int, Field(description="Tokens of the prompt, those of the cache included")]
     prompt_eval_duration: int
-    eval_count: Annotated[int, Field(description="Tokens of the answer")]
+    eval_count: Annotated[int, Field(description="Tokens of the response")]
     eval_duration: int
 
 

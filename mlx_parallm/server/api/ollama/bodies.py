@@ -70,7 +70,7 @@ class OllamaBody(NamedModelBody):
     """What chats and prompts have in common."""
 
     options: OllamaOptions = Field(default_factory=lambda: OllamaOptions.model_validate({}))
-    format: Format = Field(None, description="`json`, or a JSON schema that the answer follows")
+    format: Format = Field(None, description="`json`, or a JSON schema that the response follows")
     stream: bool = True
     think: Think | None = Field(None, description="Whether a model that can reason does; default: as the model does")
     keep_alive: KeepAlive | None = Field(

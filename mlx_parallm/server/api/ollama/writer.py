@@ -69,7 +69,7 @@ class LineWriter(ABC):
 
     @abstractmethod
     def _line(self, content: str, thinking: str, calls: Sequence[CallDelta], done: bool) -> OllamaAnswer:
-        """A piece of the answer, or all of it, without its end."""
+        """A piece of the response, or all of it, without its end."""
 
     def opening(self) -> bytes:
         return b""

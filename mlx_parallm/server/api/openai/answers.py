@@ -1,4 +1,4 @@
-"""The parts of answers that chat and completions share."""
+"""The parts of responses that chat and completions share."""
 
 from typing import Annotated, Any, NotRequired
 
@@ -10,7 +10,7 @@ from mlx_parallm.server.http.schema import response_body
 REWARD = (
     "What the scoring_function gave it; streams send `rewards`, one for each choice, in a chunk of its own at the end"
 )
-REWARDS = "One for each choice, in the last chunk of a stream whose answers are scored"
+REWARDS = "One for each choice, in the last chunk of a stream whose responses are scored"
 
 
 @response_body

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: its body, how its answers are written, and the route."""
+"""`/v1/chat/completions`: its body, how its responses are written, and the route."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -95,9 +95,9 @@ class ChatBody(GenerationBody, TemplateBody):
         if info.field_name == "chat_template" and value:
             raise PydanticCustomError("chat_template", "Templates of requests are not taken: the model's own is used")
         if info.field_name == "modalities" and set(value or ()) - {"text"}:
-            raise PydanticCustomError("modalities", "Answers are text: no other modality is supported")
+            raise PydanticCustomError("modalities", "Responses are text: no other modality is supported")
         if info.field_name == "audio" and value is not None:
-            raise PydanticCustomError("audio", "Answers are text: audio is not supported")
+            raise PydanticCustomError("audio", "Responses are text: audio is not supported")
         return value
 
     @field_validator("top_logprobs")

@@ -1,4 +1,4 @@
-"""The answers of `/v1/chat/completions`, whole and in chunks."""
+"""The responses of `/v1/chat/completions`, whole and in chunks."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal, NotRequired

@@ -32,12 +32,12 @@ class PolicyBody(Body):
         description="The version that the trainer is at: it selects nothing (lora_adapter name@version does), and "
         "/generate returns it as metadata.requested_policy_version",
     )
-    step_id: int | str | None = Field(None, description="Comes back with the answer")
-    request_id: str | None = Field(None, min_length=1, max_length=256, description="Comes back with the answer")
+    step_id: int | str | None = Field(None, description="Comes back with the response")
+    request_id: str | None = Field(None, min_length=1, max_length=256, description="Comes back with the response")
     metadata: dict[str, Any] | None = Field(
-        None, description="Comes back with the answer, and goes to the scoring function"
+        None, description="Comes back with the response, and goes to the scoring function"
     )
-    collect_trajectory: bool | None = Field(None, description="Learn from the answer, by its score or later feedback")
+    collect_trajectory: bool | None = Field(None, description="Learn from the response, by its score or later feedback")
     scoring_function: str | None = Field(
         None, min_length=1, max_length=200, description="What scores it: the name of a task or of one given at start"
     )

@@ -1,4 +1,4 @@
-"""`/v1/completions`: its body, its answers, how they are written, and the route."""
+"""`/v1/completions`: its body, its responses, how they are written, and the route."""
 
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, NotRequired

@@ -21,7 +21,7 @@ from mlx_parallm.server.http.schema import Numbers, read_prompts, response_body
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.types import EmbeddingInfo
 
-MANY_NUMBERS = 1 << 16  # from here on an answer is written off the event loop; a millisecond or two
+MANY_NUMBERS = 1 << 16  # from here on a response is written off the event loop; a millisecond or two
 
 Vectors = Sequence[Vector]
 

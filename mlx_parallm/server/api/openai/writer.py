@@ -77,7 +77,7 @@ class ResponseWriter(ABC, Generic[Choice, Chunk]):
 
     @abstractmethod
     def answer(self, results: Sequence[Collected]) -> GenerationResponse:
-        """The whole answer."""
+        """The whole response."""
 
     def chunk(self, choice: ChoiceStream, update: ChoiceUpdate) -> bytes:
         piece = update.piece

@@ -60,7 +60,7 @@ OTHERS = (
     *(REQUESTS_FINISHED, LORA_SWAPS, LORA_RESIDENT_BYTES, POLICY_VERSION, ADAPTER_REQUESTS, ADAPTER_TOKENS),
     *(MODEL_LOADED, MODEL_BYTES, MODEL_LOADS, SERVER, COLLECTED),
 )
-# Numbers that only the JSON answers of /metrics and /debug/metrics have, which are made of declared ones.
+# Numbers that only the JSON responses of /metrics and /debug/metrics have, which are made of declared ones.
 DERIVED: Mapping[str, Join] = {
     "avg_batch_fill_pct": "mean",
     "queue_depth_last": "sum",

@@ -57,7 +57,7 @@ class ActRoutes:
         is carried by the client (`hidden_states`) or kept here, for an hour after its last use (`session_id`, or
         `session_ids` for each row); two requests of one session at once are a 409. As a body of `Content-Type:
         application/x-safetensors` the tensors are `observations`, `hidden_states.NAME` and `episode_starts`, the other
-        fields are in the query; `Accept` chooses the format of the answer."""
+        fields are in the query; `Accept` chooses the format of the response."""
         body = await self._body(request)
         async with self._predictors.use(body.model_id, "policy", request=request, param="model_id") as model:
             info = model.info

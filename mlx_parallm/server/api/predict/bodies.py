@@ -1,4 +1,4 @@
-"""Bodies and answers of `/v1/predict` and `/v1/rl/act`."""
+"""Bodies and responses of `/v1/predict` and `/v1/rl/act`."""
 
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -46,7 +46,7 @@ class ActBody(Body):
         description=f"A batch of them. {TENSOR}; an object of them by name, where the policy has several observations"
     )
     hidden_states: Any = Field(
-        None, description="`new_hidden_states` of the answer before; default: zeros, an episode's beginning"
+        None, description="`new_hidden_states` of the response before; default: zeros, an episode's beginning"
     )
     session_id: str | None = Field(
         None, min_length=1, max_length=256, description="Keeps the state of all rows on the server under this name"
@@ -59,7 +59,7 @@ class ActBody(Body):
     seed: int | None = Field(
         None, ge=-INT64 - 1, le=INT64, description="A row's draw depends on it and on the row's number alone"
     )
-    encoding: Literal["json", "base64"] = Field("json", description="Of the answer's tensors")
+    encoding: Literal["json", "base64"] = Field("json", description="Of the response's tensors")
 
     @model_validator(mode="after")
     def _one_state(self) -> "ActBody":

@@ -1,7 +1,7 @@
-"""OpenAI's `/v1/responses`: answers as items, which the server keeps so that a request can continue another.
+"""OpenAI's `/v1/responses`: responses as items, which the server keeps so that a request can continue another.
 
 `items` and `tools` are what clients send, `conversation` makes messages of them for the chat template, `output` and
-`writer` make items and events of the answer, `store` keeps responses, `background` runs those that nobody waits for.
+`writer` make items and events of the response, `store` keeps responses, `background` runs those that nobody waits for.
 """
 
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The answers of `/v1/responses` and of the routes of stored responses."""
+"""The responses of `/v1/responses` and of the routes of stored responses."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,6 +1,6 @@
-"""Output items, put together as an answer's text arrives, and the events that tell of them.
+"""Output items, put together as a response's text arrives, and the events that tell of them.
 
-Whole and streamed answers are made here in the same way; the events of a whole one go nowhere.
+Whole and streamed responses are made here in the same way; the events of a whole one go nowhere.
 """
 
 from abc import ABC, abstractmethod
@@ -167,7 +167,7 @@ def _parsed(arguments: str) -> dict[str, Any]:
 
 
 class OutputBuilder:
-    """The items of one answer, in the order in which they are written."""
+    """The items of one response, in the order in which they are written."""
 
     def __init__(self, tools: ToolUse, emit: Emit, *, encoded_reasoning: bool) -> None:
         self._tools = tools
@@ -195,7 +195,7 @@ class OutputBuilder:
             self._continue_call(call)
 
     def finish(self, status: str) -> None:
-        """`status` of the item that was written last; an answer without any item is an empty message."""
+        """`status` of the item that was written last; a response without any item is an empty message."""
         if not self._items:
             self._message().write(self._space, [])
         self._close(status)

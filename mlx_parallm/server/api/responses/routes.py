@@ -35,7 +35,7 @@ from mlx_parallm.server.http.request_state import state_of
 from mlx_parallm.text.grammar import json_grammar
 from mlx_parallm.text.prompts import Conversation, check_template_kwargs
 
-ROOM = 1024  # tokens that truncation leaves for an answer of no said length, where the context is four times that
+ROOM = 1024  # tokens that truncation leaves for a response of no said length, where the context is four times that
 MAX_PAGE = 100
 MAX_UNWRITTEN = 64  # responses that stay in memory, since the disk took them no more
 

@@ -201,7 +201,7 @@ class ToolChoiceBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Which tools an answer may call, and whether it must."""
+    """Which tools a response may call, and whether it must."""
 
     tools: Sequence[OfferedTool] = ()
     must_call: bool = False

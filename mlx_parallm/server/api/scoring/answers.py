@@ -1,4 +1,4 @@
-"""Answers of the routes that classify, score and rank."""
+"""Responses of the routes that classify, score and rank."""
 
 from typing import Annotated, Any, Literal, NotRequired
 

@@ -55,9 +55,9 @@ from mlx_parallm.types import RolloutCall, RolloutSample
 from mlx_parallm.validation import check_ids
 
 UPDATES, ROLLOUTS, FEEDBACK, CHECKPOINTS = 4, 16, 8, 2  # threads; updates of one adapter come one after another anyway
-MAX_WAITING = 64  # feedback requests of one key that wait for answers that are being given; more are a 429
+MAX_WAITING = 64  # feedback requests of one key that wait for responses that are being given; more are a 429
 WAIT_SECONDS = 10.0  # for which each does
-FIRST_LOOK, LAST_LOOK = 0.02, 0.5  # seconds between two looks at whether the answer is there
+FIRST_LOOK, LAST_LOOK = 0.02, 0.5  # seconds between two looks at whether the response is there
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class TrainingRoutes:
         return JSONResponse(self._training.debug(adapter))
 
     async def feedback(self, body: FeedbackBody, request: Request) -> Response:
-        """The server has kept the answer's tokens and their log-probabilities: with this reward it is learnt from."""
+        """The server has kept the response's tokens and their log-probabilities: with this reward it is learnt from."""
         if body.adapter is not None:
             self._check_adapter(body.adapter)
         owner = current_caller.get().rewards_answers_of
@@ -149,15 +149,15 @@ class TrainingRoutes:
         )
 
     async def _answer_given(self, body: FeedbackBody, owner: str | None, request: Request) -> None:
-        """Waits while the answer is being given, on no thread: others' feedback does not wait behind it."""
+        """Waits while the response is being given, on no thread: others' feedback does not wait behind it."""
         pending = partial(self._training.is_pending, body.request_id, body.index, owner)
         if not await _run(self._feedback, pending):
             return
         key = current_caller.get().owner
         if self._waiting[key] >= MAX_WAITING:
             raise QueueFullError(
-                f"{MAX_WAITING} feedback requests already wait for answers that are being given: send it again when "
-                "the answer has ended"
+                f"{MAX_WAITING} feedback requests already wait for responses that are being given: send it again when "
+                "the response has ended"
             )
         self._waiting[key] += 1
         try:
@@ -180,7 +180,7 @@ class TrainingRoutes:
         return JSONResponse(CheckpointWritten(status="success", checkpoint=name, path=path))
 
     async def rollout(self, body: RolloutBody, request: Request) -> Response:
-        """Answers of the current policy, scored; with `submit` they are learnt from. They wait in a queue of their own,
+        """Responses of the current policy, scored; with `submit` they are learnt from. They wait in a queue of their own,
         leave room for other requests, and end with their client."""
         if body.submit and body.scoring_function is None:
             raise InvalidRequestError("submit needs a scoring_function", param="submit")
@@ -314,7 +314,7 @@ ROUTES = (
         "POST",
         TrainingRoutes.feedback,
         FeedbackTaken,
-        "Reward an earlier answer",
+        "Reward an earlier response",
         audited=True,
     ),
     Route(

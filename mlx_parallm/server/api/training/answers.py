@@ -1,4 +1,4 @@
-"""Answers of training's routes."""
+"""Responses of training's routes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired

@@ -14,7 +14,7 @@ MAX_PROMPTS = 256
 
 
 class TrajectoryBody(Body):
-    """An answer with its reward. With a `request_id` that this server answered, ids and log-probabilities may be left
+    """A response with its reward. With a `request_id` that this server answered, ids and log-probabilities may be left
     out."""
 
     group_id: str | int | None = Field(None, description="Those of one group are compared; default: by their prompt")
@@ -23,7 +23,7 @@ class TrajectoryBody(Body):
     logprobs: list[float] | None = Field(
         None,
         description="At the temperature of the draw, before the cuts of top_p, top_k and min_p and without penalties; "
-        "where request_id names an answer of this server, what was recorded of it counts instead; without either it "
+        "where request_id names a response of this server, what was recorded of it counts instead; without either it "
         "counts as off-policy",
     )
     reward: float
@@ -33,7 +33,7 @@ class TrajectoryBody(Body):
         None, ge=0, description="Which of the request's choices; may be left out where it has one"
     )
     temperature: float = Field(1.0, gt=0, description="At which it was drawn")
-    mask: list[bool] | None = Field(None, description="Tokens of the answer to learn from; default: all")
+    mask: list[bool] | None = Field(None, description="Tokens of the response to learn from; default: all")
     advantage: float | None = Field(None, description="Instead of the one by its group")
     metadata: dict[str, Any] | None = None
 
@@ -71,10 +71,10 @@ class UpdateBody(Body):
 
 class FeedbackBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"request_id": "chatcmpl-1f3a", "reward": 1.0}})
-    request_id: str = Field(min_length=1, max_length=300, description="An answer's id, X-Request-Id, or one's own")
+    request_id: str = Field(min_length=1, max_length=300, description="A response's id, X-Request-Id, or one's own")
     reward: float
     index: int | None = Field(None, ge=0, description="Which of its choices; may be left out where it has one")
-    group_id: str | None = Field(None, max_length=300, description="Default: answers to one prompt are a group")
+    group_id: str | None = Field(None, max_length=300, description="Default: responses to one prompt are a group")
     adapter: str | None = Field(None, description="Which adapter learns from it; default: the one that answered")
 
 

@@ -89,7 +89,7 @@ def _trajectory(
 
 
 def _advantage(sent: Any, learnt: Sequence[int], length: int) -> float | None:
-    """One number for the answer: where each token has its own, their mean over those learnt from."""
+    """One number for the completion: where each token has its own, their mean over those learnt from."""
     if sent is None:
         return None
     if not isinstance(sent, list):

@@ -42,7 +42,7 @@ class AtroposConfig:
     poll_seconds: float = 1.0
     check_seconds: float = 10.0  # how often an API without a batch is asked whether it still knows us
     timeout: float = 60.0  # seconds, of each call as a whole
-    max_bytes: int = 1 << 28  # of an answer
+    max_bytes: int = 1 << 28  # of a response
     reset: bool = False  # at first, throw away what the API holds: its queue, and the environments it knows
 
     def __post_init__(self) -> None:
@@ -219,9 +219,9 @@ class AtroposClient:
         for piece in response.iter_bytes():
             content += piece
             if len(content) > self.config.max_bytes:
-                raise httpx.ReadError(f"an answer of more than {self.config.max_bytes} bytes")
+                raise httpx.ReadError(f"a response of more than {self.config.max_bytes} bytes")
             if time.monotonic() > until:
-                raise httpx.ReadTimeout(f"no complete answer within {self.config.timeout:g} s")
+                raise httpx.ReadTimeout(f"no complete response within {self.config.timeout:g} s")
         return bytes(content)
 
     def _failure(self, message: str) -> UnavailableError:

@@ -94,7 +94,7 @@ class Ours:
         vocabulary = range(100, self.engine.model.vocab_size)
         prompts = [self._random.choices(vocabulary, k=args.prompt_tokens) for _ in range(args.prompts)]
         sampling = SamplingParams(n=args.group_size, max_tokens=args.answer_tokens, temperature=1.0)
-        groups = self._rollouts.draw(prompts, sampling, adapter="policy")
+        groups = self._rollouts.sample(prompts, sampling, adapter="policy")
         drawn = time.perf_counter() - begun
         trajectories = [
             Trajectory.recorded(record, self._random.random(), str(number))

@@ -1,4 +1,5 @@
-"""What is known of the completions of each adapter that shares a model's traffic, and which of them is the better. No MLX.
+"""What is known of the completions of each adapter that shares a model's traffic, and which of them is the better. No
+MLX.
 
 The rule of a split that decides by itself: as soon as every arm has `min_rewards` rewards, and the mean reward of one
 is above each other's with `confidence` (one-sided, Welch's statistic, normal distribution), it gets all traffic.

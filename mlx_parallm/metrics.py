@@ -108,7 +108,7 @@ class PrefixMetrics:
     """The prefix cache."""
 
     lookups: int = counter("Prompts looked up in the prefix cache")
-    hits: int = counter("Prompts whose beginning was found")
+    hits: int = counter("Prompts whose prefix was found")
     hit_tokens: int = counter("Prompt tokens found")
     evictions: int = counter("Blocks that made room for others")
     blocks_total: int = gauge("Blocks that the prefix cache can hold")

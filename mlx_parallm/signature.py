@@ -75,7 +75,7 @@ class ActInput:
 
     inputs: Mapping[str, Any]
     seed: int
-    first: int = 0  # the number of its first row among those of the request: a draw depends on seed and number alone
+    first: int = 0  # its first row's number in the request: random numbers depend on seed and number alone
     deterministic: bool = False
 
 

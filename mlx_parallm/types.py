@@ -199,7 +199,8 @@ OnDelta = Callable[[Delta], None]  # takes a request's deltas, wherever the even
 
 @dataclass(frozen=True, slots=True)
 class AnswerNames:
-    """What a completion may be called, beside the engine's own name of its request: feedback finds it by any of them."""
+    """What a completion may be called, beside the engine's own name of its request: feedback finds it by any of
+    them."""
 
     client: str = ""  # the client's own name for its request, or the X-Request-Id
     dialect: str = ""  # what the completion calls itself
@@ -223,7 +224,7 @@ class Request:
     cache_salt: str = ""
     adapter: str | None = None
     adapter_version: int | None = None  # None: what the name means when the request arrives
-    record: bool = False  # keep the log-probabilities of what is drawn
+    record: bool = False  # keep the log-probabilities of what is sampled
     names: AnswerNames = AnswerNames()
     owner: str = ""  # the name of the key that it came with
     first: int = 0  # the number of its first choice among those of its call
@@ -235,7 +236,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A call whose completions are to be learnt from: the engine's names of its choices, and how many tokens each gave."""
+    """A call whose completions are to be learnt from: the engine's names of its choices, and how many tokens each
+    gave."""
 
     choices: Sequence[tuple[str, int, int]]  # (request, index of the choice in the call, tokens)
     scoring_function: str
@@ -244,8 +246,8 @@ class Collection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryInput:
-    """A completion with its reward, as a trainer sends it. Ids and log-probabilities of a completion that this server gave
-    may be left out: its `request_id` stands for them."""
+    """A completion with its reward, as a trainer sends it. Ids and log-probabilities of a completion that this server
+    gave may be left out: its `request_id` stands for them."""
 
     reward: float
     group_id: str = ""
@@ -284,7 +286,7 @@ class FeedbackReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCall:
-    """Prompts to draw from the current policy, to be scored, and perhaps to be learnt from."""
+    """Prompts to sample from the current policy, to be scored, and perhaps to be learnt from."""
 
     prompts: Sequence[list[int]]
     sampling: SamplingParams
@@ -318,7 +320,7 @@ class RecentSample:
     request_id: str | None
     reward: float
     completion_ids: Sequence[int]
-    logprobs: Sequence[float] | None  # of the policy that drew it; None: nobody knows
+    logprobs: Sequence[float] | None  # of the policy that sampled it; None: nobody knows
     policy_spans: Spans
     length: int  # in tokens, before it was cut
 

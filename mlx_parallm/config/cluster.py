@@ -36,8 +36,8 @@ class ClusterConfig:
         None,
         "HOST:PORT of a server. mlx_parallm_serve: one that was started with --share-model, for which this machine "
         "runs replicas, with its options; its --admin-key is needed where it has keys. mlx_parallm_train --mode rl: "
-        "any server, or replicas behind one address; it draws the rollouts and gets each version, this process learns "
-        "and serves nothing, and sends --admin-key or --api-key (default: none)",
+        "any server, or replicas behind one address; it samples the rollouts and gets each version, this process "
+        "learns and serves nothing, and sends --admin-key or --api-key (default: none)",
     )
 
     def __post_init__(self) -> None:

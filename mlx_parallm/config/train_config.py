@@ -31,20 +31,20 @@ MODE_DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """The built-in loop of RL: draw, score, update."""
+    """The built-in loop of RL: sample, score, update."""
 
     steps: int = option(100, "rl: updates to make (default: 100)", parse=int)
     prompts_per_step: int = option(4, "rl: different problems for each update (default: 4)", parse=int)
     group_size: int = option(8, "rl: completions to each problem, whose rewards are compared (default: 8)", parse=int)
     temperature: float = option(1.0, "rl: sampling temperature of the completions (default: 1.0)", parse=float)
     top_p: float = option(
-        1.0, "rl: draw each token among the likeliest whose probabilities sum up to this (default: 1.0)", parse=float
+        1.0, "rl: sample each token among the likeliest whose probabilities sum up to this (default: 1.0)", parse=float
     )
-    top_k: int = option(0, "rl: draw each token among so many likeliest; 0: among all (default: 0)", parse=int)
+    top_k: int = option(0, "rl: sample each token among so many likeliest; 0: among all (default: 0)", parse=int)
     dynamic_sampling: int = option(
         0,
-        "rl: times in a step that problems whose completions all got the same reward are replaced by others; 0: they are "
-        "skipped (default: 0)",
+        "rl: times in a step that problems whose completions all got the same reward are replaced by others; 0: they "
+        "are skipped (default: 0)",
         parse=int,
     )
     answer_tokens: int | None = option(
@@ -101,13 +101,13 @@ class RunConfig:
     )
     eval_share: float = option(
         0.1,
-        "share of the dataset's rows, drawn by --train-seed, that is held out and never learnt from (default: 0.1)",
+        "share of the dataset's rows, sampled by --train-seed, that is held out and never learnt from (default: 0.1)",
         parse=float,
     )
     reward: tuple[str, ...] = option(
         (),
-        "rl: a part of the reward as NAME[=ARGUMENT][@WEIGHT]; number (the completion's last number is the row's answer), "
-        "exact, regex=PATTERN, length=WORDS, task (the task's own score), or NAME=module:function or "
+        "rl: a part of the reward as NAME[=ARGUMENT][@WEIGHT]; number (the completion's last number is the row's "
+        "answer), exact, regex=PATTERN, length=WORDS, task (the task's own score), or NAME=module:function or "
         "NAME=file.py:function; repeatable, each is logged, and the reward is their weighted sum (default: task)",
         parse=parse_list,
     )
@@ -196,7 +196,7 @@ class TrainConfig(ServeConfig):
 
     @property
     def learns_apart(self) -> bool:
-        """Whether servers elsewhere draw the rollouts."""
+        """Whether servers elsewhere sample the rollouts."""
         return self.cluster.connect_to is not None
 
     def _check_cluster(self) -> None:

@@ -105,8 +105,8 @@ class Objective:
     beta: float = option(0.0, "weight of the KL divergence to the reference (see --reference); 0: none", parse=float)
     dual_clip: float | None = option(
         10.0,
-        "ratio above which a token of a bad completion is not pushed down any further, TRL's delta; above 1 + --clip-high; "
-        "0: no limit",
+        "ratio above which a token of a bad completion is not pushed down any further, TRL's delta; above 1 + "
+        "--clip-high; 0: no limit",
         parse=float,
     )
     reward_scaling: RewardScaling | None = option(
@@ -120,8 +120,8 @@ class Objective:
     )
     kl_in_reward: bool = option(
         False,
-        "subtract --beta times a completion's KL divergence to the reference from its reward, in place of a term of the "
-        "loss, as TRL's RLOO does",
+        "subtract --beta times a completion's KL divergence to the reference from its reward, in place of a term of "
+        "the loss, as TRL's RLOO does",
         parse=parse_bool,
     )
     entropy_bonus: float = option(
@@ -141,8 +141,9 @@ class Objective:
     )
     sapo_temperature_pos: float = option(1.0, "temperature of sapo's gate for good completions", parse=float)
     sapo_temperature_neg: float = option(1.05, "temperature of sapo's gate for bad completions", parse=float)
-    # Left out are tokens whose ratio to the sampler's, or its inverse, is larger than the first of these, and completions
-    # whose geometric mean of that (the larger of ratio and inverse, of each token) is larger than the second.
+    # Left out are tokens whose ratio to the sampler's, or its inverse, is larger than the first of these, and
+    # completions whose geometric mean of that (the larger of ratio and inverse, of each token) is larger than the
+    # second.
     token_limit: float | None = option(
         None,
         "ratio between trainer's and sampler's probability, or its inverse, above which a token is left out",

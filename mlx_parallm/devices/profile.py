@@ -15,9 +15,9 @@ class DeviceProfile:
     max_padding: float  # prompts are computed together while padding adds at most this share
     round_prompts: bool  # compute prompts in few, round shapes
     fused: bool = False  # decode with our own attention kernel
-    match_step: int = 1  # a cached beginning is used to the last whole multiple of so many tokens
+    match_step: int = 1  # a cached prefix is used to the last whole multiple of so many tokens
     pass_tokens: int = 0  # a pass takes as long as computing so many tokens, however few it computes
-    min_match: int = 1  # a cached beginning of a prompt is used from so many tokens on
+    min_match: int = 1  # a cached prefix of a prompt is used from so many tokens on
 
     @classmethod
     def of(cls, kind: DeviceKind) -> "DeviceProfile":

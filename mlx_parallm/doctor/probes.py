@@ -153,8 +153,8 @@ class Probe:
         return statistics.median(plain / other for plain, other in pairs)
 
     def _sampler(self) -> Finding:
-        drawn: dict[str, object] = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1}
-        ratio = self._ratio(8, drawn)
+        sampled: dict[str, object] = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1}
+        ratio = self._ratio(8, sampled)
         found = f"temperature, top-p and top-k take {ratio - 1:+.0%} of a step of 8 rows"
         return Finding("sampler", found, "slow" if ratio > 1.5 else "ok", "use temperature alone", {"ratio": ratio})
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.freed_memory import AllocatorCache
-from mlx_parallm.devices.native.token_draws import drawer
+from mlx_parallm.devices.native.token_sampling import sample_kernel
 from mlx_parallm.devices.profile import PROMPT_STEP, DeviceProfile
 from mlx_parallm.engine.accounts import Accounts
 from mlx_parallm.engine.background import Background
@@ -115,7 +115,7 @@ def build(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> EngineParts
     base.metrics.slots_total = base.config.batch.max_batch_size
     base.metrics.kv_bytes_limit = plan.rows
     base.metrics.memory = compute.memory
-    compute.runner.precompute(Prompts(compute.model.tokenizer).beginning())
+    compute.runner.precompute(Prompts(compute.model.tokenizer).common_prefix())
     parts.idle.enter()
     return parts
 
@@ -132,7 +132,7 @@ def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> Co
         model.vocab_size,
         before_wait=base.outbox.flush,
         round_prompts=profile.round_prompts,
-        draw=drawer() if this_device().native and not profile.compiled else None,
+        sample_kernel=sample_kernel() if this_device().native and not profile.compiled else None,
         contexts=PassContexts(
             adapters, None if model.vision is None else model.vision.encoder, base.metrics.adapter_seconds.observe
         ),

@@ -1,4 +1,4 @@
-"""Prompts in the prefix cache: their blocks' hashes, what is known of their beginnings, and for how long it is held.
+"""Prompts in the prefix cache: their blocks' hashes, what is known of their prefixes, and for how long it is held.
 
 The scheduler looks prompts up as it plans them; intake, policies and preemption have their blocks hashed. Without a
 prefix cache nothing is found. Engine thread only.
@@ -109,7 +109,7 @@ class PrefixLookup:
             row.chain = Chain(job.chain.root, job.chain.size, list(job.chain.hashes))
 
     def look_up(self, job: Job) -> None:
-        """Finds what is known of a prompt's beginning, and holds it."""
+        """Finds what is known of a prompt's prefix, and holds it."""
         # A prompt whose own log-probabilities are asked for must be computed in whole.
         if self._prefix is not None and job.chain is not None and job.match is None and not wants_prompt_logprobs(job):
             self._runner.share(job.chain)

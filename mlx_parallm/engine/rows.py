@@ -40,13 +40,13 @@ class Row:
     prompt: list[int]
     sampling: SamplingParams
     priority: int
-    seed: int  # 32 bits; with the token's number, the key of its random draw
+    seed: int  # 32 bits; with the token's number, the key of its random number
     max_tokens: int
     stop_ids: frozenset[int]
     readers: list[Reader] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # generated and read
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    recorded: bool = False  # for those who learn from what was drawn
+    recorded: bool = False  # for those who learn from what was sampled
     sampled_logprobs: list[float] = field(default_factory=list)  # at their temperature, the last token's too
     launched: int = 0  # generated tokens asked of the device, read or not
     position: int | None = None  # in the running batch
@@ -85,7 +85,7 @@ class Row:
         return self.finish_reason is None and self.launched < self.max_tokens
 
     def content(self, text: list[int]) -> list[int]:
-        """The beginning of its text as the prefix cache knows it: where it has images, by their pixels."""
+        """The prefix of its text as the prefix cache knows it: where it has images, by their pixels."""
         if self.images is None:
             return text
         return self.images.content[: len(text)] + text[len(self.images.content) :]

@@ -86,7 +86,7 @@ class Scheduler:
     limits: Limits
     fits: Callable[[int, int], bool]  # (rows, longest) within the memory limit?
     clock: Callable[[], float] = time.monotonic
-    look_up: Callable[[Job], None] = lambda job: None  # finds what is known of a prompt's beginning, and holds it
+    look_up: Callable[[Job], None] = lambda job: None  # finds what is known of a prompt's prefix, and holds it
     release: Callable[[Job], None] = lambda job: None  # holds it no longer
     shorten: Callable[[Job, int], None] = lambda job, length: None  # uses only so much of what is known
     waiting: list[Job] = field(default_factory=list)  # in order of (priority, number)
@@ -246,7 +246,7 @@ class Scheduler:
     def _group(self, jobs: list[Job], budget: int) -> list[Prefill]:
         """Prompts of similar length together, as long as the padding stays small.
 
-        `budget`: tokens that the step has left, for beginnings that are computed again to save a pass.
+        `budget`: tokens that the step has left, for prefixes that are computed again to save a pass.
         """
         groups: list[Prefill] = []
         real = 0

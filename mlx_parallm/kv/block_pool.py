@@ -4,7 +4,7 @@ A block is `size` tokens of some text with all that came before it: its hash cov
 block before, back to a root that names the model, the adapter and its version, and the tenant's salt; in place of a
 token that stands for an image it covers a number made of the image's digest. So equal hashes mean equal keys and
 values. A block that nobody uses stays cached until its place is needed; the least recently used goes first, a text's
-end before its beginning. `BlockPrefix` owns one; the engine thread alone calls it.
+end before its prefix. `BlockPrefix` owns one; the engine thread alone calls it.
 """
 
 from array import array
@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
-NEAREST = 16  # siblings looked at for the longest common beginning
+NEAREST = 16  # siblings looked at for the longest common prefix
 DIGEST = 16
 
 
@@ -33,7 +33,7 @@ class Chain:
     hashes: list[bytes] = field(default_factory=list)
 
     def extend(self, tokens: Sequence[int]) -> "Chain":
-        """Goes on to the last full block of `tokens`, whose beginning the chain has covered already."""
+        """Goes on to the last full block of `tokens`, whose prefix the chain has covered already."""
         for start in range(len(self.hashes) * self.size, len(tokens) - self.size + 1, self.size):
             self.hashes.append(self.following(tokens[start : start + self.size]))
         return self
@@ -69,7 +69,7 @@ class Block:
 
 @dataclass(slots=True)
 class Match:
-    """Blocks found for the beginning of a prompt, held until they are released."""
+    """Blocks found for the prefix of a prompt, held until they are released."""
 
     ids: list[int] = field(default_factory=list)
     length: int = 0  # tokens, at most what the blocks hold
@@ -106,7 +106,7 @@ class BlockPool:
         return self._blocks[self._by_hash[hash_]]
 
     def match(self, chain: Chain, tokens: Sequence[int], limit: int) -> Match:
-        """Takes hold of the longest known beginning of `tokens`, of at most `limit` tokens."""
+        """Takes hold of the longest known prefix of `tokens`, of at most `limit` tokens."""
         ids = []
         for hash_ in chain.hashes[: -(-limit // self.size)]:
             if hash_ not in self._by_hash:
@@ -176,7 +176,7 @@ class BlockPool:
         return id_, gone
 
     def refresh(self, chain: Chain) -> None:
-        """A text was used: its blocks become the newest, its beginning the newest of them."""
+        """A text was used: its blocks become the newest, its prefix the newest of them."""
         for hash_ in reversed(chain.hashes):
             if hash_ in self._by_hash and self._by_hash[hash_] in self._unused:
                 self._unused.move_to_end(self._by_hash[hash_])
@@ -249,7 +249,7 @@ class BlockPool:
         if self._free:
             return self._free.pop()
         for id_ in self._unused:
-            if self._blocks[id_].hash not in kept:  # a text does not push out its own beginning
+            if self._blocks[id_].hash not in kept:  # a text does not push out its own prefix
                 gone.append(self._forget(id_))
                 self.evictions += 1
                 return id_

@@ -1,4 +1,4 @@
-"""The prefix cache as the engine sees it: what is known of a prompt's beginning, put into place and taken over.
+"""The prefix cache as the engine sees it: what is known of a prompt's prefix, put into place and taken over.
 
 `BlockPrefix` is for models in slots: blocks in slabs; `snapshots.SnapshotPrefix` is for the others. The engine asks
 `match` before it plans a prompt, the runner asks `fill` when it starts one. Both may have a tier on SSD below them:
@@ -46,7 +46,7 @@ class Prefix(Protocol):
     def chain(self, tokens: Sequence[int], salt: str, adapter: str = "") -> Chain: ...
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
-        """Takes hold of the longest known beginning. The last token is always computed: its logits are needed."""
+        """Takes hold of the longest known prefix. The last token is always computed: its logits are needed."""
         ...
 
     def release(self, match: Match) -> None: ...
@@ -80,7 +80,7 @@ class Prefix(Protocol):
         ...
 
     def fill(self, staged: list[Any], matches: Sequence[Match]) -> list[Any]:
-        """Fresh prompt caches with equally long beginnings in them."""
+        """Fresh prompt caches with equally long prefixes in them."""
         ...
 
     def on_disk(self, chain: Chain, tokens: Sequence[int]) -> list[bytes]:
@@ -131,7 +131,7 @@ class BlockPrefix:
         match_step: int = 1,
     ) -> None:
         self.store = store
-        self._match_step = match_step  # where new shapes cost more than tokens, beginnings are cut to few lengths
+        self._match_step = match_step  # where new shapes cost more than tokens, prefixes are cut to few lengths
         self._pool = BlockPool(store.total, size)
         self.block_size = size
         self._min_match = min_match  # fewer tokens are computed sooner than fetched

@@ -246,8 +246,8 @@ class TrainingClient(Protocol):
         owner: str | None = None,
         wait: bool = True,
     ) -> FeedbackReport:
-        """A reward for an earlier completion; of nobody but `owner`, where one is named. `wait`: for a completion that is
-        being given. NotFoundError."""
+        """A reward for an earlier completion; of nobody but `owner`, where one is named. `wait`: for a completion that
+        is being given. NotFoundError."""
         ...
 
     def is_pending(self, request_id: str, index: int | None, owner: str | None) -> bool:

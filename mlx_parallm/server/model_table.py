@@ -67,7 +67,7 @@ class ServedModel:
     def context_length(self) -> int:
         return self.model.context_length
 
-    def beginning(self) -> list[int]:
+    def first_tokens(self) -> list[int]:
         """What an empty text begins with: a model can't continue nothing at all."""
         token = self.tokenizer.bos_token_id
         if token is None:

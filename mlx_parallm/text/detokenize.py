@@ -161,7 +161,7 @@ class WindowDecoder:
 
 
 class Prefixes:
-    """Knows how much of a text's end could be the beginning of one of some strings.
+    """Knows how much of a text's end could be the start of one of some strings.
 
     Each string has its failure function (Knuth, Morris and Pratt): memory and time are linear in what is looked for and
     in what is looked through.

@@ -204,7 +204,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         # llguidance needs a token for the end of a text: a model without one lends it the last of its vocabulary,
-        # which rows never draw.
+        # which rows never sample.
         self.end_ids = frozenset(eos_ids) or frozenset({vocab_size - 1})
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why, and when, by digests

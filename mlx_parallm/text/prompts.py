@@ -42,7 +42,7 @@ To call a function, answer with its name and arguments as a JSON object within {
 
 
 def far_too_many(text: str, limit: int, count: Callable[[str], int]) -> int | None:
-    """The tokens of the beginning of a text that is far too long; None where it may not be.
+    """The tokens of the start of a text that is far too long; None where it may not be.
 
     To tokenise all of it takes seconds for megabytes."""
     if len(text) <= limit * CHECKED_CHARACTERS:
@@ -118,7 +118,7 @@ class Prompts:
             self._cache.put(key, prompt)
         return prompt
 
-    def beginning(self) -> list[int]:
+    def common_prefix(self) -> list[int]:
         """What the template puts before every conversation: the tokens that two different ones have in common."""
         try:
             one, other = (self.chat(Conversation([{"role": "user", "content": text}])).tokens for text in ("a", "Z"))
@@ -162,7 +162,7 @@ class Prompts:
     def _check_length(self, text: str, limit: int | None, param: str) -> None:
         if limit is None:
             return
-        count = far_too_many(text, limit, lambda beginning: len(self._tokenise(beginning, False)))
+        count = far_too_many(text, limit, lambda prefix: len(self._tokenise(prefix, False)))
         if count is not None:
             raise ContextLengthError.of(limit, count, at_least=True, param=param)
 

@@ -137,7 +137,7 @@ class TrainingManager:
         self.atropos.run(on_batch, self._stopped)
 
     def learn(self, session: Session, trajectories: Sequence[Trajectory]) -> Report:
-        """One update from outside: what this server did not draw is marked so."""
+        """One update from outside: what this server did not sample is marked so."""
         size = self.engine.model.vocab_size
         for one in trajectories:
             if (
@@ -285,8 +285,8 @@ class TrainingManager:
         return False
 
     def find_record(self, request_id: str, index: int | None = None, owner: str | None = None) -> Record:
-        """A completion by a name of its request. One that is being given, or was ended by its text a moment ago, is waited
-        for."""
+        """A completion by a name of its request. One that is being given, or was ended by its text a moment ago, is
+        waited for."""
         try:
             return self.ledger.find(request_id, index, owner)
         except NotFoundError:

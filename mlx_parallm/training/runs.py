@@ -84,11 +84,11 @@ def _run_apart(loop: Loop, remote: RemotePolicy) -> None:
 
 
 def _connect(session: Session, config: TrainConfig, address: str) -> RemotePolicy:
-    """The server that draws rollouts, once it serves what is to be trained."""
+    """The server that samples rollouts, once it serves what is to be trained."""
     key = config.http.admin_key or config.http.api_key
     remote = RemotePolicy(address, api_key=key, max_staleness=config.training.max_staleness)
     number = session.publish_to(remote, remote.newest(session.name))
-    Console().print(f"{remote.url} serves {session.name}@{number}, and draws the rollouts")
+    Console().print(f"{remote.url} serves {session.name}@{number}, and samples the rollouts")
     return remote
 
 

@@ -55,8 +55,8 @@ def shared_tree(model: LanguageModel) -> nn.Module:
 class PromptCache:
     """A layer's keys and values of prompts, computed once for all completions; gradients flow through it.
 
-    `behind`: each completion's prompt (n,); None: there is but one. `lengths`: of each completion's prompt (n,), where they are
-    padded at their ends; what the padding has left is hidden, and positions go on from the prompt's own end.
+    `behind`: each completion's prompt (n,); None: there is but one. `lengths`: of each completion's prompt (n,), where
+    they are padded at their ends; what the padding has left is hidden, and positions go on from the prompt's own end.
     """
 
     def __init__(self, behind: mx.array | None = None, lengths: mx.array | None = None) -> None:
@@ -147,8 +147,8 @@ def answer_logits(module: nn.Module, prompts: PaddedPrompts, answers: mx.array, 
 
 
 def can_share_prompts(module: nn.Module, vocab_size: int, lengths: Sequence[int]) -> bool:
-    """Whether a model's completions may be computed behind prompts of such lengths: all its state is keys and values, by
-    the look of it and by trying."""
+    """Whether a model's completions may be computed behind prompts of such lengths: all its state is keys and values,
+    by the look of it and by trying."""
     if not all(type(cache) is KVCache for cache in make_prompt_cache(module)):
         return False
     texts = [[(7 * place + length) % vocab_size for place in range(length)] for length in lengths]

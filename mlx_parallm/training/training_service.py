@@ -267,17 +267,17 @@ class TrainingService:
             manager.rewards.check(call.scoring_function, *(call.metadata or [{}]))
         if call.submit:
             manager.check_trained(call.adapter)
-        drawn = manager.rollouts.draw(
+        sampled = manager.rollouts.sample(
             call.prompts,
             call.sampling,
             adapter=call.adapter,
             seed=call.seed,
             salt=call.cache_salt,
             label=f"rollout-{uuid.uuid4().hex[:12]}",
-            redraw=False,
+            resample=False,
             client=RolloutClient(call.owner, call.timeout, left),
         )
-        groups = self._scored(drawn, call)
+        groups = self._scored(sampled, call)
         if call.submit:
             manager.submit(
                 [
@@ -289,15 +289,15 @@ class TrainingService:
             )
         return [[self._sample(one) for one in group] for group in groups]
 
-    def _scored(self, drawn: Sequence[Sequence[Record]], call: RolloutCall) -> list[list[ScoredRecord]]:
+    def _scored(self, sampled: Sequence[Sequence[Record]], call: RolloutCall) -> list[list[ScoredRecord]]:
         if call.scoring_function is None:
-            return [[ScoredRecord(record, None) for record in records] for records in drawn]
-        facts = call.metadata or [{} for _ in drawn]
+            return [[ScoredRecord(record, None) for record in records] for records in sampled]
+        facts = call.metadata or [{} for _ in sampled]
         items = [
-            self._item(record, metadata) for records, metadata in zip(drawn, facts, strict=True) for record in records
+            self._item(record, metadata) for records, metadata in zip(sampled, facts, strict=True) for record in records
         ]
         scores = iter(self._manager.rewards.score(call.scoring_function, items))
-        return [[ScoredRecord(record, next(scores)) for record in records] for records in drawn]
+        return [[ScoredRecord(record, next(scores)) for record in records] for records in sampled]
 
     def _sample(self, scored: ScoredRecord) -> RolloutSample:
         record = scored.record

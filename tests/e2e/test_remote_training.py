@@ -39,7 +39,7 @@ def served(server: ServerProcess) -> dict[int, str]:
 def test_it_learns_as_one_process_does(tiny_folder: Path, tmp_path: Path, server: ServerProcess) -> None:
     finish(command(tiny_folder, tmp_path / "one", free_port(), "--steps", "4"))
     shown = finish(learner(tiny_folder, tmp_path / "two", server, "--steps", "4", "--max-staleness", "0"))
-    assert "draws the rollouts" in shown
+    assert "samples the rollouts" in shown
     one, two = log(tmp_path / "one"), log(tmp_path / "two")
     assert [line["reward"] for line in one] == [line["reward"] for line in two]
     assert [line["held_out"] for line in one] == [line["held_out"] for line in two]

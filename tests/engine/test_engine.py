@@ -11,7 +11,7 @@ import pytest
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.freed_memory import AllocatorCache
-from mlx_parallm.devices.native.token_draws import drawer
+from mlx_parallm.devices.native.token_sampling import sample_kernel
 from mlx_parallm.engine import build
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.recovery import MAX_FAULTS
@@ -279,10 +279,10 @@ def test_a_started_engine_can_be_stopped_by_who_started_it() -> None:
 
 
 def test_tokens_are_drawn_by_our_own_kernel_on_a_cpu() -> None:
-    if this_device().kind != "cpu" or drawer() is None:
+    if this_device().kind != "cpu" or sample_kernel() is None:
         pytest.skip("MLX draws them on GPUs, and without a C compiler")
     with driver("llama") as running:
-        assert running.engine._parts.compute.runner._draw is not None
+        assert running.engine._parts.compute.runner._sample_kernel is not None
 
 
 def test_whatever_goes_wrong_on_the_way_up_is_an_error_of_start(monkeypatch: pytest.MonkeyPatch) -> None:

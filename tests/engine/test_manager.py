@@ -25,7 +25,7 @@ def test_what_this_server_did_not_draw_is_marked_so(tmp_path: Path) -> None:
         try:
             assert manager.status()["atropos"] is None
             sampling = SamplingParams(temperature=0.9, max_tokens=4, n=2, ignore_eos=True)
-            [drawn] = manager.rollouts.draw(PROMPTS[:1], sampling, adapter="policy", seed=1)
+            [drawn] = manager.rollouts.sample(PROMPTS[:1], sampling, adapter="policy", seed=1)
             sent = [
                 Trajectory(record.prompt_ids, record.completion_ids, float(number), "g", record.logprobs)
                 for number, record in enumerate(drawn)

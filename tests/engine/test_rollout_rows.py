@@ -40,7 +40,7 @@ class Drawing(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.groups = self._rollouts.draw(self._prompts, LONG, adapter=None, seed=1, client=self._client)
+            self.groups = self._rollouts.sample(self._prompts, LONG, adapter=None, seed=1, client=self._client)
         except Exception as error:
             self.error = error
 
@@ -57,7 +57,7 @@ def wait_for_rows(running: Driver, count: int) -> None:
 def test_a_request_takes_a_place_at_once_and_rollouts_come_out_the_same() -> None:
     with driver("llama", max_batch_size=4, block_size=8) as running:
         rollouts = rollouts_of(running, 4)
-        alone = answers(rollouts.draw(PROMPTS, LONG, adapter=None, seed=1))
+        alone = answers(rollouts.sample(PROMPTS, LONG, adapter=None, seed=1))
         preemptions = running.engine.metrics.preemptions
         drawing = Drawing(rollouts)
         wait_for_rows(running, 4)
@@ -121,7 +121,7 @@ def test_rollouts_fill_a_queue_of_their_own() -> None:
         while scheduler.queued < 2 and time.monotonic() < deadline:
             threading.Event().wait(0.005)
         with pytest.raises(QueueFullError):
-            rollouts.draw(PROMPTS[:1], LONG, adapter=None, client=RolloutClient("ada"))
+            rollouts.sample(PROMPTS[:1], LONG, adapter=None, client=RolloutClient("ada"))
         _, pending = running.submit([4], max_tokens=2, ignore_eos=True)  # requests are not refused
         running.engine.cancel(blocker)
         assert len(pending.wait()[0].tokens) == 2
@@ -162,4 +162,4 @@ def test_a_prompt_that_is_too_long_is_known_before_it_is_drawn_from() -> None:
         with pytest.raises(ContextLengthError):
             rollouts.check_prompt([5] * longest, 2)
         with pytest.raises(ContextLengthError):
-            rollouts.draw([[5] * longest], LONG, adapter=None)
+            rollouts.sample([[5] * longest], LONG, adapter=None)

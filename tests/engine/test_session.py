@@ -86,7 +86,7 @@ class School:
 
     def draw(self, adapter: str | None = "policy", seed: int = 1, n: int = 4) -> list[list[Record]]:
         sampling = SamplingParams(temperature=0.9, max_tokens=8, n=n, ignore_eos=True)
-        return self.rollouts.draw(PROMPTS, sampling, adapter=adapter, seed=seed)
+        return self.rollouts.sample(PROMPTS, sampling, adapter=adapter, seed=seed)
 
     def trajectories(self, adapter: str = "policy", seed: int = 1) -> list[Trajectory]:
         groups = self.draw(adapter, seed)
@@ -651,7 +651,7 @@ def test_cuts_and_penalties_do_not_look_like_another_policy(cuts: dict[str, obje
     with school() as one:
         session = one.session(learning_rate=1e-5)
         sampling = SamplingParams(temperature=0.9, max_tokens=8, n=4, ignore_eos=True, **cuts)  # type: ignore[arg-type]
-        groups = one.rollouts.draw(PROMPTS, sampling, adapter="policy", seed=1)
+        groups = one.rollouts.sample(PROMPTS, sampling, adapter="policy", seed=1)
         trajectories = [
             Trajectory.recorded(record, float(place), str(number))
             for number, group in enumerate(groups)
@@ -666,7 +666,7 @@ def test_tokens_that_a_grammar_left_no_choice_of_are_not_learnt_from() -> None:
     with school() as one:
         session = one.session()
         sampling = SamplingParams(temperature=1.0, max_tokens=20, n=4, grammar='start: "ab" ("c"|"d") "ef" /[a-z]{2}/')
-        groups = one.rollouts.draw(PROMPTS, sampling, adapter="policy", seed=3)
+        groups = one.rollouts.sample(PROMPTS, sampling, adapter="policy", seed=3)
         records = [record for group in groups for record in group]
         for record in records:
             assert record.mask is not None
@@ -686,7 +686,7 @@ def test_tokens_that_a_grammar_left_no_choice_of_are_not_learnt_from() -> None:
         sent = Trajectory(records[0].prompt_ids, records[0].completion_ids, 1.0, request_id=records[0].id)
         one.ledger.check(sent)
         assert sent.mask == records[0].mask
-        free = one.rollouts.draw(PROMPTS[:1], SamplingParams(max_tokens=4), adapter="policy")[0][0]
+        free = one.rollouts.sample(PROMPTS[:1], SamplingParams(max_tokens=4), adapter="policy")[0][0]
         assert free.mask is None
 
 
@@ -706,14 +706,14 @@ def test_a_rollout_that_a_pause_aborts_is_drawn_again_or_an_error(options: dict[
     sampling = SamplingParams(temperature=0.9, max_tokens=60, n=3, ignore_eos=True)
     with school() as one:
         one.session()
-        whole = one.rollouts.draw(PROMPTS, sampling, adapter="policy", seed=3)
+        whole = one.rollouts.sample(PROMPTS, sampling, adapter="policy", seed=3)
         kept = len(one.ledger)
         found: list[list[list[Record]]] = []
         errors: list[UnavailableError] = []
 
         def draw() -> None:
             try:
-                found.append(one.rollouts.draw(PROMPTS, sampling, adapter="policy", seed=3, **options))
+                found.append(one.rollouts.sample(PROMPTS, sampling, adapter="policy", seed=3, **options))
             except UnavailableError as error:
                 errors.append(error)
 
@@ -758,7 +758,7 @@ def test_the_embedded_models_rollouts_are_the_trainers_numbers(own_cache: None) 
         sampling = SamplingParams(temperature=0.8, max_tokens=6, n=3)
         for version in (1, 2):
             for _ in range(2):
-                groups = one.rollouts.draw(prompts, sampling, adapter="policy", seed=version)
+                groups = one.rollouts.sample(prompts, sampling, adapter="policy", seed=version)
             trajectories = [
                 Trajectory.recorded(record, float(place), str(number))
                 for number, group in enumerate(groups)

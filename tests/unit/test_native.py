@@ -14,7 +14,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_parallm.devices.native import classes, kernels
 from mlx_parallm.devices.native.native_layers import Embedding, Linear
 from mlx_parallm.devices.native.products import has_lane_products
-from mlx_parallm.devices.native.token_draws import drawer
+from mlx_parallm.devices.native.token_sampling import sample_kernel
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.batching import slot_cache
 from mlx_parallm.engine.compute.patch import attach_adapters, use_native_kernels
@@ -178,7 +178,7 @@ def test_an_embedding_as_the_output_head() -> None:
 @pytest.mark.parametrize("size", [1, 2, 5, 64, 127, 128, 129, 1000, 49152])
 def test_draws_are_those_of_mlx(size: int) -> None:
     rows = 16
-    draw = drawer()
+    draw = sample_kernel()
     assert draw is not None
     logits = 3 * mx.random.normal((rows, size))
     heats = np.array([0.0, 0.3, 1.0, 2.5] * (rows // 4), np.float32)
@@ -202,14 +202,14 @@ def test_a_sampler_draws_the_same_with_the_kernel_and_without() -> None:
         Row([], SamplingParams(temperature=heat, logprobs=3), 0, 2**32 - 1 - place, 9, frozenset(), recorded=True)
         for place, heat in enumerate((0.0, 0.5, 1.0, 2.0, 1.0))
     ]
-    plain, fast = (Sampler([*rows, None], 500, draw)(logits, [0, 3, 9, 7, 7, 0]) for draw in (None, drawer()))
+    plain, fast = (Sampler([*rows, None], 500, draw)(logits, [0, 3, 9, 7, 7, 0]) for draw in (None, sample_kernel()))
     assert fast.tokens.tolist() == plain.tokens.tolist()
     for one, other in zip(fast.arrays(), plain.arrays(), strict=True):
         assert close(one, other)
 
 
 def test_draws_follow_the_probabilities() -> None:
-    draw = drawer()
+    draw = sample_kernel()
     assert draw is not None
     count, heat = 20_000, 0.7
     logits = mx.array([0.0, 1.0, -1.0, 0.5, 2.0, -3.0, 0.25])

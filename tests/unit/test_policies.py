@@ -11,7 +11,7 @@ from mlx_parallm.errors import InvalidRequestError, ModelLoadError, ModelNotFoun
 from mlx_parallm.models.kinds import kind_of, policy
 from mlx_parallm.models.kinds.policy import PolicyPredictor
 from mlx_parallm.models.networks import policy_heads as heads
-from mlx_parallm.models.networks.distribution_draws import normals, uniforms
+from mlx_parallm.models.networks.seeded_random import normals, uniforms
 from mlx_parallm.runtime.policy_weights import roll_back, update_weights
 from mlx_parallm.signature import ActInput, ActOutput
 from mlx_parallm.tensors import Array, dump_safetensors, parse_safetensors
@@ -51,14 +51,14 @@ def test_categorical_log_probabilities_are_torchs() -> None:
     chances = (
         below + np.exp(np.take_along_axis(scores, actions[:, None], 1)[:, 0]) / 2
     )  # in the middle of the action's part
-    drawn, found = heads.draw_categorical(logits, chances, np.zeros(5, bool))
+    drawn, found = heads.sample_categorical(logits, chances, np.zeros(5, bool))
     assert drawn.tolist() == actions.tolist()
     np.testing.assert_allclose(found, GOLDEN["categorical/log_probs"], atol=1e-6)
     chosen = GOLDEN["multi_discrete/actions"]
     np.testing.assert_allclose(several(logits, chosen), GOLDEN["multi_discrete/log_probs"], atol=1e-6)
     head = heads.MultiDiscrete(logits="l", nvec=(3, 2, 2))
     rows = heads.RowSeeds(np.full(5, 3, np.uint64), np.arange(5, dtype=np.uint64), np.zeros(5, bool))
-    drawn, found = head.draw({"l": GOLDEN["logits"]}, {}, rows)
+    drawn, found = head.sample({"l": GOLDEN["logits"]}, {}, rows)
     assert drawn.shape == (5, 3)
     np.testing.assert_allclose(found, several(logits, drawn), atol=1e-6)
 
@@ -74,7 +74,7 @@ def several(logits: Array, actions: Array) -> Array:
 
 def test_an_action_without_any_probability_is_never_drawn() -> None:
     logits = np.array([[-np.inf, 0.0, -np.inf]] * 3)
-    drawn, _ = heads.draw_categorical(logits, np.array([0.0, 0.5, np.nextafter(1.0, 0.0)]), np.zeros(3, bool))
+    drawn, _ = heads.sample_categorical(logits, np.array([0.0, 0.5, np.nextafter(1.0, 0.0)]), np.zeros(3, bool))
     assert drawn.tolist() == [1, 1, 1]
 
 

@@ -65,7 +65,7 @@ def test_template() -> None:
 
 def test_what_every_conversation_begins_with() -> None:
     speaking = prompts("[system]be kind" + PLAIN)
-    beginning = speaking.beginning()
+    beginning = speaking.common_prefix()
     assert beginning == speaking.chat(user("anything else")).tokens[: len(beginning)]
     assert speaking._tokenizer.decode(beginning) == "[system]be kind[user]"
     assert prompts(None).beginning() == []

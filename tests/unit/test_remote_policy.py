@@ -23,7 +23,7 @@ def test_a_rollout_is_asked_for_with_all_that_its_sampling_says() -> None:
     with recording_server() as server:
         server.answers["POST /v1/rl/rollout"] = {"groups": [{"prompt_ids": [5, 6], "samples": [SAMPLE]}]}
         policy = RemotePolicy(server.url)
-        [[record]] = policy.draw([[5, 6]], sampling, adapter="math", seed=11, salt="step 1")
+        [[record]] = policy.sample([[5, 6]], sampling, adapter="math", seed=11, salt="step 1")
         policy.close()
     assert server.last.json == {
         "model": "math",

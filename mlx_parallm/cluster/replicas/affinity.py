@@ -2,7 +2,7 @@
 
 The front asks `AffinityRouter.choose` and tells it what was sent where; replicas report what they hold, so that a front
 that has just started, or one of several, knows it too. What a replica holds is a bounded set of hashes, each of which
-names the beginning of a prompt up to some place (`prompts.py` makes them); the longest unused are forgotten first, as
+names the prefix of a prompt up to some place (`prompts.py` makes them); the longest unused are forgotten first, as
 in the replica's own cache. Sets of replicas are the bits of an integer, so that a choice among a hundred costs a
 look-up for each hash and a few operations on integers. No Ray, no MLX: benchmarks/cluster_simulation.py runs it alone.
 """
@@ -20,7 +20,7 @@ OVERLOADED = 1 << 40  # more than any prompt is worth
 
 @dataclass(frozen=True, slots=True)
 class PromptPrefix:
-    """The beginnings of a prompt: `hashes[i]` names its first `lengths[i]` characters, and what else decides them."""
+    """The prefixes of a prompt: `hashes[i]` names its first `lengths[i]` characters, and what else decides them."""
 
     hashes: Sequence[int] = ()
     lengths: Sequence[int] = ()

@@ -1,9 +1,9 @@
 """The application at the server's own address: chooses a replica for each request, and passes its response on.
 
 Requests go to replicas by HTTP, over connections that are kept; Ray starts replicas and looks after them, and is not on
-the way of a request. A request whose replica dies before its response has begun is sent to another, unless it changes the
-server; a stream that has begun ends with an error in its dialect. A client that leaves closes the way to the replica,
-which frees its row.
+the way of a request. A request whose replica dies before its response has begun is sent to another, unless it changes
+the server; a stream that has begun ends with an error in its dialect. A client that leaves closes the way to the
+replica, which frees its row.
 """
 
 import asyncio

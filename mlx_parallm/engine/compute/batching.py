@@ -95,7 +95,7 @@ def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int
 
 
 def _warm_up_rows(runner: Runner) -> None:
-    """Made-up prompts, drawn and greedy, the second while the first runs."""
+    """Made-up prompts, sampled and greedy, the second while the first runs."""
     rows = []
     for temperature in (0.8, 0.0)[: runner.cache.free]:
         sampling = SamplingParams(temperature=temperature, logprobs=0, processed_logprobs=True)
@@ -110,7 +110,7 @@ def _warm_up_rows(runner: Runner) -> None:
 
 
 def warm_prompt_shapes(forward: Forward, cache: BatchCache, step: int) -> None:
-    """Computes prompts of the commonest shapes, from their beginning and behind a cached one."""
+    """Computes prompts of the commonest shapes, from their start and behind a cached prefix."""
     begun = time.perf_counter()
     for count, total, width in prompt_shapes(cache.free, step):
         staged = cache.stage(count, total)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
-from mlx_parallm.devices.native.token_draws import Drawer
+from mlx_parallm.devices.native.token_sampling import SampleKernel
 from mlx_parallm.devices.profile import PROMPT_STEP
 from mlx_parallm.engine.compute.pass_contexts import PassContexts
 from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, Scores, scores_of
@@ -37,7 +37,7 @@ class Token:
     token: int
     logprob: TokenLogprob | None
     sampled_logprob: float | None = None  # at its temperature, before penalties and cuts
-    valid: bool = True  # False: it was drawn from logits that are not numbers
+    valid: bool = True  # False: it was sampled from logits that are not numbers
 
 
 @dataclass(slots=True)
@@ -66,14 +66,14 @@ class Runner:
         vocab_size: int,
         before_wait: Callable[[], None],
         round_prompts: bool = False,
-        draw: Drawer | None = None,
+        sample_kernel: SampleKernel | None = None,
         contexts: PassContexts | None = None,
     ) -> None:
         self._forward, self.cache, self._prefix = parts.forward, parts.cache, parts.prefix
         self._vocab = vocab_size
         self._before_wait = before_wait
         self._round_prompts = round_prompts and self.cache.stages_many
-        self._draw = draw
+        self._sample_kernel = sample_kernel
         self.contexts = contexts or PassContexts()
         self._context: RowAdapters | RowInputs | None = None  # of the current rows; None: tokens are all they have
         self._rows: list[Row | None] = []  # by position
@@ -297,7 +297,7 @@ class Runner:
         sources = [i for i, job in enumerate(work.jobs) for _ in job.rows]
         if len(rows) > logits.shape[0]:
             logits = logits[mx.array(sources)]
-        step.sampler = Sampler(rows, self._vocab, self._draw)
+        step.sampler = Sampler(rows, self._vocab, self._sample_kernel)
         history = History(rows) if step.sampler.penalized else None
         numbers = [row.launched for row in rows]
         step.sampled = step.sampler(logits, numbers, history, self._grammar_masks(step.sampler))
@@ -314,7 +314,7 @@ class Runner:
         self._sampler = None
 
     def precompute(self, tokens: list[int]) -> None:
-        """Computes the beginning of texts to come, for the prefix cache alone."""
+        """Computes the prefix of texts to come, for the prefix cache alone."""
         if self._prefix is None or not self._prefix.worth_keeping(tokens):
             return
         chain = self._prefix.chain(tokens, "")
@@ -364,7 +364,7 @@ class Runner:
         self._sampler = None
 
     def _renew_sampler(self) -> None:
-        self._sampler = Sampler(self._rows, self._vocab, self._draw)
+        self._sampler = Sampler(self._rows, self._vocab, self._sample_kernel)
         self._context = self.contexts.of_rows(self._rows)
         if not self._sampler.penalized:
             self._history = None

@@ -1,7 +1,7 @@
 """One sampler for all rows of a step, on the device: no Python per row, no sync.
 
 `Sampler` holds the parameters of a fixed set of rows as arrays; the runner makes a new one when the set changes.
-What no row asks for is not computed. A row's random draw depends on its seed and the number of its token alone, so
+What no row asks for is not computed. A row's random number depends on its seed and the number of its token alone, so
 the same seed and prompt give the same tokens whatever else is in the batch.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.devices.native.token_draws import Drawer
+from mlx_parallm.devices.native.token_sampling import SampleKernel
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.host import to_numpy
 from mlx_parallm.sampling_params import SamplingParams
@@ -52,8 +52,8 @@ class Sampled:
     )
 
     def arrays(self) -> list[mx.array]:
-        drawn = [] if self.sampled_logprobs is None else [self.sampled_logprobs]
-        return [self.tokens, *(self.scores.arrays() if self.scores else []), *drawn]
+        sampled = [] if self.sampled_logprobs is None else [self.sampled_logprobs]
+        return [self.tokens, *(self.scores.arrays() if self.scores else []), *sampled]
 
 
 class Sampler:
@@ -62,17 +62,17 @@ class Sampler:
     An array is made only for what some row asks for: small uploads add up when rows come and go at every step.
     """
 
-    def __init__(self, rows: Sequence[Row | None], vocab_size: int, draw: Drawer | None = None) -> None:
-        """`draw`: a kernel for rows that ask for no more than a temperature."""
+    def __init__(self, rows: Sequence[Row | None], vocab_size: int, kernel: SampleKernel | None = None) -> None:
+        """`kernel`: one for rows that ask for no more than a temperature."""
         self.rows = list(rows)
         self._vocab = vocab_size
         params = [row.sampling if row else GREEDY for row in rows]
-        drawn = [p for p in params if not p.greedy]
-        self._random = bool(drawn)
-        if drawn:
+        random = [p for p in params if not p.greedy]
+        self._random = bool(random)
+        if random:
             self._temperature = _column(0.0 if p.greedy else p.temperature for p in params)
             self._seeds = mx.array([row.seed if row else 0 for row in rows], mx.uint32)
-        self._any_min_p = any(p.min_p > 0 for p in drawn)
+        self._any_min_p = any(p.min_p > 0 for p in random)
         if self._any_min_p:
             self._min_p = _column(0.0 if p.greedy else p.min_p for p in params)
         cut = [i for i, p in enumerate(params) if not p.greedy and (p.top_p < 1 or p.top_k > 0)]
@@ -99,7 +99,7 @@ class Sampler:
         self._recorded = any(row.recorded for row in rows if row)
         self.grammar_rows = [(i, row) for i, row in enumerate(rows) if row and row.matcher is not None]
         changed = self._any_min_p or cut or self._bias or self._stops or self.penalized or self.grammar_rows
-        self._kernel = None if changed else draw
+        self._kernel = None if changed else kernel
         if self._kernel is not None:
             self._heats = np.array([0.0 if p.greedy else p.temperature for p in params], np.float32)
             self._host_seeds = np.array([row.seed if row else 0 for row in rows], np.uint32)
@@ -120,8 +120,8 @@ class Sampler:
         raw = logits.astype(mx.float32)
         if self._kernel is not None:
             keys = np.stack([self._host_seeds, np.array(numbers, np.uint32)], axis=1)
-            tokens, drawn = self._kernel(raw, self._heats, keys, self._recorded)
-            return self._scored(raw, self._at_temperature(raw), tokens, drawn)
+            tokens, logprobs = self._kernel(raw, self._heats, keys, self._recorded)
+            return self._scored(raw, self._at_temperature(raw), tokens, logprobs)
         logits = raw
         count = mx.array(list(numbers), mx.int32) if self.counts_tokens else None
         if self.penalized and history is not None:
@@ -133,24 +133,24 @@ class Sampler:
         if allowed is not None:
             logits = mx.where(_unpack(allowed, self._vocab), logits, -mx.inf)
         if count is not None and self._random:
-            tokens, logits = self._draw(logits, count)
+            tokens, logits = self._sample(logits, count)
         else:
             tokens = mx.argmax(logits, axis=-1)
         tokens = tokens.astype(mx.int32)
-        drawn = None
+        logprobs = None
         if self._recorded:
             whole = self._at_temperature(raw)
-            drawn = mx.take_along_axis(whole, tokens[:, None], axis=-1)[:, 0] - log_sum_exp(whole)
-        return self._scored(raw, logits, tokens, drawn)
+            logprobs = mx.take_along_axis(whole, tokens[:, None], axis=-1)[:, 0] - log_sum_exp(whole)
+        return self._scored(raw, logits, tokens, logprobs)
 
-    def _scored(self, raw: mx.array, logits: mx.array, tokens: mx.array, drawn: mx.array | None) -> Sampled:
+    def _scored(self, raw: mx.array, logits: mx.array, tokens: mx.array, logprobs: mx.array | None) -> Sampled:
         """Returns the tokens with the log-probabilities that rows ask for: the model's, or those sampled from."""
         if self._logprob_index is None:
-            return Sampled(tokens, None, drawn)
+            return Sampled(tokens, None, logprobs)
         shown = raw[self._logprob_index]
         if self._processed is not None:
             shown = mx.where(self._processed, logits[self._logprob_index], shown)
-        return Sampled(tokens, scores_of(shown, tokens[self._logprob_index], self._top_count), drawn)
+        return Sampled(tokens, scores_of(shown, tokens[self._logprob_index], self._top_count), logprobs)
 
     def _at_temperature(self, raw: mx.array) -> mx.array:
         """Returns the logits to hold a policy that learns against: at its temperature, before penalties and cuts."""
@@ -158,10 +158,10 @@ class Sampler:
             return raw
         return raw / mx.where(self._temperature > 0, self._temperature, 1.0)
 
-    def _draw(self, logits: mx.array, numbers: mx.array) -> tuple[mx.array, mx.array]:
-        """Gumbel-max: argmax(logits + temperature * noise) is a draw from softmax(logits / temperature).
+    def _sample(self, logits: mx.array, numbers: mx.array) -> tuple[mx.array, mx.array]:
+        """Gumbel-max: argmax(logits + temperature * noise) is a sample of softmax(logits / temperature).
 
-        Gives the tokens, and the logits that they are drawn from.
+        Gives the tokens, and the logits that they are sampled from.
         """
         hot = self._temperature > 0
         scaled = logits / mx.where(hot, self._temperature, 1.0)
@@ -173,8 +173,8 @@ class Sampler:
             scaled[self._cut_rows] = mx.where(part >= self._threshold(part), part, -mx.inf)
         keys = mx.stack([self._seeds, numbers.astype(mx.uint32)], axis=1)  # (R, 2)
         noise = _gumbel(keys, logits.shape[-1])
-        drawn_from = mx.where(hot, scaled, logits)
-        return mx.argmax(mx.where(hot, scaled + noise, logits), axis=-1), drawn_from
+        sampled_from = mx.where(hot, scaled, logits)
+        return mx.argmax(mx.where(hot, scaled + noise, logits), axis=-1), sampled_from
 
     def _threshold(self, scaled: mx.array) -> mx.array:
         """The least logit that top-k, then top-p, keep: (C, V) -> (C, 1)."""

@@ -1,4 +1,4 @@
-"""Policies: networks whose network.json has a `policy`, which says what actions are drawn from their outputs.
+"""Policies: networks whose network.json has a `policy`, which says what actions are sampled from their outputs.
 
 An input is an `ActInput`, a block of observations with their state; or arrays by name, for the bare outputs. Weights
 are replaced between two batches; the last few versions are kept, to go back to.
@@ -88,16 +88,16 @@ class PolicyPredictor(NetworkPredictor):
     def _act(self, items: Sequence[ActInput]) -> list[ActOutput]:
         found: list[ActOutput | None] = [None] * len(items)
         for places, outputs in self.passes([item.inputs for item in items]):
-            for place, one in zip(places, self._draw([items[place] for place in places], outputs), strict=True):
+            for place, one in zip(places, self._sample([items[place] for place in places], outputs), strict=True):
                 found[place] = one
         return [one for one in found if one is not None]
 
-    def _draw(self, items: Sequence[ActInput], outputs: Mapping[str, Array]) -> Iterator[ActOutput]:
+    def _sample(self, items: Sequence[ActInput], outputs: Mapping[str, Array]) -> Iterator[ActOutput]:
         """The rows of all clients at once."""
         first = self._names[0]
         counts = [len(item.inputs[first]) for item in items]
         ends = np.cumsum(counts)
-        actions, scores = self._draw_rows(items, outputs, counts, int(ends[-1]))
+        actions, scores = self._sample_rows(items, outputs, counts, int(ends[-1]))
         log_probs = scores.astype(np.float32)
         values = outputs[self._value].reshape(-1) if self._value else None
         for n, end in zip(counts, ends.tolist(), strict=True):
@@ -110,7 +110,7 @@ class PolicyPredictor(NetworkPredictor):
                 version=self.version,
             )
 
-    def _draw_rows(
+    def _sample_rows(
         self, items: Sequence[ActInput], outputs: Mapping[str, Array], counts: Sequence[int], total: int
     ) -> tuple[Array, Array]:
         """Actions and log-probabilities of all rows; InvalidRequestError where they are not finite."""
@@ -122,7 +122,7 @@ class PolicyPredictor(NetworkPredictor):
             np.repeat(np.array([item.deterministic for item in items]), counts),
         )
         with np.errstate(all="ignore"):
-            actions, scores = self._head.draw(outputs, self._head_weights, rows)
+            actions, scores = self._head.sample(outputs, self._head_weights, rows)
         read = [*self._head.names, *([self._value] if self._value else []), *self._states.values()]
         named = [(name, outputs[name]) for name in read]
         for name, array in (*named, ("actions", actions), ("action_log_probs", scores)):

@@ -1,4 +1,4 @@
-"""What a policy draws from its network's outputs: categorical, multi-discrete, Gaussian and tanh-squashed Gaussian.
+"""What a policy samples from its network's outputs: categorical, multi-discrete, Gaussian and tanh-squashed Gaussian.
 
 All in NumPy and float64, for the rows of all clients at once. A log-probability is that of the returned action: for the
 squashed Gaussian with the logarithm of the Jacobian of tanh and of the scaling to the action's bounds. A Gaussian with
@@ -16,19 +16,19 @@ import numpy.typing as npt
 
 from mlx_parallm.config import nearest
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models.networks.distribution_draws import Floats, Words, normals, uniforms
 from mlx_parallm.models.networks.layer import Shape
 from mlx_parallm.models.networks.layer_options import Integers, Name, Numbers, Options, read_options
+from mlx_parallm.models.networks.seeded_random import Floats, Words, normals, uniforms
 from mlx_parallm.signature import TensorSpec
 from mlx_parallm.tensors import Array
 
 Flags = npt.NDArray[np.bool_]
-Drawn = tuple[Array, Floats]  # actions (rows, …) and their log-probabilities (rows,)
+SampledActions = tuple[Array, Floats]  # actions (rows, …) and their log-probabilities (rows,)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSeeds:
-    """Whose draws they are."""
+    """Whose random numbers they are."""
 
     seeds: Words
     numbers: Words
@@ -36,7 +36,7 @@ class RowSeeds:
 
 
 class ActionHead(Options, ABC):
-    """A distribution over actions. `bind` checks it against the network's outputs, before anything is drawn."""
+    """A distribution over actions. `bind` checks it against the network's outputs, before anything is sampled."""
 
     called: ClassVar[str] = "option"
 
@@ -57,7 +57,7 @@ class ActionHead(Options, ABC):
     def describe(self) -> dict[str, Any]: ...
 
     @abstractmethod
-    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn: ...
+    def sample(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> SampledActions: ...
 
 
 class MultiDiscrete(ActionHead):
@@ -76,12 +76,14 @@ class MultiDiscrete(ActionHead):
     def describe(self) -> dict[str, Any]:
         return {"distribution": "multi_discrete", "nvec": list(self.nvec)}
 
-    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn:
+    def sample(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> SampledActions:
         chances = uniforms(rows.seeds, rows.numbers, len(self.nvec))
         parts = np.split(outputs[self.logits].astype(np.float64), np.cumsum(self.nvec)[:-1], axis=1)
-        drawn = [draw_categorical(logits, chances[:, part], rows.deterministic) for part, logits in enumerate(parts)]
-        scores: Floats = np.sum([scores for _, scores in drawn], axis=0)
-        return np.stack([actions for actions, _ in drawn], axis=1), scores
+        sampled = [
+            sample_categorical(logits, chances[:, part], rows.deterministic) for part, logits in enumerate(parts)
+        ]
+        scores: Floats = np.sum([scores for _, scores in sampled], axis=0)
+        return np.stack([actions for actions, _ in sampled], axis=1), scores
 
 
 class CategoricalHead(ActionHead):
@@ -98,9 +100,9 @@ class CategoricalHead(ActionHead):
     def describe(self) -> dict[str, Any]:
         return {"distribution": "categorical", "n": self._width}
 
-    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn:
+    def sample(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> SampledActions:
         chances = uniforms(rows.seeds, rows.numbers, 1)
-        return draw_categorical(outputs[self.logits].astype(np.float64), chances[:, 0], rows.deterministic)
+        return sample_categorical(outputs[self.logits].astype(np.float64), chances[:, 0], rows.deterministic)
 
 
 class Gaussian(ActionHead):
@@ -151,14 +153,14 @@ class Gaussian(ActionHead):
             found["low"], found["high"] = (bound.tolist() for bound in self.bounds)
         return found
 
-    def draw(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> Drawn:
+    def sample(self, outputs: Mapping[str, Array], weights: Mapping[str, Array], rows: RowSeeds) -> SampledActions:
         mean = outputs[self.mean].astype(np.float64)
         log_std = np.broadcast_to((weights if self._free else outputs)[self.log_std].astype(np.float64), mean.shape)
         noise = np.where(rows.deterministic[:, None], 0.0, normals(rows.seeds, rows.numbers, self._width))
         return self.act(mean + np.exp(log_std) * noise, mean, log_std)
 
-    def act(self, raw: Floats, mean: Floats, log_std: Floats) -> Drawn:
-        """The action that a draw stands for, and its log-probability."""
+    def act(self, raw: Floats, mean: Floats, log_std: Floats) -> SampledActions:
+        """The action that a sample stands for, and its log-probability."""
         scores: Floats = log_density(raw, mean, log_std)
         if self.low is None:
             return raw.astype(np.float32), scores
@@ -170,7 +172,7 @@ class TanhGaussian(Gaussian):
 
     squashed: ClassVar[bool] = True
 
-    def act(self, raw: Floats, mean: Floats, log_std: Floats) -> Drawn:
+    def act(self, raw: Floats, mean: Floats, log_std: Floats) -> SampledActions:
         low, high = self.bounds
         half = (high - low) / 2
         # log(1 − tanh²) without loss of digits far from 0
@@ -209,13 +211,13 @@ def width_of(name: str, outputs: Mapping[str, TensorSpec], role: str) -> int:
     return shape[1]
 
 
-def draw_categorical(logits: Floats, chances: Floats, deterministic: Flags) -> tuple[Array, Floats]:
+def sample_categorical(logits: Floats, chances: Floats, deterministic: Flags) -> tuple[Array, Floats]:
     """(rows,) actions by the inverse of the cumulated probabilities; the likeliest ones where deterministic."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     scores = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     totals = np.cumsum(np.exp(scores), axis=1)
-    drawn = (totals <= (chances * totals[:, -1])[:, None]).sum(axis=1)
-    actions = np.where(deterministic, logits.argmax(axis=1), drawn)
+    sampled = (totals <= (chances * totals[:, -1])[:, None]).sum(axis=1)
+    actions = np.where(deterministic, logits.argmax(axis=1), sampled)
     return actions, np.take_along_axis(scores, actions[:, None], axis=1)[:, 0]
 
 

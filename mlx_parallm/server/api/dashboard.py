@@ -70,8 +70,8 @@ class Dashboard:
     async def rollouts(
         self, adapter: str | None = None, limit: Annotated[int, Query(ge=1, le=48, description=COUNT)] = 12
     ) -> Response:
-        """Groups of responses with their rewards, each token with its log-probability and the version that drew it: of
-        the first adapter that learns, or of the one that is named; empty where nothing is trained."""
+        """Groups of responses with their rewards, each token with its log-probability and the version that sampled it:
+        of the first adapter that learns, or of the one that is named; empty where nothing is trained."""
         training = self._context.runtime.training
         if not training.adapters:
             return JSONResponse(RolloutNotes(adapters=[], groups=[]))

@@ -63,7 +63,7 @@ class TrlBody(SampledBody):
     generation_kwargs: dict[str, Any] = Field(default_factory=dict, description="Other sampling parameters, as vLLM's")
 
     def completion(self, prompts: list[Any], context: int, **fields: Any) -> CompletionBody:
-        """The same as a completion of all the prompts. Log-probabilities are those that tokens were drawn from."""
+        """The same as a completion of all the prompts. Log-probabilities are those that tokens were sampled from."""
         for name in self.generation_kwargs:
             if name not in CompletionBody.model_fields or name in ("prompt", "stream", "echo"):
                 message = f"generation_kwargs: {name!r} is no sampling parameter here"
@@ -192,7 +192,7 @@ def _generated(body: TrlBody, generation: Generation, results: Sequence[Collecte
 
 
 def _likeliest(score: TokenLogprob, count: int) -> list[tuple[int, float]]:
-    """The likeliest tokens, and the one that was drawn where it is not among them."""
+    """The likeliest tokens, and the one that was sampled where it is not among them."""
     top = list(score.top[:count])
     return top if any(token == score.token for token, _ in top) else [*top, (score.token, score.logprob)]
 

@@ -89,8 +89,8 @@ class Caller:
             self.usage.tokens.take_back(tokens)
 
     def expect_output(self, tokens: int, stated: bool) -> int:
-        """Reserves what responses may have at most, and returns what `release_output` is to be told when they have ended.
-        `stated`: their client has said so. RateLimitError where answers being generated may use up the limit."""
+        """Reserves what responses may have at most, and returns what `release_output` is to be told when they have
+        ended. `stated`: their client has said so. RateLimitError where answers being generated may use up the limit."""
         return 0 if self.usage is None or self.key is None else self.usage.expect(tokens, stated, self.key.limits)
 
     def reserve_output(self, tokens: int) -> int:

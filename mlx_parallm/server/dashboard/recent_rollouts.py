@@ -1,4 +1,5 @@
-"""Recent groups of responses as the dashboard shows them: the text of each token with its log-probability and version."""
+"""Recent groups of responses as the dashboard shows them: the text of each token with its log-probability and
+version."""
 
 import codecs
 from collections.abc import Sequence

@@ -139,7 +139,7 @@ def _tokens_of(call: GenerationCall, served: ServedModel, limit: int | None) -> 
     for text in call.prompts:
         if isinstance(text, str):
             special = call.add_special_tokens is not False
-            tokens = served.prompts.encode(text, add_special_tokens=special, limit=limit) or served.beginning()
+            tokens = served.prompts.encode(text, add_special_tokens=special, limit=limit) or served.first_tokens()
         else:
             tokens = text
         prompts.append(tokens if keep is None else tokens[-keep:])

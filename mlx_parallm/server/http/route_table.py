@@ -93,13 +93,13 @@ class RouteTable:
         self.routes = tuple(routes)
         self._exact: dict[str, dict[str, Route]] = {}
         self._patterns: dict[str, dict[str, Route]] = {}
-        below: dict[str, list[Route]] = {}  # by each beginning of a path, up to a slash
+        below: dict[str, list[Route]] = {}  # by each prefix of a path, up to a slash
         for route in self.routes:
             table = self._patterns if route.has_parameters else self._exact
             table.setdefault(route.path, {}).setdefault(route.method, route)
-            for beginning in _beginnings(route.path):
-                below.setdefault(beginning, []).append(route)
-        self._unknown = {beginning: _unknown(found) for beginning, found in below.items()}
+            for prefix in _prefixes(route.path):
+                below.setdefault(prefix, []).append(route)
+        self._unknown = {prefix: _unknown(found) for prefix, found in below.items()}
 
     def find(self, method: str, path: str) -> Route:
         """Finds a route. Of a method that a path lacks, it is the path's first; without the path, by its neighbours."""
@@ -110,7 +110,7 @@ class RouteTable:
             return route
         if methods:
             return replace(next(iter(methods.values())), method=method)
-        found = next((self._unknown[one] for one in _beginnings(path) if one in self._unknown), Route("", "", not_ours))
+        found = next((self._unknown[one] for one in _prefixes(path) if one in self._unknown), Route("", "", not_ours))
         return replace(found, method=method)
 
 
@@ -125,7 +125,7 @@ def _unknown(neighbours: Sequence[Route]) -> Route:
     return Route("", "", not_ours, role=ROLES[strictest if least else 0], error_shape=shape)
 
 
-def _beginnings(path: str) -> Iterable[str]:
+def _prefixes(path: str) -> Iterable[str]:
     """A path, and what it is in, the longest first: /api/chat, /api."""
     while path.count("/") > 1:
         yield path

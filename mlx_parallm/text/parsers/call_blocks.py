@@ -89,7 +89,7 @@ class Scanner:
         return self._depth == 0
 
     def _withheld(self, rest: str, marks: Prefixes) -> int:
-        """How much at the end may be the beginning of a mark or of an escaped character."""
+        """How much at the end may be the start of a mark or of an escaped character."""
         if self._closing and self._quoting.escapes and rest.endswith("\\"):
             return 1
         return marks.held(rest)

@@ -4,7 +4,7 @@
 on how it is cut: all that is pushed and a single push of the whole come to the same. So there are no two verdicts for
 streamed and whole completions:
 
-- A call is a call once its head, name and beginning of the arguments, is complete; its arguments are passed on as they
+- A call is a call once its head, name and start of the arguments, is complete; its arguments are passed on as they
   are written and are not checked.
 - A block between marks that has ended and holds no call is content, as text, unless calls came before it.
 - A block that is cut off is a call with the arguments written so far if its name is complete. Otherwise it is left out.
@@ -152,7 +152,7 @@ class ChatParser:
         rest, self._buffer = self._buffer, ""
         if self.state == "reasoning":
             self._add_reasoning(rest.lstrip("\n") if self._trim else rest, piece)
-        elif not cut_off or not rest.strip():  # else it is the beginning of a mark
+        elif not cut_off or not rest.strip():  # else it is the start of a mark
             text = "".join(self._gap) + rest
             piece.content += text.lstrip() if self._trim else text
         return piece
@@ -212,7 +212,7 @@ class ChatParser:
             piece.content += text
 
     def _settle_bare(self) -> bool:
-        """Decides, at the beginning of content, whether it is a call without marks; False until that is known."""
+        """Decides, at the start of content, whether it is a call without marks; False until that is known."""
         if self._hold_space(self._gap):
             return False
         verdict = bare_call(self._buffer, self._names)
@@ -243,7 +243,7 @@ class ChatParser:
         return mark is not None
 
     def _take(self, marks: Prefixes) -> tuple[str, str | None]:
-        """Text up to the next mark, which is removed, or all that can't be the beginning of one."""
+        """Text up to the next mark, which is removed, or all that can't be the start of one."""
         if self._trim:
             self._buffer = self._buffer.lstrip("\n" if self.state == "reasoning" else None)
         if found := marks.find(self._buffer):

@@ -133,11 +133,11 @@ class HarmonyParser:
             self._header.append(self._buffer)
             self._buffer = ""
             return False
-        beginnings = (*MARKS, "to=")
-        if text.startswith(beginnings):
+        starts = (*MARKS, "to=")
+        if text.startswith(starts):
             self._place = "header"
             return True
-        if any(mark.startswith(text) for mark in beginnings):
+        if any(mark.startswith(text) for mark in starts):
             return False
         self._enter("content")
         self._buffer = "".join(self._header) + self._buffer
@@ -235,7 +235,7 @@ class HarmonyParser:
         return True
 
     def _take(self, marks: Prefixes) -> tuple[str, str | None]:
-        """Text up to the next mark, which is removed, or all that can't be the beginning of one."""
+        """Text up to the next mark, which is removed, or all that can't be the start of one."""
         if found := marks.find(self._buffer):
             at, mark = found
             text, self._buffer = self._buffer[:at], self._buffer[at + len(mark) :]

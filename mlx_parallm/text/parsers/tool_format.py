@@ -29,9 +29,9 @@ MlxParser = Callable[[str, list[Tool]], Any]  # of mlx_lm.tool_parsers
 class ToolFormat:
     """The marks around tool calls, and what stands between them.
 
-    `kind` "bare": a completion may also consist of calls alone, without marks, as Llama's do. A bare call must name a tool
-    of the request: JSON that does not is a completion. Between marks, any name makes a call, so that clients hear of tools
-    that the model has made up.
+    `kind` "bare": a completion may also consist of calls alone, without marks, as Llama's do. A bare call must name a
+    tool of the request: JSON that does not is a completion. Between marks, any name makes a call, so that clients hear
+    of tools that the model has made up.
     """
 
     start: str
@@ -70,10 +70,10 @@ class ToolFormat:
     def block(self, text: str, calls: Calls, tools: Sequence[Tool]) -> CallBlock | None:
         """A reader for the block that begins with this text; None as long as that does not say how to read it."""
         notation = self.notation
-        beginning = _BLOCK_BEGINNING.match(text.lstrip())
-        if beginning is None:
+        start = _BLOCK_START.match(text.lstrip())
+        if start is None:
             return None
-        if notation.read is None or beginning[1]:
+        if notation.read is None or start[1]:
             return JsonBlock(calls, self.end, heads=notation.heads, fillers=notation.fillers)
         return TextBlock(calls, self.end, partial(self._read, notation.read, tools), notation.quoting)
 
@@ -87,15 +87,15 @@ class ToolFormat:
         return found
 
     def bare_block(self, text: str, calls: Calls, tools: Sequence[Tool]) -> CallBlock:
-        """A reader for calls without marks, which `bare_call` has found at the beginning of the text."""
+        """A reader for calls without marks, which `bare_call` has found at the start of the text."""
         names = {tool["function"]["name"] for tool in tools}
         if llama.BARE_JSON.match(text, partial=True):
             return JsonBlock(calls, heads=self.notation.heads, fillers=self.notation.fillers, names=names)
         return TextBlock(calls, "", partial(self._read, read_python, tools), PYTHON_QUOTES)
 
 
-# An object or a list of objects, which is JSON, or anything else that is not just the beginning of such a list.
-_BLOCK_BEGINNING = re.compile(r"(\{|\[\s{0,64}\{)|\[\s{0,64}[^\s{]|\[\s{65}|[^\[{]")
+# An object or a list of objects, which is JSON, or anything else that is not just the start of such a list.
+_BLOCK_START = re.compile(r"(\{|\[\s{0,64}\{)|\[\s{0,64}[^\s{]|\[\s{65}|[^\[{]")
 _LONGEST_GUESS = 4_000  # characters: some of mlx-lm's patterns take quadratic time
 
 

@@ -1,8 +1,8 @@
 """From trajectories to the arrays of bounded micro-batches. NumPy; `trainer` computes them.
 
-Completions to a prompt go through the model together: the prompt once, then each completion behind it. A micro-batch is some
-completions to one prompt or all completions to several, within a number of tokens; every token has its weight in the whole
-update before the first of them is computed, so an update is the same however it is cut.
+Completions to a prompt go through the model together: the prompt once, then each completion behind it. A micro-batch is
+some completions to one prompt or all completions to several, within a number of tokens; every token has its weight in
+the whole update before the first of them is computed, so an update is the same however it is cut.
 """
 
 from collections import deque
@@ -91,7 +91,7 @@ class Micro:
     prompts: PaddedPrompts
     answers: Integers  # (n, C)
     mask: Floats  # (n, C): tokens to learn from
-    old: Floats  # (n, C): log-probabilities when they were drawn
+    old: Floats  # (n, C): log-probabilities when they were sampled
     known: Floats  # (n, 1): whether those are known
     advantage: Floats  # (n,)
     weight: Floats  # (n,): of one token

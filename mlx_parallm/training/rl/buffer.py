@@ -162,7 +162,7 @@ class Buffer:
         return taken
 
     def drop_abandoned(self, abandoned: Collection[int]) -> None:
-        """Those that versions have drawn which a rollback has left."""
+        """Those that versions have sampled which a rollback has left."""
         with self._changed:
             self._drop(lambda one: one.comes_from(abandoned))
 
@@ -172,7 +172,7 @@ class Buffer:
         self.count(stale=len(trajectories) - len(kept))
         if trajectories and not kept:
             raise InvalidRequestError(
-                "all of these trajectories are of versions that a rollback has left: draw new ones",
+                "all of these trajectories are of versions that a rollback has left: sample new ones",
                 param="trajectories",
             )
         return kept

@@ -14,8 +14,8 @@ each algorithm is made of:
   gradient. TRL's clips above alone, at `epsilon_high` itself: that is clip_low = 1 and clip_high = epsilon_high - 1.
 - SAPO: in place of the clip, a soft gate: a sigmoid of the ratio, with a temperature for each sign of the advantage.
 - RLOO: one ratio for a completion, the product of its tokens', clipped; the baseline is the mean of the others of the
-  group; completions averaged. REINFORCE: the same without a clip, and the group's mean is the baseline. TRL's RLOO has the
-  divergence to the reference in the reward (`kl_in_reward`); here it is a term of the loss, as in the others.
+  group; completions averaged. REINFORCE: the same without a clip, and the group's mean is the baseline. TRL's RLOO has
+  the divergence to the reference in the reward (`kl_in_reward`); here it is a term of the loss, as in the others.
 
 The logarithm of a ratio, of a token's and of a completion's, is held within ±20, so that no exponential overflows, and
 what a bad completion's ratio counts is bounded (`dual_clip`): a huge one teaches little, and spoils no update.
@@ -66,8 +66,8 @@ def _deviation(rewards: npt.NDArray[np.float64]) -> float:
 
 
 def token_weights(lengths: Integers, algorithm: str, max_length: int) -> Floats:
-    """(N,): what one token of each completion counts in the update. All together count one, but for Dr. GRPO's: there that
-    is so only where every completion has `max_length` tokens."""
+    """(N,): what one token of each completion counts in the update. All together count one, but for Dr. GRPO's: there
+    that is so only where every completion has `max_length` tokens."""
     match ALGORITHMS[algorithm].aggregation:
         case "answers":
             return (1.0 / (np.maximum(lengths, 1) * len(lengths))).astype(np.float32)
@@ -78,7 +78,7 @@ def token_weights(lengths: Integers, algorithm: str, max_length: int) -> Floats:
 
 
 def chosen_logprobs(logits: mx.array, tokens: mx.array, temperature: mx.array | float = 1.0) -> mx.array:
-    """(B, T, V), (B, T) -> (B, T): log-probabilities of tokens as the sampler draws them at its temperature."""
+    """(B, T, V), (B, T) -> (B, T): log-probabilities of tokens as the sampler samples them at its temperature."""
     scaled = logits.astype(mx.float32)
     if not isinstance(temperature, float) or temperature != 1.0:
         scaled = scaled / temperature

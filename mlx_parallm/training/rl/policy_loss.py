@@ -1,4 +1,5 @@
-"""The loss of a policy: a micro-batch of completions through the trainable model and, for the divergence, the reference.
+"""The loss of a policy: a micro-batch of completions through the trainable model and, for the divergence, the
+reference.
 
 The trainer calls it, for gradients and to look at what an update did. Engine thread only.
 """
@@ -27,8 +28,8 @@ class LossTotals:
     tokens: float = 0.0
     kept: float = 0.0
     clipped: float = 0.0
-    entropy: float = 0.0  # by the drawn tokens' own log-probabilities
-    mismatch: float = 0.0  # KL of the policy that learns to the one that drew
+    entropy: float = 0.0  # by the sampled tokens' own log-probabilities
+    mismatch: float = 0.0  # KL of the policy that learns to the one that sampled
     reference: float = 0.0  # KL to the reference
     ratio: float = 0.0
     ratio_squared: float = 0.0

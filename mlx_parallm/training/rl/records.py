@@ -1,4 +1,4 @@
-"""What the engine drew: one record for each choice that has ended, with its tokens and their log-probabilities.
+"""What the engine sampled: one record for each choice that has ended, with its tokens and their log-probabilities.
 
 The ledger makes and keeps them, rollouts hand them out, and trajectories are made of them. Any thread; no MLX.
 """
@@ -71,7 +71,7 @@ class Record:
 
     @property
     def sampled(self) -> int:
-        """Tokens of the completion that the model drew itself."""
+        """Tokens of the completion that the model sampled itself."""
         return len(self.completion_ids) if self.mask is None else sum(self.mask)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Training with servers elsewhere: they draw the rollouts, and each version reaches them before training counts it.
+"""Training with servers elsewhere: they sample the rollouts, and each version reaches them before training counts it.
 
 `mlx_parallm_train --mode rl --connect-to HOST:PORT` uses it, with one server or with the replicas behind one address.
 The learner holds a model of its own; servers that do not answer are waited for. Any thread but the engine's.
@@ -124,7 +124,7 @@ class RemotePolicy:
             published.name, published.data, published.config, version=published.number
         )
 
-    async def _drawn(self, call: Mapping[str, Any]) -> list[list[Sample]]:
+    async def _sampled(self, call: Mapping[str, Any]) -> list[list[Sample]]:
         """A server that has restarted gets the adapter again."""
         try:
             return await self._client.rollout(**call)
@@ -143,7 +143,7 @@ class RemotePolicy:
     def check_prompt(self, prompt: list[int], answers: int) -> None:
         """Nothing: only the server knows how much it can hold."""
 
-    def draw(
+    def sample(
         self,
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
@@ -152,7 +152,8 @@ class RemotePolicy:
         seed: int | None = None,
         salt: str = "",
     ) -> list[list[Record]]:
-        """`sampling.n` completions to each prompt, each prompt by a call of its own, so that replicas share the work."""
+        """`sampling.n` completions to each prompt, each prompt by a call of its own, so that replicas share the
+        work."""
         _check(sampling)
         label = f"rollout-{uuid.uuid4().hex[:12]}"
         body = {
@@ -181,11 +182,13 @@ class RemotePolicy:
     async def _group(self, call: Mapping[str, Any]) -> list[Sample]:
         """One that is fresh enough."""
         for _ in range(MAX_REDRAWS):
-            [group] = await self._persist(lambda: self._drawn(call))
+            [group] = await self._persist(lambda: self._sampled(call))
             oldest = min((span[2] for sample in group for span in sample.policy_spans), default=self.version)
             if self._max_staleness is None or self.version - oldest <= self._max_staleness:
                 return group
-            log.warning("version %d drew answers, and %d is the newest: they are drawn again", oldest, self.version)
+            log.warning(
+                "version %d sampled answers, and %d is the newest: they are sampled again", oldest, self.version
+            )
         raise UnavailableError(
             f"{self.url} answers with versions more than --max-staleness {self._max_staleness} behind {self.version}"
         )

@@ -1,4 +1,4 @@
-"""Completions of the current policy, drawn by the engine like any request and taken from the ledger, not from text.
+"""Completions of the current policy, sampled by the engine like any request and taken from the ledger, not from text.
 
 Blocks until all have ended: for threads of training, never the event loop.
 """
@@ -32,9 +32,9 @@ class RolloutClient:
 
 
 class RolloutSource(Protocol):
-    """Whoever draws answers: the engine of this process, or servers elsewhere (`remote`)."""
+    """Whoever samples answers: the engine of this process, or servers elsewhere (`remote`)."""
 
-    def draw(
+    def sample(
         self,
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
@@ -45,7 +45,7 @@ class RolloutSource(Protocol):
     ) -> list[list[Record]]: ...
 
     def check_prompt(self, prompt: list[int], answers: int) -> None:
-        """Raises ContextLengthError where `draw` would: the prompt is too long for so many completions."""
+        """Raises ContextLengthError where `sample` would: the prompt is too long for so many completions."""
 
 
 class Rollouts:
@@ -57,7 +57,7 @@ class Rollouts:
     def check_prompt(self, prompt: list[int], answers: int) -> None:
         self._engine.check_prompt(prompt, answers)
 
-    def draw(
+    def sample(
         self,
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
@@ -67,13 +67,13 @@ class Rollouts:
         priority: int = 0,
         salt: str = "",
         label: str = "",
-        redraw: bool = True,
+        resample: bool = True,
         client: RolloutClient | None = None,
     ) -> list[list[Record]]:
-        """`sampling.n` completions to each prompt, handed in at one moment where the queue has room for them; those for a
-        client some at a time.
+        """`sampling.n` completions to each prompt, handed in at one moment where the queue has room for them; those for
+        a client some at a time.
 
-        What a pause aborts is drawn again once the engine goes on; without `redraw`, that is an error.
+        What a pause aborts is sampled again once the engine goes on; without `resample`, that is an error.
         """
         if not 1 <= sampling.n <= self._max_rows:
             raise ConfigError(f"completions to a prompt must be between 1 and {self._max_rows}, not {sampling.n}")
@@ -101,13 +101,13 @@ class Rollouts:
                 )
                 for name, prompt in left.items()
             ]
-            records |= self._drawn(requests, waiting, client)
-            if waiting.aborted and not redraw:
+            records |= self._sampled(requests, waiting, client)
+            if waiting.aborted and not resample:
                 raise UnavailableError("the rollout was aborted by a pause: send it again")
             left = {name: prompt for name, prompt in left.items() if name in waiting.aborted}
         return [[records[ChoiceKey(name, index)] for index in range(sampling.n)] for name in samplings]
 
-    def _drawn(
+    def _sampled(
         self, requests: list[Request], waiting: "_Waiting", client: RolloutClient | None
     ) -> dict[ChoiceKey, Record]:
         names = [request.id for request in requests]

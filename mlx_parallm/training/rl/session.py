@@ -1,9 +1,9 @@
 """One adapter that learns: its trainer, trajectories, versions and checkpoints. The manager has one for each of them.
 
 An update runs on the engine, in micro-batches; its result is packed here, on the caller's thread, and published
-between two steps. A version is good once the completions drawn from it have given no alarm (`alarms`); an alarm brings the
-last good one back, parameters, optimiser and all. `versions` has the numbers of versions, `session_store` what is on
-disk. Any thread but the engine's; one update at a time.
+between two steps. A version is good once the completions sampled from it have given no alarm (`alarms`); an alarm
+brings the last good one back, parameters, optimiser and all. `versions` has the numbers of versions, `session_store`
+what is on disk. Any thread but the engine's; one update at a time.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""The built-in loop: draw problems, have the current policy answer, score, update, and evaluate on held-out ones.
+"""The built-in loop: sample problems, have the current policy answer, score, update, and evaluate on held-out ones.
 
-How it departs from the papers: rollouts come from the engine that serves, so what was drawn and its log-probabilities
+How it departs from the papers: rollouts come from the engine that serves, so what was sampled and its log-probabilities
 are the sampler's own; one update per batch by default, so every batch is on-policy; groups without a difference are
 skipped. All randomness comes from the seed and the step's number, so a run that was killed goes on as it would have.
 """
@@ -50,7 +50,7 @@ class StepReport:
     components: Mapping[str, float] = field(default_factory=dict)  # the mean of each part of the reward
     held_out_components: Mapping[str, float] = field(default_factory=dict)
     skipped_problems: int = 0  # whose prompts are too long, so far
-    resampled_problems: int = 0  # drawn in the place of those whose completions all got the same reward
+    resampled_problems: int = 0  # sampled in the place of those whose completions all got the same reward
 
     def parts(self) -> list[str]:
         """Returns the parts of a line in the terminal."""
@@ -153,7 +153,7 @@ class TaskSampler:
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
     ) -> list[list[ScoredAnswer]]:
         """Returns, for each problem, its completions with their scores."""
-        drawn = self._rollouts.draw(
+        sampled = self._rollouts.sample(
             [self.tokens(problem) for problem in problems], sampling, adapter=adapter, seed=seed, salt=salt
         )
         items = [
@@ -163,11 +163,11 @@ class TaskSampler:
                 metadata={**problem.metadata, "finish_reason": record.finish_reason},
                 tokens=record.prompt_ids + record.completion_ids,
             )
-            for problem, records in zip(problems, drawn, strict=True)
+            for problem, records in zip(problems, sampled, strict=True)
             for record in records
         ]
-        scored = iter(self._scored([record for records in drawn for record in records], items))
-        return [[next(scored) for _ in records] for records in drawn]
+        scored = iter(self._scored([record for records in sampled for record in records], items))
+        return [[next(scored) for _ in records] for records in sampled]
 
     def _scored(self, records: Sequence[Record], items: Sequence[Item]) -> list[ScoredAnswer]:
         if not self._components:
@@ -233,7 +233,7 @@ class Loop:
         self._problems = ProblemSource(task, lambda problem: sampler.misfit(problem, config.group_size))
         kept_apart = task.held_out()
         self._held_out = (
-            self._problems.draw(random.Random(f"held-out {task.name}"), config.eval_problems, config.level, ())
+            self._problems.sample(random.Random(f"held-out {task.name}"), config.eval_problems, config.level, ())
             if kept_apart is None
             else self._problems.fitting(kept_apart)[: config.eval_problems]
         )
@@ -273,15 +273,15 @@ class Loop:
         self._on_step(report)
 
     def _step(self, step: int) -> StepReport:
-        """Draws, scores and updates; decides about the level of the next step."""
+        """Samples, scores and updates; decides about the level of the next step."""
         config, session, level = self._config, self._session, self._level
         chance = random.Random(f"{config.seed} {step}")
-        problems = self._problems.draw(chance, config.prompts_per_step, level, self._never_learnt)
+        problems = self._problems.sample(chance, config.prompts_per_step, level, self._never_learnt)
         begun = time.perf_counter()
         # A salt for each step: nothing is reused from before, so a step is the same after a restart.
         answers = self._sample(problems, self._sampling, chance.getrandbits(31), f"step {step}")
         learnt, others = self._resampled(step, chance, problems, answers)
-        drawn = time.perf_counter()
+        sampled = time.perf_counter()
         trajectories = self._trajectories(step, learnt, chance)
         answers = [*answers, *others]
         reward = _mean(answer.score for group in answers for answer in group)
@@ -297,9 +297,9 @@ class Loop:
             step=step,
             reward=reward,
             level=level,
-            rollout_seconds=drawn - begun,
+            rollout_seconds=sampled - begun,
             rollout_tokens=sum(record.sampled for record in records),
-            update_seconds=time.perf_counter() - drawn,
+            update_seconds=time.perf_counter() - sampled,
             report=update,
             samples=[self._sampler.text(record) for record in records[:2]],
             components=_means(answers),
@@ -311,18 +311,18 @@ class Loop:
         self, step: int, chance: random.Random, problems: Sequence[Problem], answers: Groups
     ) -> tuple[Groups, Groups]:
         """The groups to learn from: those whose completions all got one reward give way to others, a few times. And all
-        groups that were drawn for that."""
+        groups that were sampled for that."""
         learnt, others, asked = list(answers), list[Sequence[ScoredAnswer]](), list(problems)
         for number in range(self._config.dynamic_sampling):
             flat = [place for place, group in enumerate(learnt) if not _differs(group)]
             if not flat:
                 break
-            again = self._problems.draw_some(chance, len(flat), self._level, [*self._never_learnt, *asked])
+            again = self._problems.sample_some(chance, len(flat), self._level, [*self._never_learnt, *asked])
             asked += again
-            drawn = self._sample(again, self._sampling, chance.getrandbits(31), f"step {step} again {number}")
-            for place, group in zip(flat, drawn, strict=False):
+            sampled = self._sample(again, self._sampling, chance.getrandbits(31), f"step {step} again {number}")
+            for place, group in zip(flat, sampled, strict=False):
                 learnt[place] = group
-            others += drawn
+            others += sampled
         return learnt, others
 
     def _trajectories(self, step: int, answers: Groups, chance: random.Random) -> list[Trajectory]:

@@ -200,7 +200,8 @@ class Trainer:
 
     @property
     def _rules(self) -> BatchRules:
-        """Completions without an advantage are computed only for their divergence to the reference, or their entropy."""
+        """Completions without an advantage are computed only for their divergence to the reference, or their
+        entropy."""
         config = self.config
         return BatchRules(
             algorithm=config.algorithm,
@@ -227,15 +228,15 @@ class Trainer:
     ) -> Generator[None, None, tuple[list[Trajectory], float]]:
         """Completions with rewards that are less by the weight of their divergence; the mean of that, in nats a token.
 
-        Measured from the policy that drew them, or the current one where nobody knows that.
+        Measured from the policy that sampled them, or the current one where nobody knows that.
         """
         rules = replace(self._rules, keep_flat=True, mask_truncated=False)
         [batch] = Batch.all_of(trajectories, rules, len(trajectories))
         rewarded, total, tokens = list(trajectories), 0.0, 0
         for micro in self._micros(batch):
             reference = self.loss.reference_logprobs(micro)
-            drawn = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), self.check.new_logprobs(micro))
-            apart = divergence(drawn, reference, self.config.kl_estimator) * mx.array(micro.mask)
+            sampled = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), self.check.new_logprobs(micro))
+            apart = divergence(sampled, reference, self.config.kl_estimator) * mx.array(micro.mask)
             for place, kl in zip(micro.places.tolist(), to_numpy(mx.sum(apart, axis=1)).tolist(), strict=True):
                 if place >= 0:
                     one = trajectories[place]

@@ -24,7 +24,7 @@ def check_reward(number: float) -> None:
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """A completion with its reward. `logprobs` are those of the policy that drew it; None: nobody knows."""
+    """A completion with its reward. `logprobs` are those of the policy that sampled it; None: nobody knows."""
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
@@ -37,7 +37,7 @@ class Trajectory:
     advantage: float | None = None  # None: by its group
     request_id: str | None = None
     off_policy: bool = False
-    source: ChoiceKey | None = None  # the choice, of one that was drawn here
+    source: ChoiceKey | None = None  # the choice, of one that was sampled here
     max_tokens: int | None = None  # that the completion was allowed; None: nobody knows
     metadata: dict[str, Any] = field(default_factory=dict)
     truncated: bool = False  # cut off at the longest length that it was allowed
@@ -86,16 +86,16 @@ class Trajectory:
 
     @property
     def version(self) -> int:
-        """The oldest that drew any of it."""
+        """The oldest that sampled any of it."""
         return min((span.version for span in self.spans), default=0)
 
     def comes_from(self, versions: Collection[int]) -> bool:
-        """Whether any of these versions of the adapter that learns drew a part of it."""
+        """Whether any of these versions of the adapter that learns sampled a part of it."""
         return not self.foreign and any(span.version in versions for span in self.spans)
 
     @property
     def foreign(self) -> bool:
-        """Drawn here by another adapter than the one that learns, with versions of its own."""
+        """Sampled here by another adapter than the one that learns, with versions of its own."""
         return self.off_policy and self.source is not None
 
 

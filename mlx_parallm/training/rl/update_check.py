@@ -44,7 +44,7 @@ class UpdateCheck:
             metrics["kl"] = yield from self._divergence(samples, self._loss.reference_logprobs)
         for halvings in range(self._config.max_kl_halvings + 1):
             metrics["parameter_norm"] = self._parameter_norm(before.stacks)
-            # Of the old policy to the new: the old one drew the completions.
+            # Of the old policy to the new: the old one sampled the completions.
             kl = yield from self._divergence(samples, self.new_logprobs)
             if kl <= self._config.max_kl:
                 return metrics | {"update_kl": kl, "step_halvings": float(halvings)}
@@ -64,7 +64,7 @@ class UpdateCheck:
     def _divergence(
         self, samples: Sequence[CheckSample], logprobs: Callable[[Micro], mx.array]
     ) -> Generator[None, None, float]:
-        """KL of the policy that drew some completions to another, in nats a token."""
+        """KL of the policy that sampled some completions to another, in nats a token."""
         total = count = 0.0
         for sample in samples:
             mask = mx.array(sample.micro.mask)

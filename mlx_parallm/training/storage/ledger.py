@@ -1,7 +1,7 @@
-"""The ledger of what this server drew: the last choices that the engine has ended, as records.
+"""The ledger of what this server sampled: the last choices that the engine has ended, as records.
 
 It makes a reward that comes later for a request id into a trajectory, and tells whether one from outside is what was
-drawn here; what is not is marked off-policy. The engine calls it as its recorder. Any thread; no MLX.
+sampled here; what is not is marked off-policy. The engine calls it as its recorder. Any thread; no MLX.
 """
 
 import hashlib
@@ -146,12 +146,12 @@ class Ledger:
         self._tokens -= record.size
 
     def check(self, trajectory: Trajectory) -> None:
-        """Marks one off-policy that this server did not draw; one that it drew gets what was recorded of it.
+        """Marks one off-policy that this server did not sample; one that it sampled gets what was recorded of it.
 
-        Of a completion that its `request_id` names, the recorded log-probabilities count, whatever was sent: a client has
-        them after top_p and penalties. Without the name they tell whether it is that answer at all.
+        Of a completion that its `request_id` names, the recorded log-probabilities count, whatever was sent: a client
+        has them after top_p and penalties. Without the name they tell whether it is that answer at all.
         """
-        record = self._drawn(trajectory)
+        record = self._sampled(trajectory)
         trajectory.off_policy = record is None
         if record is not None:
             record = record.cut(len(trajectory.completion_ids))
@@ -160,11 +160,11 @@ class Ledger:
             trajectory.mask = joined_masks(record.mask, trajectory.mask)
             trajectory.truncated = record.finish_reason == "length"
 
-    def _drawn(self, trajectory: Trajectory) -> Record | None:
+    def _sampled(self, trajectory: Trajectory) -> Record | None:
         with self._lock:
             packed = self._by_text.get(_text(trajectory.prompt_ids, trajectory.completion_ids))
             named = [] if trajectory.request_id is None else self._named(trajectory.request_id, None, None)
-        # Perhaps the trajectory is only the beginning of one of these.
+        # Perhaps the trajectory is only the prefix of one of these.
         if (record := next((one for one in named if _has_text(trajectory, one)), None)) is not None:
             return record
         same_text = None if packed is None else packed.unpacked()

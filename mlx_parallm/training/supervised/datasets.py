@@ -1,7 +1,7 @@
 """JSON-lines files, and what SFT, DPO and RL learn from in their rows. No MLX.
 
 Whatever is wrong with a row is said with its file, line and field. A conversation is rendered by the model's own
-chat template. Which tokens are an assistant's follows from renderings of its beginnings: what a turn adds to what stood
+chat template. Which tokens are an assistant's follows from renderings of its prefixes: what a turn adds to what stood
 there when the model was asked is the completion.
 """
 
@@ -212,11 +212,11 @@ class DatasetReader:
         return self._prompts.render(Conversation([dict(one) for one in messages], add_generation_prompt=ask))
 
     def _marked(self, text: str, spans: Sequence[tuple[str, str]]) -> Example:
-        """A text of which the spans, each from the end of one beginning to that of another, are learnt."""
+        """A text of which the spans, each from the end of one prefix to that of another, are learnt."""
         tokens = self._tokens(text)
         mask = [False] * len(tokens)
         for before, after in spans:
-            begin, end = (_alike(self._tokens(beginning), tokens) for beginning in (before, after))
+            begin, end = (_alike(self._tokens(prefix), tokens) for prefix in (before, after))
             mask[begin:end] = [True] * (end - begin)
         return Example(tokens, mask)
 
@@ -224,10 +224,10 @@ class DatasetReader:
         return self._prompts.encode(text, add_special_tokens=False)
 
 
-def _alike(beginning: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many tokens both begin with: all of the beginning, unless its last characters are part of a longer token."""
-    places = range(min(len(beginning), len(tokens)))
-    return next((place for place in places if beginning[place] != tokens[place]), len(places))
+def _alike(prefix: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens both begin with: all of the prefix, unless its last characters are part of a longer token."""
+    places = range(min(len(prefix), len(tokens)))
+    return next((place for place in places if prefix[place] != tokens[place]), len(places))
 
 
 def split(items: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:

@@ -32,7 +32,7 @@ Where = Checkpoints | Path | str
 WEIGHT, BIAS = "head.weight", "head.bias"
 KIND, NAME = "reward_model", "reward-model"
 MICRO_TOKENS = 256  # of a micro-batch
-LEAST_SHARED = 8  # tokens of a beginning that is worth a pass of its own
+LEAST_SHARED = 8  # tokens of a prefix that is worth a pass of its own
 
 
 @dataclass(frozen=True, slots=True)

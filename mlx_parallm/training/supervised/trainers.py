@@ -253,8 +253,8 @@ class SFT(Supervised[Example]):
 
 @dataclass(frozen=True, slots=True)
 class PairReference:
-    """What the reference says of a pair: the log-probability of each completion. Holds the pair itself: as long as it is
-    here, no other has its identity."""
+    """What the reference says of a pair: the log-probability of each completion. Holds the pair itself: as long as it
+    is here, no other has its identity."""
 
     pair: Preference
     chosen: float

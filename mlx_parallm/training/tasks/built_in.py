@@ -74,7 +74,7 @@ class Task(Scorer):
     def problem(self, random: random.Random, level: int) -> Problem: ...
 
     def held_out(self) -> Sequence[Problem] | None:
-        """Those that are never learnt from, where the task has them apart; None: they are drawn like others."""
+        """Those that are never learnt from, where the task has them apart; None: they are sampled like others."""
         return None
 
 

@@ -2,8 +2,8 @@
 
     --reward number --reward regex='^<answer>.*</answer>$'@0.2 --reward tone=scores.py:polite@0.5
 
-A component is a scoring function (`rewards`): it is handed prompts, completions and their rows' fields. The reward is the
-weighted sum.
+A component is a scoring function (`rewards`): it is handed prompts, completions and their rows' fields. The reward is
+the weighted sum.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Environments: conversations of several turns, with tools, that a policy learns from as a whole.
 
 An environment is a class with `reset` and `step`; an episode is one object of it. The model answers, `step` adds what
-tools or users say to that, and so on until the episode is done. All of it is one trajectory: what the model drew is
+tools or users say to that, and so on until the episode is done. All of it is one trajectory: what the model sampled is
 learnt from, what others wrote is not. A turn's prompt is the very tokens of the turns before, never text that was
 tokenised anew, so log-probabilities are those of the sampler and the prefix cache finds every turn.
 
@@ -179,14 +179,14 @@ class EpisodeSampler(TaskSampler):
                 active = [one for one in episodes if not one.done and self._has_room(one, single.max_tokens or 1)]
                 if not active:
                     break
-                drawn = self._rollouts.draw(
+                sampled = self._rollouts.sample(
                     [[*one.prompt, *one.tokens] for one in active],
                     single,
                     adapter=adapter,
                     seed=None if seed is None else seed + turn * len(episodes),
                     salt=salt,
                 )
-                for episode, (record,) in zip(active, drawn, strict=True):
+                for episode, (record,) in zip(active, sampled, strict=True):
                     episode.take(record)
                 for episode, stepped in [(one, pool.submit(self._step, one)) for one in active]:
                     self._wait(episode, stepped)
@@ -269,7 +269,8 @@ class EpisodeSampler(TaskSampler):
         return message
 
     def _behind(self, episode: Episode, said: Sequence[Message], record: Record) -> list[int]:
-        """The tokens between a completion and the next: the end of its turn, what others say, and the next one's head."""
+        """The tokens between a completion and the next: the end of its turn, what others say, and the next one's
+        head."""
         before = [_plain(message) for message in episode.messages[:-1]]
         marked: Message = {"role": "assistant", "content": MARK}
         conversation = Conversation(
@@ -333,9 +334,9 @@ def _value(node: ast.expr) -> int:
 class Calculator(Environment):
     """Sums of three-digit numbers. The model may write `calc(…)`, is told the result, and answers with it.
 
-    The reward is 1 for a completion whose first number is the right one and that calls nothing. The embedded model copies
-    the call from the example and calls again instead of answering, so it has to learn when not to. A reward for the
-    call itself teaches it the opposite.
+    The reward is 1 for a completion whose first number is the right one and that calls nothing. The embedded model
+    copies the call from the example and calls again instead of answering, so it has to learn when not to. A reward for
+    the call itself teaches it the opposite.
     """
 
     max_turns = 2

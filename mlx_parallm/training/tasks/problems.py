@@ -13,7 +13,7 @@ from mlx_parallm.training.tasks.built_in import Problem, Task
 log = logging.getLogger(__name__)
 
 SHOWN = 60  # characters of a prompt in the log
-TRIES = 100  # draws for each problem that is wanted
+TRIES = 100  # attempts for each problem that is wanted
 
 
 class ProblemSource:
@@ -28,9 +28,9 @@ class ProblemSource:
         """Different problems that were left out so far."""
         return list(self._fits.values()).count(False)
 
-    def draw(self, chance: random.Random, count: int, level: int, without: Iterable[Problem]) -> list[Problem]:
+    def sample(self, chance: random.Random, count: int, level: int, without: Iterable[Problem]) -> list[Problem]:
         """So many different ones of a level."""
-        problems = self.draw_some(chance, count, level, without)
+        problems = self.sample_some(chance, count, level, without)
         if len(problems) == count:
             return problems
         left_out = f"; {self.skipped} have prompts that are too long" if self.skipped else ""
@@ -38,7 +38,7 @@ class ProblemSource:
             f"task {self._task.name} has not {count} different problems beside the held-out ones{left_out}"
         )
 
-    def draw_some(self, chance: random.Random, count: int, level: int, without: Iterable[Problem]) -> list[Problem]:
+    def sample_some(self, chance: random.Random, count: int, level: int, without: Iterable[Problem]) -> list[Problem]:
         """The same; fewer where there are no more."""
         known = {problem.key for problem in without}
         problems: list[Problem] = []

@@ -48,12 +48,12 @@ class Transcript:
             else:
                 transcript._add_system(message.content)
         transcript._check_results(set(transcript._open), len(messages) - 1)
-        transcript._drop_empty_beginning()
+        transcript._drop_empty_start()
         return transcript
 
     @property
     def is_begun(self) -> bool:
-        """Whether the last message is the beginning of the response."""
+        """Whether the last message is the start of the response."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def _add_system(self, content: str | Sequence[MessageText]) -> None:
@@ -147,7 +147,7 @@ class Transcript:
         else:
             last["content"] = [*_as_parts(last["content"]), *_as_parts(content)]
 
-    def _drop_empty_beginning(self) -> None:
+    def _drop_empty_start(self) -> None:
         """A response that has begun with nothing has not begun."""
         if self.is_begun and not self.messages[-1]["content"]:
             self.messages.pop()

@@ -47,7 +47,7 @@ class GenerateBody(CompletionBody):
     )
     logprobs_mode: Literal["raw", "processed"] = Field(
         "processed",
-        description="processed: as tokens were drawn, after temperature, penalties and the cuts of top_p, top_k and "
+        description="processed: as tokens were sampled, after temperature, penalties and the cuts of top_p, top_k and "
         "min_p; raw: the model's own, before all of them",
     )
     return_token_ids: bool = True

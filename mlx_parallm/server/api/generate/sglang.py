@@ -110,7 +110,7 @@ def _prompt_logprobs(body: SglangBody, max_tokens: int | None) -> int | None:
 
 
 def sglang_call(body: SglangBody) -> GenerationCall:
-    """Log-probabilities are as tokens were drawn."""
+    """Log-probabilities are as tokens were sampled."""
     params = body.sampling_params
     sampling = params.sampling_params(
         stop_token_ids=tuple(params.stop_token_ids),

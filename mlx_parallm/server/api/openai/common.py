@@ -86,7 +86,8 @@ class GenerationBody(PolicyBody, StructureBody, SamplingBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"] = Field(
-        "raw", description="Of the model itself, or as tokens were drawn: after temperature, penalties, top_p and top_k"
+        "raw",
+        description="Of the model itself, or as tokens were sampled: after temperature, penalties, top_p and top_k",
     )
     return_tokens_as_token_ids: bool = Field(False, description="Tokens in logprobs as `token_id:17`, not as text")
     use_beam_search: bool = Field(False, description="Not supported")

@@ -1,6 +1,6 @@
 """What both of OpenAI's routes write: the envelope, usage, and the fast way to write text.
 
-A chunk that carries only text, which is nearly every chunk, is a constant beginning and end around that text.
+A chunk that carries only text, which is nearly every chunk, is a constant start and end around that text.
 """
 
 import time

@@ -46,7 +46,7 @@ class ActBody(Body):
         description=f"A batch of them. {TENSOR}; an object of them by name, where the policy has several observations"
     )
     hidden_states: Any = Field(
-        None, description="`new_hidden_states` of the response before; default: zeros, an episode's beginning"
+        None, description="`new_hidden_states` of the response before; default: zeros, an episode's start"
     )
     session_id: str | None = Field(
         None, min_length=1, max_length=256, description="Keeps the state of all rows on the server under this name"
@@ -57,7 +57,7 @@ class ActBody(Body):
     episode_starts: Any = Field(None, description="A boolean for each row: true begins with a state of zeros")
     deterministic: bool = Field(False, description="The likeliest action, or the mean")
     seed: int | None = Field(
-        None, ge=-INT64 - 1, le=INT64, description="A row's draw depends on it and on the row's number alone"
+        None, ge=-INT64 - 1, le=INT64, description="A row's random number depends on it and on the row's number alone"
     )
     encoding: Literal["json", "base64"] = Field("json", description="Of the response's tensors")
 

@@ -57,7 +57,7 @@ class ReasoningOptions(Body):
 
 
 class ResponseSampling(SamplingBody):
-    """How tokens are drawn: OpenAI's fields, and those that this server's other routes have."""
+    """How tokens are sampled: OpenAI's fields, and those that this server's other routes have."""
 
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_output_tokens: int | None = Field(

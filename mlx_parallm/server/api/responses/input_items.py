@@ -1,7 +1,8 @@
 """From items to the conversation that a chat template renders.
 
-Templates know messages with roles, and one system message at the beginning. So instructions and the system or developer
-messages that come first are joined into one; the reasoning, text and calls of one response become one assistant message.
+Templates know messages with roles, and one system message at the start. So instructions and the system or developer
+messages that come first are joined into one; the reasoning, text and calls of one response become one assistant
+message.
 """
 
 import base64

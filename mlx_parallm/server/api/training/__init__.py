@@ -180,8 +180,8 @@ class TrainingRoutes:
         return JSONResponse(CheckpointWritten(status="success", checkpoint=name, path=path))
 
     async def rollout(self, body: RolloutBody, request: Request) -> Response:
-        """Responses of the current policy, scored; with `submit` they are learnt from. They wait in a queue of their own,
-        leave room for other requests, and end with their client."""
+        """Responses of the current policy, scored; with `submit` they are learnt from. They wait in a queue of their
+        own, leave room for other requests, and end with their client."""
         if body.submit and body.scoring_function is None:
             raise InvalidRequestError("submit needs a scoring_function", param="submit")
         if body.n > self._max_rows:
@@ -225,7 +225,7 @@ class TrainingRoutes:
             with when_left(request.receive, lambda: left.set_result(None)):
                 groups = await _run(self._rollouts, partial(self._training.rollout, call, left))
             used = sum(len(sample.completion_ids) for group in groups for sample in group)
-        except (QueueFullError, InvalidRequestError, NotFoundError):  # before any was drawn
+        except (QueueFullError, InvalidRequestError, NotFoundError):  # before any was sampled
             used = 0
             caller.refund_prompt(prompt_tokens)
             raise

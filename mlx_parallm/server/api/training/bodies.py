@@ -22,7 +22,7 @@ class TrajectoryBody(Body):
     completion_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_TOKENS)
     logprobs: list[float] | None = Field(
         None,
-        description="At the temperature of the draw, before the cuts of top_p, top_k and min_p and without penalties; "
+        description="At the temperature of sampling, before the cuts of top_p, top_k and min_p and without penalties; "
         "where request_id names a response of this server, what was recorded of it counts instead; without either it "
         "counts as off-policy",
     )
@@ -32,7 +32,7 @@ class TrajectoryBody(Body):
     index: int | None = Field(
         None, ge=0, description="Which of the request's choices; may be left out where it has one"
     )
-    temperature: float = Field(1.0, gt=0, description="At which it was drawn")
+    temperature: float = Field(1.0, gt=0, description="At which it was sampled")
     mask: list[bool] | None = Field(None, description="Tokens of the response to learn from; default: all")
     advantage: float | None = Field(None, description="Instead of the one by its group")
     metadata: dict[str, Any] | None = None

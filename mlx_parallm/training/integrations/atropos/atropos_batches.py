@@ -114,7 +114,7 @@ def _logprobs(sent: Any, learnt: Sequence[int], length: int) -> list[float] | No
 
 
 def _temperature(*sources: Any) -> float:
-    """The first that says one; what was drawn greedily is scored as at 1, like the server's own."""
+    """The first that says one; what was sampled greedily is scored as at 1, like the server's own."""
     for source in sources:
         if isinstance(source, dict) and "temperature" in source:
             value = source["temperature"]

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a seed and a row's number alone: the same row gets the same draw in any batch.
+"""Random numbers that depend on a seed and a row's number alone: the same row gets the same numbers in any batch.
 
 SplitMix64 as a function of a counter, for all rows at once.
 """

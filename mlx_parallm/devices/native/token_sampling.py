@@ -1,6 +1,6 @@
-"""Draws a step's tokens on the CPU in C, where MLX would write noise for every token of the vocabulary into memory.
+"""Samples a step's tokens on the CPU in C, where MLX would write noise for every token of the vocabulary into memory.
 
-The tokens are those that MLX's operations would draw. `compute.sampling` asks for it; other devices don't.
+The tokens are those that MLX's operations would sample. `compute.sampling` asks for it; other devices don't.
 """
 
 import functools
@@ -16,16 +16,16 @@ from mlx_parallm.host import numpy_view
 
 # logits (R, V), temperatures (R,) float32, keys (R, 2) uint32, whether their log-probabilities at the temperature are
 # wanted -> tokens (R,) int32, those (R,)
-Drawer = Callable[[mx.array, Array, Array, bool], tuple[mx.array, mx.array | None]]
+SampleKernel = Callable[[mx.array, Array, Array, bool], tuple[mx.array, mx.array | None]]
 
 
-def drawer() -> Drawer | None:
+def sample_kernel() -> SampleKernel | None:
     """None where there are no kernels."""
     library = kernels()
-    return None if library is None else functools.partial(_draw, library)
+    return None if library is None else functools.partial(_sample, library)
 
 
-def _draw(
+def _sample(
     library: Any, logits: mx.array, temperatures: Array, keys: Array, scored: bool
 ) -> tuple[mx.array, mx.array | None]:
     view = np.ascontiguousarray(numpy_view(logits))  # which evaluates them

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from mlx_parallm.common_words import WORDS
 from mlx_parallm.errors import UnavailableError
-from mlx_parallm.http_client import Endpoint, HttpAnswer, WireError, send
+from mlx_parallm.http_client import Endpoint, HttpResponse, WireError, send
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MALFORMED: list[tuple[str, Any]] = [
@@ -135,7 +135,7 @@ async def perform(endpoint: Endpoint, ask: Ask, patience: float | None = None) -
     return ending
 
 
-def _read(ending: Ending, answer: HttpAnswer) -> None:
+def _read(ending: Ending, answer: HttpResponse) -> None:
     ending.status = answer.status
     if answer.body:
         ending.read(orjson.loads(answer.body))

@@ -90,9 +90,9 @@ class PublishedVersion(int):
     facts: Mapping[str, Any]
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> "PublishedVersion":
-        version = cls(answer["policy_version"])
-        version.facts = answer
+    def of(cls, response: Mapping[str, Any]) -> "PublishedVersion":
+        version = cls(response["policy_version"])
+        version.facts = response
         return version
 
     def __getitem__(self, name: str) -> Any:
@@ -164,8 +164,8 @@ class InferenceClient:
             if name in sampling:
                 raise InvalidRequestError(f"{name} is not for generate: it answers with one sample", param=name)
         sent = {key: value for key, value in body.items() if value is not None}
-        answer = (await self._send("POST", "/generate", json=sent)).json()
-        return [_sample(one) for one in answer] if isinstance(answer, list) else _sample(answer)
+        response = (await self._send("POST", "/generate", json=sent)).json()
+        return [_sample(one) for one in response] if isinstance(response, list) else _sample(response)
 
     async def rollout(
         self,
@@ -176,9 +176,10 @@ class InferenceClient:
     ) -> list[list[Sample]]:
         """A group of `n` samples for each prompt."""
         asked = [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        answer = await self._post("/v1/rl/rollout", {"model": model, "prompts": asked, **sampling})
+        response = await self._post("/v1/rl/rollout", {"model": model, "prompts": asked, **sampling})
         return [
-            [_rollout_sample(group["prompt_ids"], sample) for sample in group["samples"]] for group in answer["groups"]
+            [_rollout_sample(group["prompt_ids"], sample) for sample in group["samples"]]
+            for group in response["groups"]
         ]
 
     async def load_adapter(
@@ -244,8 +245,8 @@ class InferenceClient:
         `rule`: `auto=True`, `confidence=`, `min_rewards=`: the better of several gets all requests once that is proven.
         """
         way = "split" if isinstance(version, Mapping) else "version"
-        answer = await self._post("/model/switch-lora", {way: version, "name": name, **rule})
-        return dict(answer["serves"])
+        response = await self._post("/model/switch-lora", {way: version, "name": name, **rule})
+        return dict(response["serves"])
 
     async def adapters(self) -> list[dict[str, Any]]:
         return list((await self._get("/v1/adapters"))["data"])
@@ -299,9 +300,9 @@ class InferenceClient:
             await asyncio.sleep(error_.retry_after)
 
 
-def _sample(answer: Mapping[str, Any]) -> Sample:
-    known = {name: value for name, value in answer.items() if name in Sample.__slots__}  # a newer server tells more
-    return Sample(**{**known, "policy_spans": [tuple(span) for span in answer["policy_spans"]]})
+def _sample(response: Mapping[str, Any]) -> Sample:
+    known = {name: value for name, value in response.items() if name in Sample.__slots__}  # a newer server tells more
+    return Sample(**{**known, "policy_spans": [tuple(span) for span in response["policy_spans"]]})
 
 
 def _rollout_sample(prompt_ids: list[int], sample: Mapping[str, Any]) -> Sample:

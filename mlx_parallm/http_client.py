@@ -84,7 +84,7 @@ class Endpoint:
 
 
 @dataclass(slots=True)
-class HttpAnswer:
+class HttpResponse:
     status: int
     headers: dict[str, str]
     body: bytes = b""  # empty for an event stream, whose events went to `on_event`
@@ -166,9 +166,9 @@ class _Exchange(asyncio.Protocol):
     def __init__(self, request: bytes, on_event: Callable[[bytes], None] | None) -> None:
         self.request = request
         self.on_event = on_event
-        self.done: asyncio.Future[HttpAnswer] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[HttpResponse] = asyncio.get_running_loop().create_future()
         self.head = b""
-        self.answer: HttpAnswer | None = None
+        self.response: HttpResponse | None = None
         self.body: _Body | None = None
         self.events: EventParser | None = None
 
@@ -185,13 +185,13 @@ class _Exchange(asyncio.Protocol):
             self.done.set_exception(WireError("malformed answer", repr(error)))
 
     def _receive(self, data: bytes) -> None:
-        if self.answer is None:
+        if self.response is None:
             self.head += data
             head, found, data = self.head.partition(b"\r\n\r\n")
             if not found:
                 return
-            self._open_answer(head)
-        assert self.answer is not None
+            self._open_response(head)
+        assert self.response is not None
         assert self.body is not None
         data = self.body.decode(data)
         if self.events is None:
@@ -203,22 +203,22 @@ class _Exchange(asyncio.Protocol):
         if self.body.complete:
             self._finish()
 
-    def _open_answer(self, head: bytes) -> None:
+    def _open_response(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        self.answer = HttpAnswer(int(first.split(" ", 2)[1]), headers)
+        self.response = HttpResponse(int(first.split(" ", 2)[1]), headers)
         chunked = headers.get("transfer-encoding", "").lower() == "chunked"
         length = headers.get("content-length")
         self.body = _Body(ChunkedDecoder() if chunked else None, int(length) if length and not chunked else None)
         streamed = headers.get("content-type", "").startswith("text/event-stream")
-        if self.on_event and self.answer.status == 200 and streamed:
+        if self.on_event and self.response.status == 200 and streamed:
             self.events = EventParser()
 
     def _finish(self) -> None:
-        assert self.answer is not None
+        assert self.response is not None
         assert self.body is not None
-        self.answer.body = b"".join(self.body.parts)
-        self.done.set_result(self.answer)
+        self.response.body = b"".join(self.body.parts)
+        self.done.set_result(self.response)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.done.done():
@@ -237,7 +237,7 @@ async def send(
     *,
     on_event: Callable[[bytes], None] | None = None,
     limit: float = 600.0,  # seconds
-) -> HttpAnswer:
+) -> HttpResponse:
     """POSTs `body`, or GETs without one. Cancelling the task closes the connection at once."""
     request = endpoint.head("GET" if body is None else "POST", path, len(body or b"")) + (body or b"")
     context = (endpoint.tls or ssl.create_default_context()) if endpoint.secure else None

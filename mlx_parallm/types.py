@@ -198,7 +198,7 @@ OnDelta = Callable[[Delta], None]  # takes a request's deltas, wherever the even
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerNames:
+class CompletionNames:
     """What a completion may be called, beside the engine's own name of its request: feedback finds it by any of
     them."""
 
@@ -225,7 +225,7 @@ class Request:
     adapter: str | None = None
     adapter_version: int | None = None  # None: what the name means when the request arrives
     record: bool = False  # keep the log-probabilities of what is sampled
-    names: AnswerNames = AnswerNames()
+    names: CompletionNames = CompletionNames()
     owner: str = ""  # the name of the key that it came with
     first: int = 0  # the number of its first choice among those of its call
     rollout: bool = False  # gives way to requests that wait for a place

@@ -19,7 +19,7 @@ import orjson
 
 from mlx_parallm.common_words import WORDS
 from mlx_parallm.errors import ConfigError, UnavailableError
-from mlx_parallm.http_client import Endpoint, HttpAnswer, WireError, send, tls_context
+from mlx_parallm.http_client import Endpoint, HttpResponse, WireError, send, tls_context
 
 Span = tuple[int, int]
 
@@ -269,23 +269,23 @@ async def ask(
     record = RequestRecord(bool(body.get("stream")), time.perf_counter() if started is None else started)
     watch = _Watch(record)
     try:
-        answer = await send(
+        response = await send(
             endpoint, path, orjson.dumps(body), on_event=watch if record.streamed else None, limit=limit
         )
-        _read_answer(record, watch, answer)
+        _read_response(record, watch, response)
     except WireError as error:
         record.error = error.kind
     record.total = time.perf_counter() - record.started
     return record
 
 
-def _read_answer(record: RequestRecord, watch: _Watch, answer: HttpAnswer) -> None:
-    if answer.status != 200:
-        record.error = f"HTTP {answer.status}: {_error_name(_json(answer.body))}"
+def _read_response(record: RequestRecord, watch: _Watch, response: HttpResponse) -> None:
+    if response.status != 200:
+        record.error = f"HTTP {response.status}: {_error_name(_json(response.body))}"
     elif record.streamed:
         watch.close()
     else:
-        body = _json(answer.body)
+        body = _json(response.body)
         choice = body["choices"][0] if isinstance(body, dict) and body.get("choices") else None
         if choice is None:
             record.error = "answer without choices"
@@ -306,12 +306,12 @@ def _json(body: bytes) -> Any:
 async def first_model(endpoint: Endpoint) -> str:
     """The first model that the server lists; raises when nothing answers."""
     try:
-        answer = await send(endpoint, "/v1/models", limit=30)
+        response = await send(endpoint, "/v1/models", limit=30)
     except WireError as error:
         raise UnavailableError(f"no server answers at {endpoint.url} ({error})") from None
-    body = _json(answer.body)
-    if answer.status != 200 or not isinstance(body, dict):
-        raise UnavailableError(f"{endpoint.url}/v1/models answered {answer.status}: {_error_name(body)}")
+    body = _json(response.body)
+    if response.status != 200 or not isinstance(body, dict):
+        raise UnavailableError(f"{endpoint.url}/v1/models answered {response.status}: {_error_name(body)}")
     models = body.get("data") or []
     return str(models[0]["id"]) if models else "default"
 

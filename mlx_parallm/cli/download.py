@@ -172,11 +172,11 @@ def _may_pass(status: int) -> bool:
 
 def _receive(file: RemoteFile, client: httpx.Client, partial: _Partial, report: Report, stop: threading.Event) -> None:
     wanted = {"Range": f"bytes={partial.size}-"} if partial.size else {}
-    with client.stream("GET", file.url, headers=wanted) as answer:
-        if partial.size and answer.status_code in (200, 416):  # it does not know ranges, or not this one
+    with client.stream("GET", file.url, headers=wanted) as completion:
+        if partial.size and completion.status_code in (200, 416):  # it does not know ranges, or not this one
             partial.restart()
-        answer.raise_for_status()
-        for piece in answer.iter_raw():  # as it comes: what a buffer holds is lost with the connection
+        completion.raise_for_status()
+        for piece in completion.iter_raw():  # as it comes: what a buffer holds is lost with the connection
             if stop.is_set() or partial.size > file.size:
                 return
             partial.add(piece)

@@ -51,7 +51,7 @@ class Prospect:
     name: str
     weights: int
     row: int  # of one answer with a full CONTEXT
-    answers: int  # of that length at once
+    completions: int  # of that length at once
     speed: float
     good_for: str
 
@@ -85,10 +85,10 @@ def prospects(limit: int, rate: float, bits: float) -> list[Prospect]:
     found = []
     for model in MODELS:
         weights, row = int(model.parameters * 1e9 * bits / 8), model.kv * (4 if bits == 32 else 2) * CONTEXT
-        answers = int((0.9 * limit - weights) // row)
-        if answers >= 1:
+        completions = int((0.9 * limit - weights) // row)
+        if completions >= 1:
             speed = EFFICIENCY * rate / (model.active * 1e9 * bits / 8)
-            found.append(Prospect(model.name, weights, row, answers, speed, model.good_for))
+            found.append(Prospect(model.name, weights, row, completions, speed, model.good_for))
     return found[::-1]
 
 
@@ -118,6 +118,6 @@ def _print(device: str, limit: int, rate: float, found: list[Prospect]) -> None:
         return
     table = Table("model", "weights", f"responses of {CONTEXT} tokens at once", "tokens/s of one", "good for")
     for one in found:
-        table.add_row(one.name, f"{one.weights / GIB:.1f} GiB", str(one.answers), f"{one.speed:.0f}", one.good_for)
+        table.add_row(one.name, f"{one.weights / GIB:.1f} GiB", str(one.completions), f"{one.speed:.0f}", one.good_for)
     console.print(table)
     console.print(f"parallm pull {found[0].name}", style="dim", highlight=False)

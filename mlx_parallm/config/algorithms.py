@@ -19,18 +19,18 @@ class Algorithm:
     baseline: Literal["group", "others"]  # the mean of a group, or of its other members
     normalise: RewardScaling  # what advantages are divided by, unless the objective says otherwise
     ratio: Literal["token", "mean", "product"]  # of each token; of a completion, the mean or the sum of the logarithms
-    aggregation: Literal["answers", "tokens", "constant"]  # what a sum over tokens is divided by
+    aggregation: Literal["completions", "tokens", "constant"]  # what a sum over tokens is divided by
     surrogate: str  # among `training.rl.objectives.SURROGATES`
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
-    "grpo": Algorithm("group", "group", "token", "answers", CLIPPED),
+    "grpo": Algorithm("group", "group", "token", "completions", CLIPPED),
     "dr_grpo": Algorithm("group", "none", "token", "constant", CLIPPED),
     "dapo": Algorithm("group", "group", "token", "tokens", CLIPPED),
     "bnpo": Algorithm("group", "group", "token", "tokens", CLIPPED),
-    "gspo": Algorithm("group", "group", "mean", "answers", CLIPPED),
+    "gspo": Algorithm("group", "group", "mean", "completions", CLIPPED),
     "cispo": Algorithm("group", "group", "token", "tokens", "fixed"),
-    "sapo": Algorithm("group", "group", "token", "answers", "soft"),
-    "rloo": Algorithm("others", "none", "product", "answers", CLIPPED),
-    "reinforce": Algorithm("group", "none", "product", "answers", "plain"),
+    "sapo": Algorithm("group", "group", "token", "completions", "soft"),
+    "rloo": Algorithm("others", "none", "product", "completions", CLIPPED),
+    "reinforce": Algorithm("group", "none", "product", "completions", "plain"),
 }

@@ -70,28 +70,28 @@ class Probe:
             for prompt in prompts
         ]
         numbers = {request.id: number for number, request in enumerate(requests)}
-        answers, open_ = [Measured() for _ in prompts], len(prompts)
+        completions, open_ = [Measured() for _ in prompts], len(prompts)
         self._engine.submit_all(requests, inbox.put)
         while open_:
             delta = inbox.get(timeout=300)
             if delta.error is not None:
                 raise delta.error
             number = numbers[delta.request_id]
-            answers[number].tokens += delta.tokens
-            answers[number].logprobs += [score.logprob for score in delta.logprobs or []]
-            answers[number].times += [time.perf_counter()] * len(delta.tokens)
+            completions[number].tokens += delta.tokens
+            completions[number].logprobs += [score.logprob for score in delta.logprobs or []]
+            completions[number].times += [time.perf_counter()] * len(delta.tokens)
             open_ -= delta.finish_reason is not None
-            if midway is not None and min(len(answer.tokens) for answer in answers) >= STEPS:
+            if midway is not None and min(len(completion.tokens) for completion in completions) >= STEPS:
                 midway()
                 midway = None
-        return answers
+        return completions
 
     def decode_rate(self, rows: int, **options: object) -> float:
         """Tokens a second of so many rows, once all of them run."""
-        answers = self.ask(self.prompts[:rows], **options)  # type: ignore[arg-type]
-        begun = max(answer.times[0] for answer in answers)
-        ended = max(answer.times[-1] for answer in answers)
-        counted = sum(time > begun for answer in answers for time in answer.times)
+        completions = self.ask(self.prompts[:rows], **options)  # type: ignore[arg-type]
+        begun = max(completion.times[0] for completion in completions)
+        ended = max(completion.times[-1] for completion in completions)
+        counted = sum(time > begun for completion in completions for time in completion.times)
         return counted / max(ended - begun, 1e-9)
 
     def examine(self) -> Iterator[Finding]:
@@ -139,8 +139,8 @@ class Probe:
         seconds = []
         for _ in range(2):
             begun = time.perf_counter()
-            (answer,) = self.ask([self.long], max_tokens=1)
-            seconds.append(answer.times[0] - begun)
+            (completion,) = self.ask([self.long], max_tokens=1)
+            seconds.append(completion.times[0] - begun)
         rate = LONG_PROMPT / min(seconds)
         single = self.decode_rate(1)
         found = f"{rate:,.0f} tok/s for a prompt of {LONG_PROMPT} tokens"
@@ -191,9 +191,9 @@ class Probe:
             request = Request("doctor-join", self.long[:64], SamplingParams(max_tokens=1), cache_salt="join")
             self._engine.submit(request, lambda delta: None)
 
-        answers = self.ask(self.prompts[:8], max_tokens=3 * STEPS, midway=join)
-        before = _longest_gap([[time for time in answer.times if time < joined[0]] for answer in answers])
-        after = _longest_gap([[time for time in answer.times if time >= joined[0]] for answer in answers])
+        completions = self.ask(self.prompts[:8], max_tokens=3 * STEPS, midway=join)
+        before = _longest_gap([[time for time in completion.times if time < joined[0]] for completion in completions])
+        after = _longest_gap([[time for time in completion.times if time >= joined[0]] for completion in completions])
         found = (
             f"eight rows wait {1000 * before:.0f} ms for a token, {1000 * after:.0f} when a prompt of 64 tokens joins"
         )

@@ -124,7 +124,7 @@ class EngineThread:
         """Has the engine thread do something between two steps, and returns or raises what comes of it."""
         future: Future[T] = Future()
 
-        def answer() -> None:
+        def respond() -> None:
             try:
                 future.set_result(change())
             except ParallmError as error:  # a refusal, which is the caller's alone
@@ -133,7 +133,7 @@ class EngineThread:
                 future.set_exception(error)
                 raise
 
-        self.inbox.put(answer)
+        self.inbox.put(respond)
         while True:
             try:
                 return future.result(timeout=0.5)

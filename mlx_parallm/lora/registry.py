@@ -86,9 +86,7 @@ class Registry:
         self.max_names = max_names
         self.swaps = 0  # adapters copied to the device
         self.joins = 0  # stacks of adapters put together
-        self.base = AdapterVersion(
-            name="base", number=0, source="", rank=0, bytes=0
-        )  # what completions have without any
+        self.base = AdapterVersion(name="base", number=0, source="", rank=0, bytes=0)  # of completions without any
         self.traffic = Traffic(self._serve)
         self.chosen = False  # somebody has said what it serves; until then, what was loaded without a name
         self._latest = ""  # the name published last

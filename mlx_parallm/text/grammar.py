@@ -65,7 +65,7 @@ def tagged_grammar(tags: Sequence[llguidance.StructTag]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerFormat:
+class CompletionFormat:
     """How a model writes its completions: its tool calls and its reasoning."""
 
     tool_format: ToolFormat
@@ -74,9 +74,9 @@ class AnswerFormat:
     inside_thinking: bool  # its prompt has it reasoning already
 
 
-def answer_grammar(
+def completion_grammar(
     structure: str | None,
-    answers: AnswerFormat,
+    completions: CompletionFormat,
     tools: Sequence[Tool],
     *,
     must_call: bool,
@@ -84,17 +84,17 @@ def answer_grammar(
     parallel: bool,
 ) -> str | None:
     """Returns a chat response's grammar, by the structure and the calls that are asked for; None where it is free."""
-    grammar, vocabulary = structure, answers.vocabulary
-    if grammar is not None and answers.tool_format.kind == "harmony":
+    grammar, vocabulary = structure, completions.vocabulary
+    if grammar is not None and completions.tool_format.kind == "harmony":
         grammar = in_final_channel(grammar, vocabulary)
     if tools and (must_call or grammar is not None):
-        calls = tool_grammar(tools, answers.tool_format, vocabulary, name=tool_name, parallel=parallel)
+        calls = tool_grammar(tools, completions.tool_format, vocabulary, name=tool_name, parallel=parallel)
         # Free to choose, a model may still call a tool instead of answering in the format.
         grammar = calls if must_call or grammar is None else either(grammar, calls)
-    if grammar is None or answers.thinking is None:
+    if grammar is None or completions.thinking is None:
         return grammar
-    place: Literal["before", "inside"] = "inside" if answers.inside_thinking else "before"
-    return after_thinking(grammar, answers.thinking, vocabulary, place)
+    place: Literal["before", "inside"] = "inside" if completions.inside_thinking else "before"
+    return after_thinking(grammar, completions.thinking, vocabulary, place)
 
 
 def tool_grammar(
@@ -154,9 +154,9 @@ def after_thinking(grammar: str, thinking: Thinking, vocabulary: Vocabulary, whe
     return _composed(top, output=grammar)
 
 
-def either(answer: str, calls: str) -> str:
+def either(completion: str, calls: str) -> str:
     """A completion in its format, or tool calls in theirs."""
-    return _composed("start: @answer | @calls", answer=answer, calls=calls)
+    return _composed("start: @completion | @calls", completion=completion, calls=calls)
 
 
 def _composed(top: str, **parts: str) -> str:

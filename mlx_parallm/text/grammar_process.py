@@ -49,18 +49,18 @@ class GrammarProcess:
     def try_out(self, grammar: str, seconds: float = SECONDS) -> str | None:
         """What is wrong with a grammar, empty if nothing is; None where it takes longer or too much memory."""
         number = next(self._numbers)
-        answer: Future[str | None] = Future()
+        response: Future[str | None] = Future()
         with self._lock:
             process = self._running()
             assert process.stdin is not None
-            self._waiting[number] = answer
+            self._waiting[number] = response
             try:
                 process.stdin.write(json.dumps({"number": number, "grammar": grammar, "seconds": seconds}) + "\n")
                 process.stdin.flush()
             except OSError:
                 self._fail_all(process)
         try:
-            return answer.result(SECONDS + _PATIENCE)
+            return response.result(SECONDS + _PATIENCE)
         except WaitTimeoutError:
             process.kill()
             raise UnavailableError("the process that checks grammars does not answer: try again") from None
@@ -90,17 +90,17 @@ class GrammarProcess:
         return process
 
     def answered(self, number: int, error: str | None) -> None:
-        answer = self._waiting.pop(number, None)
-        if answer is not None:
-            answer.set_result(error)
+        response = self._waiting.pop(number, None)
+        if response is not None:
+            response.set_result(error)
 
     def _fail_all(self, process: "subprocess.Popen[str]") -> None:
         """Its process has ended."""
         if process is not self._process:
             return
         while self._waiting:
-            _, answer = self._waiting.popitem()
-            answer.set_exception(UnavailableError("the process that checks grammars has ended: try again"))
+            _, response = self._waiting.popitem()
+            response.set_exception(UnavailableError("the process that checks grammars has ended: try again"))
 
 
 def _read(owner: "weakref.ref[GrammarProcess]", process: "subprocess.Popen[str]", output: IO[str]) -> None:

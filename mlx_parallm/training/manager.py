@@ -35,7 +35,7 @@ from mlx_parallm.training.rl.totals import Report
 from mlx_parallm.training.rl.trajectories import Trajectory, check_reward
 from mlx_parallm.training.storage.checkpoints import Checkpoints
 from mlx_parallm.training.storage.folder_lock import FolderLock
-from mlx_parallm.training.storage.kept_answers import AnswerFile
+from mlx_parallm.training.storage.kept_completions import CompletionFile
 from mlx_parallm.training.storage.ledger import MAX_KEPT_TOKENS, Ledger, is_called
 from mlx_parallm.training.supervised.reward_model import RewardModel, open_reward_model
 from mlx_parallm.training.tasks.built_in import SCORERS
@@ -67,7 +67,7 @@ class TrainingManager:
         self.atropos: AtroposClient | None = None
         self.environment: AtroposProcess | None = None
         self._stopped = threading.Event()
-        self._answers: AnswerFile | None = None
+        self._answers: CompletionFile | None = None
         self._counted: dict[ChoiceKey, None] = {}  # completions whose first reward counted for their arm
         self._counting = threading.Lock()
         self._folder_lock: FolderLock | None = None
@@ -80,7 +80,7 @@ class TrainingManager:
         if not self.config.trains:
             return
         self.engine.records_all = True
-        self._keep_answers()
+        self._keep_completions()
         names = self.config.training.adapters
         for name in names:
             self.add(name, serve=name == names[0])
@@ -90,14 +90,14 @@ class TrainingManager:
             self.environment = AtroposProcess(self._environment_config, self.engine.model.tokenizer.save_pretrained)
             self.environment.start()
 
-    def _keep_answers(self) -> None:
+    def _keep_completions(self) -> None:
         """Keeps completions on disk, too: feedback may come after a restart."""
         folder = Path(self.config.checkpoints.checkpoint_dir).expanduser()
         try:
             self._folder_lock = FolderLock(folder)
         except OSError as error:
             raise ConfigError(f"--checkpoint-dir {folder} can't be written: {error}") from error
-        self._answers = AnswerFile(folder, MAX_KEPT_TOKENS, self.ledger.records)
+        self._answers = CompletionFile(folder, MAX_KEPT_TOKENS, self.ledger.records)
         if self.config.checkpoints.resume:
             self.ledger.restore(self._answers.read())
         try:

@@ -127,7 +127,7 @@ def can_pack(module: nn.Module, vocab_size: int) -> bool:
     return bool((mx.linalg.norm(packed[0].astype(mx.float32) - expected) <= 0.02 * mx.linalg.norm(expected)).item())
 
 
-def answer_logits(module: nn.Module, prompts: PaddedPrompts, answers: mx.array, shared: bool) -> mx.array:
+def completion_logits(module: nn.Module, prompts: PaddedPrompts, completions: mx.array, shared: bool) -> mx.array:
     """(n, C) -> (n, C, V): what the model says before each token of each completion.
 
     `shared`: prompts go through the model once, and the completions behind them; else they must have one length.
@@ -136,13 +136,15 @@ def answer_logits(module: nn.Module, prompts: PaddedPrompts, answers: mx.array, 
     last, full = tokens.shape[1] - 1, bool((lengths == tokens.shape[1]).all())
     if not shared or not last:
         assert full
-        whole: mx.array = module(mx.concatenate([tokens[behind], answers], axis=1)[:, :-1])
+        whole: mx.array = module(mx.concatenate([tokens[behind], completions], axis=1)[:, :-1])
         return whole[:, last:]
     ends = mx.array((lengths - 1)[prompts.behind], mx.int32)  # (n,)
     one = full and len(lengths) == 1
     caches = [PromptCache(None if one else behind, None if full else ends) for _ in module.layers]
     module(tokens[:, :-1], cache=caches)  # its logits are never computed
-    logits: mx.array = module(mx.concatenate([tokens[behind, ends][:, None], answers[:, :-1]], axis=1), cache=caches)
+    logits: mx.array = module(
+        mx.concatenate([tokens[behind, ends][:, None], completions[:, :-1]], axis=1), cache=caches
+    )
     return logits
 
 
@@ -152,14 +154,18 @@ def can_share_prompts(module: nn.Module, vocab_size: int, lengths: Sequence[int]
     if not all(type(cache) is KVCache for cache in make_prompt_cache(module)):
         return False
     texts = [[(7 * place + length) % vocab_size for place in range(length)] for length in lengths]
-    answers = mx.array([[9, 2, 6], [5, 3, 5]]) % vocab_size
-    each = [PaddedPrompts.of([text], [len(answers)]) for text in texts]
+    completions = mx.array([[9, 2, 6], [5, 3, 5]]) % vocab_size
+    each = [PaddedPrompts.of([text], [len(completions)]) for text in texts]
     try:
-        together = PaddedPrompts.of(texts, [len(answers)] * len(texts))
-        shared = answer_logits(module, together, mx.concatenate([answers] * len(texts)), True).astype(mx.float32)
+        together = PaddedPrompts.of(texts, [len(completions)] * len(texts))
+        shared = completion_logits(module, together, mx.concatenate([completions] * len(texts)), True).astype(
+            mx.float32
+        )
     except (ValueError, TypeError, AttributeError, RuntimeError):
         return False
-    expected = mx.concatenate([answer_logits(module, prompt, answers, False) for prompt in each]).astype(mx.float32)
+    expected = mx.concatenate([completion_logits(module, prompt, completions, False) for prompt in each]).astype(
+        mx.float32
+    )
     return bool((mx.linalg.norm(shared - expected) <= 0.02 * mx.linalg.norm(expected)).item())
 
 

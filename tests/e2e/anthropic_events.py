@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pydantic_core
 
-from mlx_parallm.server.api.anthropic.answers import MessageAnswer
+from mlx_parallm.server.api.anthropic.response_types import MessageResponse
 from tests.support.shapes import read_as
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -19,7 +19,7 @@ def ask(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     body = {"model": "default", "max_tokens": 16, "temperature": 0, "messages": HELLO, **fields}
     answer = client.post(PATH, json=body)
     assert answer.status_code == 200, answer.text
-    read_as(MessageAnswer, answer.json())
+    read_as(MessageResponse, answer.json())
     found: dict[str, Any] = answer.json()
     return found
 
@@ -69,7 +69,7 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     assert open_block is None
     message |= found[-2]["delta"]
     message["usage"] = message["usage"] | found[-2]["usage"]
-    read_as(MessageAnswer, message)
+    read_as(MessageResponse, message)
     return message
 
 

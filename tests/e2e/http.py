@@ -6,12 +6,12 @@ from typing import Any
 
 import httpx
 
-from mlx_parallm.server.api.openai.chat_answers import ChatChunk, ChatCompletion
-from mlx_parallm.server.api.openai.completions import CompletionAnswer, CompletionChunk
+from mlx_parallm.server.api.openai.chat_response_types import ChatChunk, ChatCompletion
+from mlx_parallm.server.api.openai.completions import CompletionChunk, CompletionResponse
 from tests.support.shapes import read_as
 
 SHAPES: dict[str, Any] = {
-    "text_completion": CompletionAnswer | CompletionChunk,
+    "text_completion": CompletionResponse | CompletionChunk,
     "chat.completion": ChatCompletion,
     "chat.completion.chunk": ChatChunk,
 }

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_parallm.server.api.anthropic.answers import AnthropicError
+from mlx_parallm.server.api.anthropic.response_types import AnthropicError
 from tests.e2e.anthropic_events import HELLO, PATH, ask, events, joined, read
 from tests.support.servers import ServerProcess, ours, running
 from tests.support.shapes import read_as

@@ -16,7 +16,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 from safetensors.numpy import load_file, save_file
 
-from mlx_parallm.server.api.openai.embeddings import EmbeddingAnswer
+from mlx_parallm.server.api.openai.embeddings import EmbeddingResponse
 from tests.support.embedding_folders import TEXTS, VECTORS, edit_json, write_model
 from tests.support.servers import ServerProcess, ours, running
 from tests.support.shapes import read_as
@@ -44,7 +44,7 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
 def embed(client: httpx.Client, texts: Any, **fields: Any) -> dict[str, Any]:
     answer = client.post("/v1/embeddings", json={"input": texts, **fields})
     assert answer.status_code == 200, answer.text
-    read_as(EmbeddingAnswer, answer.json())
+    read_as(EmbeddingResponse, answer.json())
     content: dict[str, Any] = answer.json()
     return content
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from mlx_parallm.server.api.ollama.answers import (
-    OllamaChatAnswer,
-    OllamaEmbedAnswer,
+from mlx_parallm.server.api.ollama.response_types import (
+    OllamaChatResponse,
+    OllamaEmbedResponse,
     OllamaError,
-    OllamaGenerateAnswer,
+    OllamaGenerateResponse,
     OllamaProcesses,
     OllamaShown,
     OllamaTags,
@@ -71,11 +71,11 @@ def post(client: httpx.Client, path: str, shape: type[BaseModel], **body: Any) -
 
 
 def chat(client: httpx.Client, **body: Any) -> dict[str, Any]:
-    return post(client, "/api/chat", OllamaChatAnswer, **{"messages": HELLO, **body})
+    return post(client, "/api/chat", OllamaChatResponse, **{"messages": HELLO, **body})
 
 
 def generate(client: httpx.Client, **body: Any) -> dict[str, Any]:
-    return post(client, "/api/generate", OllamaGenerateAnswer, **{"prompt": "hello", **body})
+    return post(client, "/api/generate", OllamaGenerateResponse, **{"prompt": "hello", **body})
 
 
 def lines(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def lines(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
         assert response.headers["content-type"] == "application/x-ndjson"
         found = [json.loads(line) for line in response.iter_lines()]
     for line in found:
-        read_as(OllamaChatAnswer if path == "/api/chat" else OllamaGenerateAnswer, line)
+        read_as(OllamaChatResponse if path == "/api/chat" else OllamaGenerateResponse, line)
     assert [line["done"] for line in found] == [False] * (len(found) - 1) + [True]
     return found
 
@@ -235,18 +235,18 @@ def test_thinking(client: httpx.Client) -> None:
 def test_embeddings(client: httpx.Client) -> None:
     plain = client.post("/v1/embeddings", json={"model": "words", "input": TEXTS}).json()
     vectors = np.array([entry["embedding"] for entry in plain["data"]])
-    answer = post(client, "/api/embed", OllamaEmbedAnswer, model="words:latest", input=TEXTS)
+    answer = post(client, "/api/embed", OllamaEmbedResponse, model="words:latest", input=TEXTS)
     found = np.array(answer["embeddings"])
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
     np.testing.assert_allclose(found, vectors / np.linalg.norm(vectors, axis=1, keepdims=True), atol=1e-5)
     assert answer["prompt_eval_count"] == plain["usage"]["prompt_tokens"]
-    one = post(client, "/api/embed", OllamaEmbedAnswer, model="words", input=TEXTS[0])
+    one = post(client, "/api/embed", OllamaEmbedResponse, model="words", input=TEXTS[0])
     np.testing.assert_allclose(one["embeddings"], found[:1], atol=1e-5)
-    assert post(client, "/api/embed", OllamaEmbedAnswer, model="words", input=[])["embeddings"] == []
+    assert post(client, "/api/embed", OllamaEmbedResponse, model="words", input=[])["embeddings"] == []
     legacy = client.post("/api/embeddings", json={"model": "words", "prompt": TEXTS[0]}).json()
     np.testing.assert_allclose(legacy["embedding"], vectors[0], atol=1e-5)
     long = "word " * 5000
-    assert post(client, "/api/embed", OllamaEmbedAnswer, model="words", input=long)["embeddings"]
+    assert post(client, "/api/embed", OllamaEmbedResponse, model="words", input=long)["embeddings"]
     assert client.post("/api/embed", json={"model": "words", "input": long, "truncate": False}).status_code == 400
 
 
@@ -304,7 +304,7 @@ def test_keep_alive(client: httpx.Client) -> None:
     assert status(client, "tiny")["status"] == "ready", "what was said before it left holds no more"
     assert chat(client, messages=[], keep_alive=0)["done_reason"] == "unload"
     eventually(lambda: status(client, "tiny")["status"] == "unloaded")
-    assert post(client, "/api/embed", OllamaEmbedAnswer, model="words", input="x", keep_alive=0.05)["embeddings"]
+    assert post(client, "/api/embed", OllamaEmbedResponse, model="words", input="x", keep_alive=0.05)["embeddings"]
     eventually(lambda: status(client, "words")["status"] == "unloaded")
     assert client.post("/api/show", json={"model": "words"}).json()["capabilities"] == ["embedding"]
     assert status(client, "words")["status"] == "unloaded", "to show it does not load it"

@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
-from mlx_parallm.server.api.responses.answers import InputItemList, ResponseAnswer, ResponseDeleted
+from mlx_parallm.server.api.responses.response_types import InputItemList, ResponseDeleted, ResponseObject
 from tests.support.servers import ServerProcess, ours, running
 from tests.support.shapes import read_as
 
@@ -102,9 +102,9 @@ def test_it_answers_as_chat_does(client: OpenAI) -> None:
 def test_an_answer_is_what_is_documented(client: OpenAI) -> None:
     body = {"input": "hi", "max_output_tokens": 3, "tools": [WEATHER, PATCH, {"type": "web_search"}]}
     answer = raw(client, "POST", "responses", json=body).json()
-    read_as(ResponseAnswer, answer)
+    read_as(ResponseObject, answer)
     assert answer["tools"] == [WEATHER, PATCH, {"type": "web_search"}]
-    read_as(ResponseAnswer, raw(client, "GET", f"responses/{answer['id']}").json())
+    read_as(ResponseObject, raw(client, "GET", f"responses/{answer['id']}").json())
     read_as(InputItemList, raw(client, "GET", f"responses/{answer['id']}/input_items").json())
     read_as(ResponseDeleted, raw(client, "DELETE", f"responses/{answer['id']}").json())
 

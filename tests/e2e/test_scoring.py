@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.models.kinds.classifier import load
-from mlx_parallm.server.api.scoring.answers import Classifications, Ranking, Scored
+from mlx_parallm.server.api.scoring.response_types import Classifications, Ranking, Scored
 from mlx_parallm.types import TextTokens
 from tests.support.classifiers import with_labels, write_classifier
 from tests.support.embedding_folders import write_model

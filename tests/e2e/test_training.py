@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.server.api.dashboard import RolloutNotes
-from mlx_parallm.server.api.training.answers import (
+from mlx_parallm.server.api.training.response_types import (
     CheckpointWritten,
     FeedbackTaken,
     Rollout,

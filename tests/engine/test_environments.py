@@ -14,7 +14,7 @@ from mlx_parallm.text.parsers.calls import CallDelta, Piece
 from mlx_parallm.text.prompts import Message
 from mlx_parallm.training.rl.batches import PaddedPrompts
 from mlx_parallm.training.rl.objectives import chosen_logprobs
-from mlx_parallm.training.rl.task_loop import Loop, ScoredAnswer
+from mlx_parallm.training.rl.task_loop import Loop, ScoredCompletion
 from mlx_parallm.training.rl.trajectories import Trajectory
 from mlx_parallm.training.tasks.built_in import Problem
 from mlx_parallm.training.tasks.environments import (
@@ -26,7 +26,7 @@ from mlx_parallm.training.tasks.environments import (
     evaluate,
 )
 from mlx_parallm.training.tasks.find_task import find_task
-from mlx_parallm.training.trainable_model import answer_logits
+from mlx_parallm.training.trainable_model import completion_logits
 from tests.engine.test_session import School, school
 
 
@@ -75,7 +75,7 @@ def test_an_episode_is_one_trajectory_with_the_samplers_own_numbers() -> None:
             assert record.spans[-1].end == len(record.completion_ids)
             tokens = mx.array([record.completion_ids])
             prompts = PaddedPrompts.of([record.prompt_ids], [1])
-            logits = answer_logits(session.trainer.tree.module, prompts, tokens, False)
+            logits = completion_logits(session.trainer.tree.module, prompts, tokens, False)
             gaps = np.abs(np.array(chosen_logprobs(logits, tokens, 1.0)[0]) - np.array(record.logprobs))
             assert gaps[np.array(record.mask)].max() < 1e-4
         learnt = [
@@ -127,7 +127,7 @@ class Fragile(Echo):
 class Remembering(EpisodeSampler):
     """Keeps what it has drawn."""
 
-    def sample(self, *args: Any, **options: Any) -> list[list[ScoredAnswer]]:
+    def sample(self, *args: Any, **options: Any) -> list[list[ScoredCompletion]]:
         self.drawn = super().sample(*args, **options)
         return self.drawn
 

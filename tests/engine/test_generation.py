@@ -20,7 +20,7 @@ from mlx_parallm.server.auth.keys import Key, KeyLimits
 from mlx_parallm.server.auth.rates import KeyUsage
 from mlx_parallm.server.generation.call import ChatTurn, GenerationCall
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate
-from mlx_parallm.server.generation.http_call import AnswerNames, Generation, PreparedCall
+from mlx_parallm.server.generation.http_call import CompletionNames, Generation, PreparedCall
 from mlx_parallm.server.generation.tokenizers import TokenizedPrompts
 from mlx_parallm.server.http.state import Dispatcher
 from mlx_parallm.server.model_table import ServedModel
@@ -44,7 +44,7 @@ def engine() -> Iterator[Engine]:
 
 def generation_of(engine: Engine, caller: Caller = ANYBODY, **fields: Any) -> Generation:
     call = GenerationCall(sampling=SAMPLING, stream=True, **fields)
-    names = AnswerNames("label", "answer", "request")
+    names = CompletionNames("label", "answer", "request")
     served = ServedModel("tiny", engine)
     prepared = PreparedCall(None, TokenizedPrompts([PROMPT]), [SAMPLING])
     return Generation(served, call, prepared, names=names, timeout=None, caller=caller)

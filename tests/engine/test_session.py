@@ -32,7 +32,7 @@ from mlx_parallm.training.storage.ledger import Ledger
 from mlx_parallm.training.tasks.built_in import Problem, Rows, Task
 from mlx_parallm.training.tasks.components import parse_components
 from mlx_parallm.training.tasks.scorers import Rewards
-from mlx_parallm.training.trainable_model import answer_logits
+from mlx_parallm.training.trainable_model import completion_logits
 from tests.engine.harness import Answer, Driver, as_served, driver_of
 
 LORA = LoRAConfig(rank=4, alpha=8)
@@ -117,7 +117,7 @@ def test_rollouts_are_the_trees_own_numbers_before_and_after_each_publish() -> N
             gaps = []
             for each in trajectories:
                 tokens = mx.array([each.completion_ids])
-                logits = answer_logits(
+                logits = completion_logits(
                     session.trainer.tree.module, PaddedPrompts.of([each.prompt_ids], [1]), tokens, False
                 )
                 found = chosen_logprobs(logits, tokens, 0.9)[0]

@@ -20,7 +20,7 @@ from mlx_parallm.training.rl.objectives import chosen_logprobs, entropy
 from mlx_parallm.training.rl.policy_loss import LossTotals
 from mlx_parallm.training.rl.trainer import Outcome, Trainer
 from mlx_parallm.training.rl.trajectories import Trajectory
-from mlx_parallm.training.trainable_model import PromptCache, TrainableModel, answer_logits, can_share_prompts
+from mlx_parallm.training.trainable_model import PromptCache, TrainableModel, can_share_prompts, completion_logits
 from tests.engine.harness import as_served
 from tests.tiny import tiny
 
@@ -47,7 +47,7 @@ def run(trainer: Trainer, trajectories: Sequence[Trajectory]) -> Outcome:
 def with_logprobs(trainer: Trainer, trajectories: Sequence[Trajectory], shift: float = 0.0) -> None:
     for one in trajectories:
         tokens = mx.array([one.completion_ids])
-        logits = answer_logits(trainer.tree.module, PaddedPrompts.of([one.prompt_ids], [1]), tokens, False)
+        logits = completion_logits(trainer.tree.module, PaddedPrompts.of([one.prompt_ids], [1]), tokens, False)
         one.logprobs = (chosen_logprobs(logits, tokens)[0] + shift).tolist()
 
 
@@ -61,7 +61,7 @@ def test_answers_behind_one_prompt_are_the_same_as_whole_texts(kind: str) -> Non
     assert tree.shares_prompts
     answers = mx.array([[5, 6, 7, 8], [50, 60, 70, 80]])
     prompt = PaddedPrompts.of(PROMPTS[:1], [2])
-    found, expected = (answer_logits(tree.module, prompt, answers, shared) for shared in (True, False))
+    found, expected = (completion_logits(tree.module, prompt, answers, shared) for shared in (True, False))
     assert mx.allclose(found, expected, atol=1e-4)
 
 
@@ -73,11 +73,11 @@ def test_answers_behind_several_prompts_are_the_same_as_whole_texts(kind: str, l
     random = np.random.default_rng(0)
     texts = [random.integers(3, 90, length).tolist() for length in lengths]
     answers = mx.array(random.integers(3, 90, (2 * len(lengths), 4)))
-    found = answer_logits(tree.module, PaddedPrompts.of(texts, [2] * len(lengths)), answers, True)
+    found = completion_logits(tree.module, PaddedPrompts.of(texts, [2] * len(lengths)), answers, True)
     for number, text in enumerate(texts):
         rows = slice(2 * number, 2 * number + 2)
         assert mx.allclose(
-            found[rows], answer_logits(tree.module, PaddedPrompts.of([text], [2]), answers[rows], False), atol=1e-4
+            found[rows], completion_logits(tree.module, PaddedPrompts.of([text], [2]), answers[rows], False), atol=1e-4
         )
 
 
@@ -475,7 +475,7 @@ def test_an_entropy_bonus_keeps_the_policy_open() -> None:
             assert run(trainer, made(seed=seed)).adapter is not None
         micro = next(iter(trainer._micros(trainer.batch(made()))))
         answers = mx.array(micro.answers)
-        logits = answer_logits(trainer.tree.module, micro.prompts, answers, trainer.tree.shares_prompts)
+        logits = completion_logits(trainer.tree.module, micro.prompts, answers, trainer.tree.shares_prompts)
         found.append(mx.mean(entropy(logits)).item())
     assert found[1] > found[0] + 0.01
 

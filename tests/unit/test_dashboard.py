@@ -14,7 +14,7 @@ from mlx_parallm.server.auth.keys import Key
 from mlx_parallm.server.dashboard.page_files import PageFiles
 from mlx_parallm.server.dashboard.recent_rollouts import token_texts
 from mlx_parallm.server.dashboard.snapshot import RecentPercentiles, Snapshots, cache, memory, rates, read
-from mlx_parallm.server.http.request_state import AnswerSummary, enter
+from mlx_parallm.server.http.request_state import ResponseSummary, enter
 from mlx_parallm.server.recent_requests import RecentRequests
 from mlx_parallm.training.rl.recent import MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS, RecentGroups
 from mlx_parallm.training.rl.trajectories import Trajectory
@@ -148,7 +148,7 @@ def test_recent_requests_are_bounded_and_have_numbers() -> None:
 
 def test_a_recent_request_has_its_summary() -> None:
     recent, started = RecentRequests(), time.perf_counter() - 2.0
-    answer = AnswerSummary(
+    answer = ResponseSummary(
         model="m", adapter="a@3", prompt_tokens=7, cached_tokens=4, completion_tokens=5, first_token_at=started + 0.5
     )
     alice = Caller(Key.of("alice", "user", "sk-alice"))

@@ -21,7 +21,7 @@ from mlx_parallm.training.rl.request_loop import RequestLoop
 from mlx_parallm.training.rl.task_loop import StepReport
 from mlx_parallm.training.rl.trajectories import Trajectory, prompt_group
 from mlx_parallm.training.storage.ledger import Ledger
-from mlx_parallm.types import AnswerNames, Request
+from mlx_parallm.types import CompletionNames, Request
 
 
 class Version:
@@ -36,7 +36,7 @@ def ended(tokens: list[int], *, stop: int | None = None, name: str = "r", n: int
     row.sampled_logprobs = [-0.1 * (place + 1) for place in range(len(tokens) + (stop is not None))]
     row.policies = [(0, Version(3)), (2, Version(4))]
     row.adapter = row.policies[-1][1]
-    return Request(f"engine-{name}", row.prompt, sampling, names=AnswerNames(client=name)), row
+    return Request(f"engine-{name}", row.prompt, sampling, names=CompletionNames(client=name)), row
 
 
 def test_a_record_says_what_was_drawn() -> None:
@@ -64,7 +64,7 @@ def test_what_was_written_is_read_again_also_as_earlier_releases_wrote_it() -> N
 def test_the_ledger_finds_by_every_name() -> None:
     ledger = Ledger()
     request, row = ended([5, 6])
-    ledger(replace(request, names=AnswerNames("r", "resp_1f", "http-r")), 0, row)
+    ledger(replace(request, names=CompletionNames("r", "resp_1f", "http-r")), 0, row)
     for name in ("r", "resp_1f", "http-r", "engine-r"):
         assert ledger.find(name).completion_ids == (5, 6)
     with pytest.raises(NotFoundError):
@@ -115,7 +115,7 @@ def test_an_answer_belongs_to_the_key_that_asked() -> None:
                 request,
                 id=f"engine-{owner}",
                 owner=owner,
-                names=AnswerNames("r", f"cmpl-http-{owner}", f"http-{owner}"),
+                names=CompletionNames("r", f"cmpl-http-{owner}", f"http-{owner}"),
             ),
             0,
             row,
@@ -382,7 +382,7 @@ def test_tokens_of_the_model_alone_are_of_version_0() -> None:
 def test_a_record_is_of_a_request_for_one_answer_unless_it_says_more() -> None:
     record = Record(
         request="engine-r",
-        names=AnswerNames(client="r"),
+        names=CompletionNames(client="r"),
         index=0,
         prompt_ids=(1,),
         completion_ids=(5,),

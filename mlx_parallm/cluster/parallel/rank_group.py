@@ -96,10 +96,10 @@ class GroupMember:
     def agree(self, model: LanguageModel, plan: MemoryPlan) -> MemoryPlan:
         """Tells rank 0 what this rank has memory for, and takes what it decides."""
         self.tell_rank_0(Message("plan", (plan.rows, plan.blocks, self._settings(model))))
-        answer = self.messages.get()
-        if answer.name != "plan":
+        response = self.messages.get()
+        if response.name != "plan":
             raise ModelLoadError("rank 0 has ended")
-        rows, blocks = answer.values
+        rows, blocks = response.values
         return replace(plan, rows=rows, blocks=blocks)
 
     def tell_rank_0(self, message: Message) -> None:

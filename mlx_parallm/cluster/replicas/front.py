@@ -229,9 +229,9 @@ class Front:
     async def _exchange(self, exchange: Exchange, member: Member) -> None:
         scope, connected = exchange.scope, False
         try:
-            async with self._request(exchange, member) as answer:
+            async with self._request(exchange, member) as response:
                 connected = True
-                await self._copy(exchange, answer, member.name)
+                await self._copy(exchange, response, member.name)
         except LOST as error:
             if not exchange.started:
                 raise ReplicaLost(connected or not isinstance(error, aiohttp.ClientConnectorError)) from error
@@ -246,29 +246,31 @@ class Front:
             headers.append((PREFIX_HEADER, pack_hashes(hashes).encode()))
         return headers
 
-    async def _copy(self, exchange: Exchange, answer: aiohttp.ClientResponse, replica: str) -> None:
-        headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in HOP_HEADERS]
-        start: Message = {"type": "http.response.start", "status": answer.status, "headers": headers}
-        ending = _ending(answer.content_type)
+    async def _copy(self, exchange: Exchange, response: aiohttp.ClientResponse, replica: str) -> None:
+        headers = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in HOP_HEADERS]
+        start: Message = {"type": "http.response.start", "status": response.status, "headers": headers}
+        ending = _ending(response.content_type)
         if ending is None:  # whole: until it is here, another replica could be asked
-            body = await answer.read()
-            self._owners.note(exchange.route, answer.status, body, replica)
+            body = await response.read()
+            self._owners.note(exchange.route, response.status, body, replica)
             exchange.started = True
             await exchange.send(start)
             await exchange.send({"type": "http.response.body", "body": body})
             return
         try:
-            await self._stream(exchange, answer, start, ending)
+            await self._stream(exchange, response, start, ending)
         except LOST:
             if not exchange.started:
                 raise
             await exchange.send({"type": "http.response.body", "body": _cut_off(exchange.scope, ending)})
             raise
 
-    async def _stream(self, exchange: Exchange, answer: aiohttp.ClientResponse, start: Message, ending: bytes) -> None:
+    async def _stream(
+        self, exchange: Exchange, response: aiohttp.ClientResponse, start: Message, ending: bytes
+    ) -> None:
         """Whole events alone, so that an error can follow at any time; those that are there together, together."""
         rest = b""
-        async for part in answer.content.iter_any():
+        async for part in response.content.iter_any():
             rest += part
             place = rest.rfind(ending) + len(ending)
             if place < len(ending):
@@ -300,16 +302,16 @@ class Front:
         members = self._members.ready
         if not members:
             raise UnavailableError(self._why_none(set()))
-        answers = await asyncio.gather(*(self._ask(Exchange(scope, b"", digest, send), one) for one in members))
-        found = [answer for answer in answers if answer is not None]
+        responses = await asyncio.gather(*(self._ask(Exchange(scope, b"", digest, send), one) for one in members))
+        found = [response for response in responses if response is not None]
         if not found:
             raise UnavailableError("no replica has answered; try again")
-        good = [answer for answer in found if answer.status == 200]
+        good = [response for response in found if response.status == 200]
         if not good:
             await send({"type": "http.response.start", "status": found[0].status, "headers": found[0].headers})
             await send({"type": "http.response.body", "body": found[0].body})
             return
-        body = view({answer.name: answer.body for answer in good}, good[0].headers)
+        body = view({response.name: response.body for response in good}, good[0].headers)
         headers = [(name, value) for name, value in good[0].headers if name != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -319,21 +321,23 @@ class Front:
         """The dashboard's event stream of all replicas as one; where one refuses, so does the front."""
         exchange = Exchange(scope, b"", PromptDigest(PromptPrefix(), None), send)
         async with AsyncExitStack() as stack:
-            answers: dict[str, aiohttp.ClientResponse] = {}
+            responses: dict[str, aiohttp.ClientResponse] = {}
             for member in self._members.ready:
                 try:
-                    answer = await stack.enter_async_context(self._request(exchange, member))
+                    response = await stack.enter_async_context(self._request(exchange, member))
                 except LOST:
                     continue
-                if answer.status != 200:
-                    await self._copy(exchange, answer, member.name)
+                if response.status != 200:
+                    await self._copy(exchange, response, member.name)
                     return
-                answers[member.name] = answer
-            if not answers:
+                responses[member.name] = response
+            if not responses:
                 raise UnavailableError(self._why_none(set()))
             headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send_merged(answers, send, lambda: {one.name for one in self._members.ready} == answers.keys(), LOST)
+            await send_merged(
+                responses, send, lambda: {one.name for one in self._members.ready} == responses.keys(), LOST
+            )
 
     async def _ask(self, exchange: Exchange, member: Member) -> "Asked | None":
         kept: list[Message] = []

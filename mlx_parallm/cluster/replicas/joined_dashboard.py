@@ -118,11 +118,11 @@ class EventMerger:
         self._histories: dict[str, list[dict[str, Any]]] = {}
         self.begun = asyncio.Event()  # there is a snapshot of each, or one has gone
 
-    async def read(self, name: str, answer: BegunStream) -> None:
+    async def read(self, name: str, response: BegunStream) -> None:
         """Reads a replica's events until the replica ends the stream, or is gone; it no longer counts then."""
         rest = b""
         try:
-            async for part in answer.content.iter_any():
+            async for part in response.content.iter_any():
                 *events, rest = (rest + part).split(b"\n\n")
                 for event in events:
                     self._take(name, event)
@@ -154,15 +154,15 @@ class EventMerger:
 
 
 async def send_merged(
-    answers: Mapping[str, BegunStream],
+    responses: Mapping[str, BegunStream],
     send: Send,
     still_all: Callable[[], bool],
     lost: tuple[type[Exception], ...] = (OSError,),
 ) -> None:
     """The streams that replicas have begun, as one, until one of them ends or they are not all replicas any more: the
     page then connects anew."""
-    merger = EventMerger(len(answers), lost)
-    readers = [asyncio.ensure_future(merger.read(name, answer)) for name, answer in answers.items()]
+    merger = EventMerger(len(responses), lost)
+    readers = [asyncio.ensure_future(merger.read(name, response)) for name, response in responses.items()]
     try:
         await merger.begun.wait()
         await send({"type": "http.response.body", "body": merger.history(), "more_body": True})

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError, PermissionDeniedError
-from mlx_parallm.http_client import Endpoint, HttpAnswer, WireError, send
+from mlx_parallm.http_client import Endpoint, HttpResponse, WireError, send
 from mlx_parallm.server.api import route_table
 from mlx_parallm.server.api.ops import CLUSTER_PATH
 from mlx_parallm.server.auth.access import AccessControl, Authentication, OriginGuard, answered_hosts, is_loopback
@@ -77,7 +77,7 @@ def find_cluster(config: ServeConfig, has_token: bool) -> RayAddress | None:
     assert address is not None
     endpoint = Endpoint.parse(address, config.http.admin_key or config.http.api_key)
     try:
-        answer = asyncio.run(send(endpoint, CLUSTER_PATH, limit=ASK_SECONDS))
+        response = asyncio.run(send(endpoint, CLUSTER_PATH, limit=ASK_SECONDS))
     except WireError as error:
         if has_token:
             return None
@@ -85,22 +85,22 @@ def find_cluster(config: ServeConfig, has_token: bool) -> RayAddress | None:
             f"--connect-to {address}: no server answers there ({error}). Give the HTTP address of a server that was "
             "started with --share-model, and its --admin-key"
         ) from error
-    if answer.status != 200:
-        raise ConfigError(_refusal(address, answer))
-    found = RayAddress(**orjson.loads(answer.body))
+    if response.status != 200:
+        raise ConfigError(_refusal(address, response))
+    found = RayAddress(**orjson.loads(response.body))
     _check_versions(address, found)
     return found
 
 
-def _refusal(address: str, answer: HttpAnswer) -> str:
-    if answer.status == 404:
+def _refusal(address: str, response: HttpResponse) -> str:
+    if response.status == 404:
         return f"--connect-to {address}: that server does not share its model; start it with --share-model"
-    if answer.status == 401:
+    if response.status == 401:
         return f"--connect-to {address} needs the key of that server: give it with --admin-key"
     try:
-        reason = orjson.loads(answer.body)["error"]["message"]
+        reason = orjson.loads(response.body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        reason = f"it answers with status {answer.status}"
+        reason = f"it answers with status {response.status}"
     return f"--connect-to {address}: {reason}"
 
 

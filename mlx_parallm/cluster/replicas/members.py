@@ -179,11 +179,11 @@ class Members:
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             url = f"{member.url}{OWN_PATHS}{what}"
-            async with self._session().post(url, data=body, headers=headers, timeout=timeout) as answer:
-                content = await answer.read()
+            async with self._session().post(url, data=body, headers=headers, timeout=timeout) as response:
+                content = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return UnreachableError(f"it can't be reached: {type(error).__name__}")
-        return None if answer.status == 200 else read_error(content)
+        return None if response.status == 200 else read_error(content)
 
     def describe(self) -> list[dict[str, object]]:
         known = self.router.names

@@ -65,25 +65,25 @@ class FrontLink:
 
     def propose(self, change: Change) -> Change:
         try:
-            answer = self._client.post("/propose", content=change.encode(), timeout=None)
+            response = self._client.post("/propose", content=change.encode(), timeout=None)
         except httpx.HTTPError as error:
             raise UnavailableError(f"the change could not be handed to the front: {error}") from error
-        if answer.status_code != 200:
-            raise read_error(answer.content)
-        return next(decode(answer.content))
+        if response.status_code != 200:
+            raise read_error(response.content)
+        return next(decode(response.content))
 
     def join(self, fields: dict[str, object]) -> tuple[list[Change], int] | None:
         """What has to be made before it serves, and the position that it then has; None: it has to start anew."""
-        answer = self._client.post("/join", json={"name": self.name, **fields}, timeout=600)
-        if answer.status_code == 409:
+        response = self._client.post("/join", json={"name": self.name, **fields}, timeout=600)
+        if response.status_code == 409:
             return None
-        answer.raise_for_status()
-        return list(decode(answer.content)), int(answer.headers["x-parallm-position"])
+        response.raise_for_status()
+        return list(decode(response.content)), int(response.headers["x-parallm-position"])
 
     def say(self, what: str, **fields: object) -> dict[str, Any]:
-        answer = self._client.post(f"/{what}", json={"name": self.name, **fields})
-        answer.raise_for_status()
-        found: dict[str, Any] = answer.json()
+        response = self._client.post(f"/{what}", json={"name": self.name, **fields})
+        response.raise_for_status()
+        found: dict[str, Any] = response.json()
         return found
 
 

@@ -18,11 +18,11 @@ class ResponseOwners:
         if route.replicas != "creates" or status != 200:
             return
         try:
-            answer = orjson.loads(body)
+            response = orjson.loads(body)
         except orjson.JSONDecodeError:
             return
-        if isinstance(answer, dict) and answer.get("background") and isinstance(answer.get("id"), str):
-            self._owners[answer["id"]] = replica
+        if isinstance(response, dict) and response.get("background") and isinstance(response.get("id"), str):
+            self._owners[response["id"]] = replica
             if len(self._owners) > CAPACITY:
                 self._owners.popitem(last=False)
 

@@ -14,21 +14,21 @@ from mlx_parallm.cluster.replicas.joined_dashboard import whole_snapshot
 from mlx_parallm.metrics import PREFIX
 from mlx_parallm.server.api.ops.metrics import JOINS, joined
 
-Answers = Mapping[str, bytes]  # by replica
-View = Callable[[Answers, Sequence[tuple[bytes, bytes]]], bytes]
+ReplicaResponses = Mapping[str, bytes]  # by replica
+View = Callable[[ReplicaResponses, Sequence[tuple[bytes, bytes]]], bytes]
 
 _SAMPLE = re.compile(rb"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 _SUFFIXES = ("_total", "_bucket", "_sum", "_count", "_info", "_created")  # of the samples of one family
 
 
-def metrics(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+def metrics(responses: ReplicaResponses, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     kind = next((value for name, value in headers if name == b"content-type"), b"")
     if b"json" in kind:
-        return whole_and_parts(answers, headers)
+        return whole_and_parts(responses, headers)
     found_values: dict[bytes, list[float]] = {}
     order: list[tuple[bytes, bytes]] = []  # (HELP and TYPE lines, or a sample's name and labels)
     parts: list[bytes] = []
-    for number, (replica, text) in enumerate(answers.items()):
+    for number, (replica, text) in enumerate(responses.items()):
         for line in text.splitlines():
             found = _SAMPLE.match(line)
             if found is None:
@@ -59,9 +59,9 @@ def _part(found: "re.Match[bytes]", replica: str) -> bytes:
     return PREFIX.encode() + b"replica_" + name + b"{" + labels + b"} " + found["value"]
 
 
-def whole_and_parts(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+def whole_and_parts(responses: ReplicaResponses, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """JSON objects of numbers: their sums, and each under `replicas`."""
-    parts = {replica: orjson.loads(body) for replica, body in answers.items()}
+    parts = {replica: orjson.loads(body) for replica, body in responses.items()}
     return orjson.dumps({**_total("", list(parts.values())), "replicas": parts})
 
 
@@ -78,11 +78,11 @@ def _total(name: str, values: Sequence[Any]) -> Any:
     return joined(name, values)
 
 
-def models(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+def models(responses: ReplicaResponses, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """The models of all replicas, each with its status on every one."""
     whole: dict[str, Any] = {}
     entries: dict[str, dict[str, Any]] = {}
-    for replica, body in answers.items():
+    for replica, body in responses.items():
         listed = orjson.loads(body)
         whole = whole or listed
         for entry in listed.get("data", []):
@@ -91,22 +91,22 @@ def models(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     return orjson.dumps({**whole, "data": list(entries.values())})
 
 
-def first(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+def first(responses: ReplicaResponses, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """Returns the first replica's response, for what all replicas are told and answer alike."""
-    return next(iter(answers.values()))
+    return next(iter(responses.values()))
 
 
-def snapshot(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    return orjson.dumps(whole_snapshot({replica: orjson.loads(body) for replica, body in answers.items()}))
+def snapshot(responses: ReplicaResponses, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    return orjson.dumps(whole_snapshot({replica: orjson.loads(body) for replica, body in responses.items()}))
 
 
 def _newest(name: str) -> View:
     """The lists under that name, the newest first, each entry with its replica."""
 
-    def view(answers: Answers, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    def view(responses: ReplicaResponses, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         whole: dict[str, Any] = {}
         entries: list[dict[str, Any]] = []
-        for replica, body in answers.items():
+        for replica, body in responses.items():
             found = orjson.loads(body)
             whole = {**found, **whole, "adapters": _union(whole.get("adapters"), found.get("adapters"))}
             entries += [{**entry, "replica": replica} for entry in found[name]]

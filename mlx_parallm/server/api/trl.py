@@ -22,7 +22,7 @@ from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.generation.chat_messages import ChatMessages, ToolDefinition, conversation
 from mlx_parallm.server.generation.choices import Collected
 from mlx_parallm.server.generation.http_call import Generation
-from mlx_parallm.server.generation.preparation import answer_name
+from mlx_parallm.server.generation.preparation import completion_name
 from mlx_parallm.server.generation.responses import Collector
 from mlx_parallm.server.generation.sampling_fields import SampledBody, samples, sampling_field
 from mlx_parallm.server.generation.token_logprobs import finite
@@ -163,7 +163,7 @@ class Trl:
 
     async def _respond(self, body: TrlBody, completion: CompletionBody, request: Request) -> Response:
         generation = await self._service.prepare(
-            completion_call(completion, TRL_TOKENS), request, answer_name("trl-", request)
+            completion_call(completion, TRL_TOKENS), request, completion_name("trl-", request)
         )
         results = await Collector(generation).collect(request.receive)
         return JSONResponse(_generated(body, generation, results))

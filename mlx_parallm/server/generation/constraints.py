@@ -6,7 +6,7 @@ from mlx_parallm.server.generation.call import GenerationCall
 from mlx_parallm.server.generation.tokenizers import TokenizerPool
 from mlx_parallm.server.model_table import ServedModel
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
-from mlx_parallm.text.grammar import AnswerFormat, answer_grammar
+from mlx_parallm.text.grammar import CompletionFormat, completion_grammar
 
 
 async def compiled_grammar(
@@ -16,8 +16,8 @@ async def compiled_grammar(
     structure, param, chat = call.structure, "tools", call.chat
     grammar = None if structure is None else structure.grammar
     if chat is not None:
-        answers = AnswerFormat(served.tool_format, served.thinking, served.vocabulary, inside_thinking)
-        grammar = answer_grammar(
+        answers = CompletionFormat(served.tool_format, served.thinking, served.vocabulary, inside_thinking)
+        grammar = completion_grammar(
             grammar,
             answers,
             chat.conversation.tools,

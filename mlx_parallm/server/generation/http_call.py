@@ -17,10 +17,10 @@ from mlx_parallm.server.auth.caller import ANYBODY, Caller
 from mlx_parallm.server.generation.call import GenerationCall
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate
 from mlx_parallm.server.generation.tokenizers import TokenizedPrompts
-from mlx_parallm.server.http.request_state import AnswerSummary
+from mlx_parallm.server.http.request_state import ResponseSummary
 from mlx_parallm.server.model_table import ServedModel
 from mlx_parallm.text.compiled_grammar import CompiledGrammar
-from mlx_parallm.types import AdapterVersion, AnswerNames, Delta, Request
+from mlx_parallm.types import AdapterVersion, CompletionNames, Delta, Request
 
 
 class Listener(Protocol):
@@ -47,7 +47,7 @@ class Generation:
         call: GenerationCall,
         prepared: PreparedCall,
         *,
-        names: AnswerNames,
+        names: CompletionNames,
         timeout: float | None,
         caller: Caller = ANYBODY,
     ) -> None:
@@ -88,7 +88,7 @@ class Generation:
         self._first = {request.id: request.first for request in self._requests}
 
     @property
-    def answer_id(self) -> str:
+    def completion_id(self) -> str:
         """What the response calls itself."""
         return self._requests[0].names.dialect
 
@@ -101,10 +101,10 @@ class Generation:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
-    def summary(self) -> AnswerSummary:
+    def summary(self) -> ResponseSummary:
         """Summarises the call for the list of recent requests. Only the rows of a stream tell of their first token when
         it is there."""
-        return AnswerSummary(
+        return ResponseSummary(
             model=self.served.name,
             adapter=None if self.version is None else self.version.label,
             prompt_tokens=self.prompt_tokens,

@@ -24,13 +24,13 @@ from mlx_parallm.server.generation.limits import sampling_for
 from mlx_parallm.server.generation.tokenizers import TokenizerPool, own_images
 from mlx_parallm.server.http.request_state import state_of
 from mlx_parallm.server.model_table import DEFAULT, ModelTable
-from mlx_parallm.types import AnswerNames, Collection
+from mlx_parallm.types import Collection, CompletionNames
 from mlx_parallm.validation import check_choices
 
 MAX_ANSWERS = 8192  # of one request
 
 
-def answer_name(prefix: str, request: Request) -> str:
+def completion_name(prefix: str, request: Request) -> str:
     """A response's id in dialects that make it from the request's."""
     return f"{prefix}{state_of(request.scope).id}"
 
@@ -44,9 +44,9 @@ class GenerationService:
         self._tokenizers = tokenizers
         self._training = training
 
-    async def prepare(self, call: GenerationCall, request: Request, answer_id: str) -> Generation:
-        """What a call asks for, not handed to a model yet. `answer_id`: what its dialect calls the response; feedback
-        finds it by that name."""
+    async def prepare(self, call: GenerationCall, request: Request, completion_id: str) -> Generation:
+        """What a call asks for, not handed to a model yet. `completion_id`: what its dialect calls the response;
+        feedback finds it by that name."""
         call = await self._with_checkpoint(call)
         await self._models.use(call.model, request)
         served, version = self._models.version_of(call.model, call.lora_adapter)
@@ -76,7 +76,7 @@ class GenerationService:
             served,
             replace(call, cache_salt=caller.cache_salt(call.cache_salt)),
             PreparedCall(version, prompts, sampling, None if grammar is None else grammar[1]),
-            names=AnswerNames(call.request_id or request_id, answer_id, request_id),
+            names=CompletionNames(call.request_id or request_id, completion_id, request_id),
             timeout=self._config.request_timeout_seconds or None,
             caller=caller,
         )

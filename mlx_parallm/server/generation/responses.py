@@ -56,7 +56,7 @@ class StreamWriter(Protocol):
     def failure(self, error: ParallmError) -> bytes: ...
 
 
-class AnswerWriter(StreamWriter, Protocol):
+class DialectWriter(StreamWriter, Protocol):
     """How a dialect answers: whole, and in chunks."""
 
     def answer(self, results: Sequence[Collected]) -> Any: ...
@@ -66,7 +66,7 @@ BeforeEnd = Callable[[ParallmError | None], Awaitable[None]]
 
 
 async def respond(
-    generation: Generation, writer: AnswerWriter, request: Request, before_end: BeforeEnd | None = None
+    generation: Generation, writer: DialectWriter, request: Request, before_end: BeforeEnd | None = None
 ) -> Response:
     """Runs a generation: as a stream where the call asks for one, else until the response is whole.
 

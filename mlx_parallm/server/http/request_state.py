@@ -16,7 +16,7 @@ KEY = "parallm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerSummary:
+class ResponseSummary:
     """What is known of a request that was handed to a model."""
 
     model: str
@@ -37,7 +37,7 @@ class RequestState:
     sent_fields: Collection[str] = ()  # of the body, those of sampling options in an object of their own too
     warning: str | None = None  # of fields that nobody knows
     adapter: str | None = None  # that answers
-    summary: Callable[[], AnswerSummary] | None = None  # of what was handed to a model
+    summary: Callable[[], ResponseSummary] | None = None  # of what was handed to a model
     outcome: str | None = None  # of a stream that did not end well
     held_models: list[Callable[[], None]] = field(default_factory=list)  # called when the request has ended
     runs_on: bool = False  # in the background, after its response

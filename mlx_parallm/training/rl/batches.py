@@ -30,22 +30,22 @@ class Shape:
 
     prompts: int
     prompt: int
-    answers: int
-    answer: int
+    completions: int
+    completion: int
 
     @property
     def tokens(self) -> int:
-        return self.prompts * self.prompt + self.answers * self.answer
+        return self.prompts * self.prompt + self.completions * self.completion
 
     def rounded(self) -> "Shape":
         """One of few. Prompts are always padded, if by one token: that is another computation."""
-        answer = round_up(self.answer, ROUND_TOKENS)
-        rows = min(ROUND_ANSWERS, max(1, ROUND_UP_TO // answer))
+        completion = round_up(self.completion, ROUND_TOKENS)
+        rows = min(ROUND_ANSWERS, max(1, ROUND_UP_TO // completion))
         return Shape(
             prompts=round_up(self.prompts, 1),
             prompt=round_up(self.prompt + 1, ROUND_TOKENS),
-            answers=round_up(self.answers, 1 << (rows.bit_length() - 1)),
-            answer=answer,
+            completions=round_up(self.completions, 1 << (rows.bit_length() - 1)),
+            completion=completion,
         )
 
 
@@ -67,19 +67,19 @@ class PaddedPrompts:
     def of(cls, prompts: Sequence[Sequence[int]], counts: Sequence[int], shape: Shape | None = None) -> "PaddedPrompts":
         """`counts`: of the completions to each, which follow one another. `shape`: filled up with what nobody reads."""
         longest = max(map(len, prompts))
-        shape = shape or Shape(prompts=len(prompts), prompt=longest, answers=sum(counts), answer=0)
+        shape = shape or Shape(prompts=len(prompts), prompt=longest, completions=sum(counts), completion=0)
         lengths = np.ones(shape.prompts, np.int64)
         tokens = np.zeros((shape.prompts, shape.prompt), np.int64)
         for row, prompt in enumerate(prompts):
             lengths[row] = len(prompt)
             tokens[row, : len(prompt)] = prompt
-        behind = np.zeros(shape.answers, np.int64)
+        behind = np.zeros(shape.completions, np.int64)
         behind[: sum(counts)] = np.repeat(np.arange(len(prompts)), counts)
         return cls(tokens, lengths, behind)
 
-    def first(self, answers: int) -> "PaddedPrompts":
+    def first(self, completions: int) -> "PaddedPrompts":
         """Those that some completions need."""
-        behind = self.behind[:answers]
+        behind = self.behind[:completions]
         lengths = self.lengths[: behind[-1] + 1]
         return PaddedPrompts(self.tokens[: len(lengths), : lengths.max()], lengths, behind)
 
@@ -89,7 +89,7 @@ class Micro:
     """Some completions (n) behind their prompts, padded to one length (C)."""
 
     prompts: PaddedPrompts
-    answers: Integers  # (n, C)
+    completions: Integers  # (n, C)
     mask: Floats  # (n, C): tokens to learn from
     old: Floats  # (n, C): log-probabilities when they were sampled
     known: Floats  # (n, 1): whether those are known
@@ -102,7 +102,7 @@ class Micro:
     @property
     def tokens(self) -> int:
         """That go through the model."""
-        return self.prompts.tokens[:, 1:].size + self.answers.size
+        return self.prompts.tokens[:, 1:].size + self.completions.size
 
     @property
     def learnt(self) -> int:
@@ -117,7 +117,7 @@ class Micro:
         """Some of its completions."""
         return Micro(
             prompts=self.prompts.first(count),
-            answers=self.answers[:count],
+            completions=self.completions[:count],
             mask=self.mask[:count],
             old=self.old[:count],
             known=self.known[:count],
@@ -237,15 +237,15 @@ class Batch:
     def _shape(self, parts: Sequence[Sequence[int]], rounded: bool) -> Shape:
         """Returns the shape of completions to several prompts, together."""
         lengths = [self._lengths(places) for places in parts]
-        prompt, answer = (max(sizes) for sizes in zip(*lengths, strict=True))
-        shape = Shape(prompts=len(parts), prompt=prompt, answers=sum(map(len, parts)), answer=answer)
+        prompt, completion = (max(sizes) for sizes in zip(*lengths, strict=True))
+        shape = Shape(prompts=len(parts), prompt=prompt, completions=sum(map(len, parts)), completion=completion)
         return shape.rounded() if rounded else shape
 
     def _most(self, places: Sequence[int], limit: int, rounded: bool) -> int:
         """How many completions to one prompt are within the limit; one at least."""
-        prompt, answer = self._lengths(places)
+        prompt, completion = self._lengths(places)
         for count in range(len(places), 1, -1):
-            shape = Shape(prompts=1, prompt=prompt, answers=count, answer=answer)
+            shape = Shape(prompts=1, prompt=prompt, completions=count, completion=completion)
             if (shape.rounded() if rounded else shape).tokens <= limit:
                 return count
         return 1
@@ -267,17 +267,17 @@ class Batch:
         prompts = PaddedPrompts.of(
             [self.trajectories[part[0]].prompt_ids for part in parts], [len(part) for part in parts], shape
         )
-        size = shape.answers, shape.answer
-        answers, mask, old = np.zeros(size, np.int64), np.zeros(size, np.float32), np.zeros(size, np.float32)
-        known, advantage, weight = (np.zeros(shape.answers, np.float32) for _ in range(3))
+        size = shape.completions, shape.completion
+        completions, mask, old = np.zeros(size, np.int64), np.zeros(size, np.float32), np.zeros(size, np.float32)
+        known, advantage, weight = (np.zeros(shape.completions, np.float32) for _ in range(3))
         proximal = np.zeros(size, np.float32) if self.proximal else None
-        own = np.full(shape.answers, -1, np.int64)
+        own = np.full(shape.completions, -1, np.int64)
         own[: len(some)] = places
         advantage[: len(some)], weight[: len(some)] = self.advantage[places], self.weight[places]
-        temperature = np.full(shape.answers, some[0].temperature, np.float32)
+        temperature = np.full(shape.completions, some[0].temperature, np.float32)
         for row, one in enumerate(some):
             length = len(one.completion_ids)
-            answers[row, :length] = one.completion_ids
+            completions[row, :length] = one.completion_ids
             mask[row, :length] = _mask(one, self.mask_truncated)
             if proximal is not None:
                 proximal[row, :length] = self.proximal[places[row]]
@@ -286,7 +286,7 @@ class Batch:
             known[row], temperature[row] = one.logprobs is not None, one.temperature
         return Micro(
             prompts=prompts,
-            answers=answers,
+            completions=completions,
             mask=mask,
             old=old,
             known=known[:, None],

@@ -69,7 +69,7 @@ def token_weights(lengths: Integers, algorithm: str, max_length: int) -> Floats:
     """(N,): what one token of each completion counts in the update. All together count one, but for Dr. GRPO's: there
     that is so only where every completion has `max_length` tokens."""
     match ALGORITHMS[algorithm].aggregation:
-        case "answers":
+        case "completions":
             return (1.0 / (np.maximum(lengths, 1) * len(lengths))).astype(np.float32)
         case "tokens":
             return np.full(len(lengths), 1.0 / max(1, lengths.sum()), np.float32)

@@ -15,7 +15,7 @@ from mlx_parallm.host import to_numpy
 from mlx_parallm.training.learner import Parameters, Values
 from mlx_parallm.training.rl.batches import Micro
 from mlx_parallm.training.rl.objectives import MAX_LOG_RATIO, chosen_logprobs, divergence, entropy, losses
-from mlx_parallm.training.trainable_model import TrainableModel, answer_logits
+from mlx_parallm.training.trainable_model import TrainableModel, completion_logits
 
 LOGPROBS = "logprobs"  # among a loss's values; all others are summed up in `LossTotals`
 
@@ -106,10 +106,10 @@ class PolicyLoss:
 
     def _scored(self, micro: Micro) -> tuple[mx.array, mx.array | None]:
         """(n, C): of the completions' tokens, the log-probabilities and, where they are asked for, the entropies."""
-        answers, temperature = mx.array(micro.answers), _temperature(micro)
-        logits = answer_logits(self._tree.module, micro.prompts, answers, self._tree.shares_prompts)
+        completions, temperature = mx.array(micro.completions), _temperature(micro)
+        logits = completion_logits(self._tree.module, micro.prompts, completions, self._tree.shares_prompts)
         entropies = entropy(logits.astype(mx.float32) / temperature) if self._objective.entropy_bonus else None
-        return chosen_logprobs(logits, answers, temperature), entropies
+        return chosen_logprobs(logits, completions, temperature), entropies
 
     def logprobs(self, micro: Micro) -> mx.array:
         """(n, C): of the completions' tokens, by the parameters that the tree has now."""
@@ -128,9 +128,9 @@ class PolicyLoss:
         self._tree.set_parameters({name: array.astype(dtype) for name, array in parameters.items()})
 
     def _logprobs(self, module: nn.Module, micro: Micro) -> mx.array:
-        answers = mx.array(micro.answers)
-        logits = answer_logits(module, micro.prompts, answers, self._tree.shares_prompts)
-        return chosen_logprobs(logits, answers, _temperature(micro))
+        completions = mx.array(micro.completions)
+        logits = completion_logits(module, micro.prompts, completions, self._tree.shares_prompts)
+        return chosen_logprobs(logits, completions, _temperature(micro))
 
 
 def _temperature(micro: Micro) -> mx.array | float:

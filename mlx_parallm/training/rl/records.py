@@ -13,9 +13,9 @@ import orjson
 
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.policy_spans import PolicySpan, Spans, within
-from mlx_parallm.types import AnswerNames, Request
+from mlx_parallm.types import CompletionNames, Request
 
-NAMES = {"label": "client", "answer_id": "dialect", "http_id": "http"}  # in files, and in AnswerNames
+NAMES = {"label": "client", "completion_id": "dialect", "http_id": "http"}  # in files, and in CompletionNames
 TOKENS_OF_NAMES = 64  # what the names of a completion count as, so that many short completions are bounded, too
 
 
@@ -51,7 +51,7 @@ class Record:
     max_tokens: int | None = None  # that it was allowed
     choices: int = 1  # of its request
     mask: tuple[bool, ...] | None = None  # tokens that the model chose, where others or a grammar did some; None: all
-    names: AnswerNames = AnswerNames()
+    names: CompletionNames = CompletionNames()
     owner: str = ""  # the name of the key that asked
 
     @property
@@ -79,7 +79,7 @@ class Record:
         """Reads a record as `json` wrote it."""
         spans = tuple(PolicySpan.of_json(span) for span in fields["spans"])
         known = {name: value for name, value in fields.items() if name not in NAMES}
-        names = AnswerNames(**{own: fields.get(name, "") for name, own in NAMES.items()})
+        names = CompletionNames(**{own: fields.get(name, "") for name, own in NAMES.items()})
         lists = {name: tuple(fields[name]) for name in ("prompt_ids", "completion_ids", "logprobs")}
         mask = None if fields.get("mask") is None else tuple(fields["mask"])
         return cls(**{**known, **lists, "spans": spans, "mask": mask, "names": names})

@@ -22,7 +22,7 @@ from mlx_parallm.policy_spans import PolicySpan
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.rl.records import Record
 from mlx_parallm.training.storage.checkpoints import ADAPTER, adapter_files
-from mlx_parallm.types import AnswerNames
+from mlx_parallm.types import CompletionNames
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class RemotePolicy:
 
     # Rollouts.
 
-    def check_prompt(self, prompt: list[int], answers: int) -> None:
+    def check_prompt(self, prompt: list[int], completions: int) -> None:
         """Nothing: only the server knows how much it can hold."""
 
     def sample(
@@ -211,7 +211,7 @@ def _check(sampling: SamplingParams) -> None:
 def _record(sample: Sample, request: str, index: int, adapter: str | None, sampling: SamplingParams) -> Record:
     return Record(
         request=request,
-        names=AnswerNames(client=sample.request_id),
+        names=CompletionNames(client=sample.request_id),
         index=index,
         prompt_ids=tuple(sample.prompt_ids),
         completion_ids=tuple(sample.completion_ids),

@@ -16,7 +16,7 @@ from mlx_parallm.errors import ConfigError, ParallmError, QueueFullError, Reques
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.training.rl.records import ChoiceKey, Record
 from mlx_parallm.training.storage.ledger import Ledger
-from mlx_parallm.types import AnswerNames, Delta, Request
+from mlx_parallm.types import CompletionNames, Delta, Request
 
 CHECK_SECONDS = 1.0  # between looks at whether the engine still runs
 RETRY_SECONDS = 0.05
@@ -44,7 +44,7 @@ class RolloutSource(Protocol):
         salt: str = "",
     ) -> list[list[Record]]: ...
 
-    def check_prompt(self, prompt: list[int], answers: int) -> None:
+    def check_prompt(self, prompt: list[int], completions: int) -> None:
         """Raises ContextLengthError where `sample` would: the prompt is too long for so many completions."""
 
 
@@ -54,8 +54,8 @@ class Rollouts:
         self._ledger = ledger
         self._max_rows = max_rows
 
-    def check_prompt(self, prompt: list[int], answers: int) -> None:
-        self._engine.check_prompt(prompt, answers)
+    def check_prompt(self, prompt: list[int], completions: int) -> None:
+        self._engine.check_prompt(prompt, completions)
 
     def sample(
         self,
@@ -96,7 +96,7 @@ class Rollouts:
                     adapter=adapter,
                     record=True,
                     rollout=True,
-                    names=AnswerNames(client=name),
+                    names=CompletionNames(client=name),
                     owner="" if client is None else client.owner,
                 )
                 for name, prompt in left.items()

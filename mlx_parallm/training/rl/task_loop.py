@@ -102,7 +102,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredAnswer:
+class ScoredCompletion:
     """`score`: None where a part of the reward could not be had. `parts`: of the reward, by name, before weights."""
 
     record: Record
@@ -110,7 +110,7 @@ class ScoredAnswer:
     parts: Mapping[str, float | None]
 
 
-Groups = Sequence[Sequence[ScoredAnswer]]
+Groups = Sequence[Sequence[ScoredCompletion]]
 
 
 class TaskSampler:
@@ -138,20 +138,20 @@ class TaskSampler:
     def tokens(self, problem: Problem) -> list[int]:
         return self._prompts.chat(Conversation([dict(message) for message in problem.messages])).tokens
 
-    def misfit(self, problem: Problem, answers: int) -> str:
+    def misfit(self, problem: Problem, completions: int) -> str:
         """Why so many completions to a problem can't be had: its prompt is too long. Empty: they can."""
         tokens = self.tokens(problem)
         try:
             if len(tokens) >= self._engine.model.context_length:
                 raise ContextLengthError.of(self._engine.model.context_length, len(tokens))
-            self._rollouts.check_prompt(tokens, answers)
+            self._rollouts.check_prompt(tokens, completions)
         except ContextLengthError as error:
             return error.message
         return ""
 
     def sample(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
-    ) -> list[list[ScoredAnswer]]:
+    ) -> list[list[ScoredCompletion]]:
         """Returns, for each problem, its completions with their scores."""
         sampled = self._rollouts.sample(
             [self.tokens(problem) for problem in problems], sampling, adapter=adapter, seed=seed, salt=salt
@@ -169,18 +169,18 @@ class TaskSampler:
         scored = iter(self._scored([record for records in sampled for record in records], items))
         return [[next(scored) for _ in records] for records in sampled]
 
-    def _scored(self, records: Sequence[Record], items: Sequence[Item]) -> list[ScoredAnswer]:
+    def _scored(self, records: Sequence[Record], items: Sequence[Item]) -> list[ScoredCompletion]:
         if not self._components:
             scores = self._rewards.score(self.task.name, items)
-            return [ScoredAnswer(record, score, {}) for record, score in zip(records, scores, strict=True)]
+            return [ScoredCompletion(record, score, {}) for record, score in zip(records, scores, strict=True)]
         columns = {one.name: self._rewards.score(_scorer(one), items) for one in self._components}
-        answers = []
+        completions = []
         for record, row in zip(records, zip(*columns.values(), strict=True), strict=True):
             known = [score for score in row if score is not None]
             weighted = (one.weight * score for one, score in zip(self._components, known, strict=False))
             score = sum(weighted) if len(known) == len(row) else None
-            answers.append(ScoredAnswer(record, score, dict(zip(columns, row, strict=True))))
-        return answers
+            completions.append(ScoredCompletion(record, score, dict(zip(columns, row, strict=True))))
+        return completions
 
     def text(self, record: Record) -> str:
         return self._vocabulary.decode(record.completion_ids, skip_special=True)
@@ -196,16 +196,16 @@ def _mean(scores: Iterable[float | None]) -> float:
     return sum(known) / max(1, len(known))
 
 
-def _differs(group: Sequence[ScoredAnswer]) -> bool:
+def _differs(group: Sequence[ScoredCompletion]) -> bool:
     """Whether a group can teach anything."""
-    return len({answer.score for answer in group if answer.score is not None}) > 1
+    return len({one.score for one in group if one.score is not None}) > 1
 
 
 def _means(groups: Groups) -> dict[str, float]:
     """Returns the mean of each part of the reward; an episode that has failed may not have them all."""
-    answers = [answer for group in groups for answer in group]
-    names = dict.fromkeys(name for answer in answers for name in answer.parts)
-    return {name: _mean(answer.parts.get(name) for answer in answers) for name in names}
+    completions = [one for group in groups for one in group]
+    names = dict.fromkeys(name for one in completions for name in one.parts)
+    return {name: _mean(one.parts.get(name) for one in completions) for name in names}
 
 
 class Loop:
@@ -279,12 +279,12 @@ class Loop:
         problems = self._problems.sample(chance, config.prompts_per_step, level, self._never_learnt)
         begun = time.perf_counter()
         # A salt for each step: nothing is reused from before, so a step is the same after a restart.
-        answers = self._sample(problems, self._sampling, chance.getrandbits(31), f"step {step}")
-        learnt, others = self._resampled(step, chance, problems, answers)
+        completions = self._sample(problems, self._sampling, chance.getrandbits(31), f"step {step}")
+        learnt, others = self._resampled(step, chance, problems, completions)
         sampled = time.perf_counter()
         trajectories = self._trajectories(step, learnt, chance)
-        answers = [*answers, *others]
-        reward = _mean(answer.score for group in answers for answer in group)
+        completions = [*completions, *others]
+        reward = _mean(one.score for group in completions for one in group)
         self._level = self._next_level(level, reward)
         # With the update's checkpoint: where to go on from.
         notes = {"step": step, "level": self._level, "successes": self._successes[-CURRICULUM_WINDOW:]}
@@ -292,7 +292,7 @@ class Loop:
         update = session.update(trajectories, extra=notes, new_level=harder) if trajectories else None
         if update is None:
             session.extra = notes
-        records = [answer.record for group in answers for answer in group]
+        records = [one.record for group in completions for one in group]
         return StepReport(
             step=step,
             reward=reward,
@@ -302,17 +302,17 @@ class Loop:
             update_seconds=time.perf_counter() - sampled,
             report=update,
             samples=[self._sampler.text(record) for record in records[:2]],
-            components=_means(answers),
+            components=_means(completions),
             skipped_problems=self._problems.skipped,
             resampled_problems=len(others),
         )
 
     def _resampled(
-        self, step: int, chance: random.Random, problems: Sequence[Problem], answers: Groups
+        self, step: int, chance: random.Random, problems: Sequence[Problem], completions: Groups
     ) -> tuple[Groups, Groups]:
         """The groups to learn from: those whose completions all got one reward give way to others, a few times. And all
         groups that were sampled for that."""
-        learnt, others, asked = list(answers), list[Sequence[ScoredAnswer]](), list(problems)
+        learnt, others, asked = list(completions), list[Sequence[ScoredCompletion]](), list(problems)
         for number in range(self._config.dynamic_sampling):
             flat = [place for place, group in enumerate(learnt) if not _differs(group)]
             if not flat:
@@ -325,11 +325,11 @@ class Loop:
             others += sampled
         return learnt, others
 
-    def _trajectories(self, step: int, answers: Groups, chance: random.Random) -> list[Trajectory]:
+    def _trajectories(self, step: int, completions: Groups, chance: random.Random) -> list[Trajectory]:
         trajectories = []
-        for number, group in enumerate(answers):
-            records = [answer.record for answer in group if answer.score is not None]
-            scores = [answer.score for answer in group if answer.score is not None]
+        for number, group in enumerate(completions):
+            records = [one.record for one in group if one.score is not None]
+            scores = [one.score for one in group if one.score is not None]
             if self._config.shuffle_rewards:
                 chance.shuffle(scores)
             trajectories += [
@@ -340,22 +340,22 @@ class Loop:
 
     def evaluate(self) -> float:
         """The mean score of greedy completions to problems that are never learnt from."""
-        return _mean(answer.score for group in self._held_out_answers() for answer in group)
+        return _mean(one.score for group in self._held_out_completions() for one in group)
 
     def _evaluated(self, report: StepReport) -> StepReport:
         """Adds the scores of held-out problems to a report."""
-        answers = self._held_out_answers()
-        report.held_out = _mean(answer.score for group in answers for answer in group)
-        report.held_out_components = _means(answers)
+        completions = self._held_out_completions()
+        report.held_out = _mean(one.score for group in completions for one in group)
+        report.held_out_components = _means(completions)
         return report
 
-    def _held_out_answers(self) -> Groups:
+    def _held_out_completions(self) -> Groups:
         sampling = SamplingParams(temperature=0.0, max_tokens=self._length)
         return self._sample(self._held_out, sampling, None, "held out")
 
     def _sample(self, problems: Sequence[Problem], sampling: SamplingParams, seed: int | None, salt: str) -> Groups:
         groups: Groups = self._sampler.sample(problems, sampling, self._session.name, seed, salt)
-        self._any_scored |= any(answer.score is not None for group in groups for answer in group)
+        self._any_scored |= any(one.score is not None for group in groups for one in group)
         return groups
 
     def _next_level(self, level: int, success: float) -> int:

@@ -255,7 +255,9 @@ class Trainer:
             wanted = self.config.max_kl_tokens - sum(sample.micro.learnt for sample in samples)
             if wanted > 0:
                 some = micro if self.rounded else micro.first_tokens(wanted)  # a shape that is known, or few
-                samples.append(CheckSample(some, self._without_dropout(some, values[LOGPROBS][: len(some.answers)])))
+                samples.append(
+                    CheckSample(some, self._without_dropout(some, values[LOGPROBS][: len(some.completions)]))
+                )
                 mx.eval(samples[-1].logprobs)
 
         yield from self.learner.forward_backward(self._micros(batch), self.loss, read, self._measured)
@@ -283,7 +285,7 @@ class Trainer:
 
     def _is_known(self, micro: Micro) -> bool:
         """Whether the time that it took tells how many tokens to take: a new shape's was for its plans, too."""
-        shape = micro.prompts.tokens.shape, micro.answers.shape
+        shape = micro.prompts.tokens.shape, micro.completions.shape
         known = not self.rounded or shape in self._shapes
         self._shapes.add(shape)
         return known

@@ -30,7 +30,7 @@ from mlx_parallm.text.parsers.tool_format import ToolFormat
 from mlx_parallm.text.prompts import Conversation, Message, Prompts
 from mlx_parallm.training.rl.records import Record
 from mlx_parallm.training.rl.rollouts import RolloutSource
-from mlx_parallm.training.rl.task_loop import ScoredAnswer, TaskSampler
+from mlx_parallm.training.rl.task_loop import ScoredCompletion, TaskSampler
 from mlx_parallm.training.tasks.built_in import Problem, Task
 from mlx_parallm.training.tasks.components import Component
 from mlx_parallm.training.tasks.scorers import Rewards
@@ -167,7 +167,7 @@ class EpisodeSampler(TaskSampler):
 
     def sample(
         self, problems: Sequence[Problem], sampling: SamplingParams, adapter: str | None, seed: int | None, salt: str
-    ) -> list[list[ScoredAnswer]]:
+    ) -> list[list[ScoredCompletion]]:
         """Plays `sampling.n` episodes of each problem; returns them with scores, None where the environment failed."""
         single = replace(sampling, n=1)
         with ThreadPoolExecutor(STEPS_AT_ONCE, thread_name_prefix="environment") as pool:
@@ -192,16 +192,16 @@ class EpisodeSampler(TaskSampler):
                     self._wait(episode, stepped)
             for episode, stepped in [(one, pool.submit(self._cut_off, one)) for one in episodes]:
                 self._wait(episode, stepped)
-        answers: list[list[ScoredAnswer]] = [[] for _ in problems]
+        completions: list[list[ScoredCompletion]] = [[] for _ in problems]
         for episode in episodes:
             if not episode.records:  # there was no room for a completion
                 self._lose(InvalidRequestError(f"its {len(episode.prompt)} tokens leave no room for a completion"))
                 continue
             reward = None if episode.failed else episode.reward
-            answers[episode.group].append(
-                ScoredAnswer(record=episode.record(), score=reward, parts=dict(episode.environment.metrics))
+            completions[episode.group].append(
+                ScoredCompletion(record=episode.record(), score=reward, parts=dict(episode.environment.metrics))
             )
-        return answers
+        return completions
 
     def _begin(self, problem: Problem, group: int) -> Episode | None:
         """None where the environment fails."""
@@ -241,8 +241,8 @@ class EpisodeSampler(TaskSampler):
 
     def _step(self, episode: Episode) -> None:
         record = episode.records[-1]
-        answer = self._message(episode, record)
-        episode.messages.append(answer)
+        message = self._message(episode, record)
+        episode.messages.append(message)
         said, reward, done = episode.environment.step(list(episode.messages))
         episode.reward += float(reward)
         episode.done = bool(done) or not said

@@ -5,13 +5,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.sampling_params import SamplingParams
-from mlx_parallm.server.api.anthropic.answers import MessageAnswer, TokenCount
 from mlx_parallm.server.api.anthropic.bodies import CountTokensBody, MessagesBody
 from mlx_parallm.server.api.anthropic.errors import ANTHROPIC
+from mlx_parallm.server.api.anthropic.response_types import MessageResponse, TokenCount
 from mlx_parallm.server.api.anthropic.writer import MessageOptions, MessageWriter
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.generation.call import GenerationCall
-from mlx_parallm.server.generation.preparation import answer_name
+from mlx_parallm.server.generation.preparation import completion_name
 from mlx_parallm.server.generation.responses import respond
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.http.request_state import state_of
@@ -29,7 +29,7 @@ class MessageRoutes:
 
     async def create(self, body: MessagesBody, request: Request) -> Response:
         """Answers the conversation. With `stream`, events arrive from `message_start` to `message_stop`."""
-        generation = await self._service.prepare(body.call(), request, answer_name("msg_", request))
+        generation = await self._service.prepare(body.call(), request, completion_name("msg_", request))
         options = MessageOptions(
             request_id=state_of(request.scope).id,
             max_tokens=body.max_tokens,
@@ -55,7 +55,7 @@ ROUTES = (
         "/v1/messages",
         "POST",
         MessageRoutes.create,
-        MessageAnswer,
+        MessageResponse,
         "Answer a conversation",
         error_shape=ANTHROPIC,
         content=EVENTS,

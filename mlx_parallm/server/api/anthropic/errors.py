@@ -1,6 +1,6 @@
 """Anthropic's shape of errors."""
 
-from mlx_parallm.server.api.anthropic.answers import AnthropicError, AnthropicErrorDetail
+from mlx_parallm.server.api.anthropic.response_types import AnthropicError, AnthropicErrorDetail
 from mlx_parallm.server.http.error_shapes import ErrorShape, Failure
 
 # Anthropic's names for kinds of errors, by the status that they come with.

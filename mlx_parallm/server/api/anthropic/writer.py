@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.api.anthropic.answers import (
-    AnsweredText,
-    AnsweredThinking,
-    AnsweredToolUse,
-    ContentBlock,
-    MessageAnswer,
-    StopReason,
-    TokenUsage,
-)
 from mlx_parallm.server.api.anthropic.errors import anthropic_error
+from mlx_parallm.server.api.anthropic.response_types import (
+    ContentBlock,
+    MessageResponse,
+    StopReason,
+    TextOutput,
+    ThinkingOutput,
+    TokenUsage,
+    ToolUseOutput,
+)
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
 from mlx_parallm.server.generation.responses import one_line
@@ -53,11 +53,11 @@ class MessageWriter:
         piece, parts = update.piece, []
         if piece.reasoning:
             self._thoughts.update(piece.reasoning.encode("utf-8", "surrogatepass"))
-            parts.append(self._opened(AnsweredThinking(type="thinking", thinking="", signature="")))
+            parts.append(self._opened(ThinkingOutput(type="thinking", thinking="", signature="")))
             if not self._options.hide_thinking:
                 parts.append(self._delta({"type": "thinking_delta", "thinking": piece.reasoning}))
         if piece.content:
-            parts.append(self._opened(AnsweredText(type="text", text="")))
+            parts.append(self._opened(TextOutput(type="text", text="")))
             parts.append(self._delta({"type": "text_delta", "text": piece.content}))
         for call in piece.calls:
             if call.name is not None:
@@ -76,15 +76,15 @@ class MessageWriter:
             b"event: error\ndata: " + one_line(anthropic_error(Failure.of(error), self._options.request_id)) + b"\n\n"
         )
 
-    def answer(self, results: Sequence[Collected]) -> MessageAnswer:
+    def answer(self, results: Sequence[Collected]) -> MessageResponse:
         result = results[0]
         content: list[ContentBlock] = []
         if reasoning := "".join(result.reasoning):
             self._thoughts.update(reasoning.encode("utf-8", "surrogatepass"))
             shown = "" if self._options.hide_thinking else reasoning
-            content.append(AnsweredThinking(type="thinking", thinking=shown, signature=self._signature()))
+            content.append(ThinkingOutput(type="thinking", thinking=shown, signature=self._signature()))
         if text := "".join(result.content):
-            content.append(AnsweredText(type="text", text=text))
+            content.append(TextOutput(type="text", text=text))
         content += [_tool_use(call, read_arguments(call.arguments)) for call in result.calls]
         return self._message(content, ended=True)
 
@@ -116,11 +116,11 @@ class MessageWriter:
     def _signature(self) -> str:
         return base64.b64encode(self._thoughts.digest()).decode()
 
-    def _message(self, content: list[ContentBlock], *, ended: bool) -> MessageAnswer:
+    def _message(self, content: list[ContentBlock], *, ended: bool) -> MessageResponse:
         reason, sequence = self._stop() if ended else (None, None)
         asked = self._generation.call.model
         return {
-            "id": self._generation.answer_id,
+            "id": self._generation.completion_id,
             "type": "message",
             "role": "assistant",
             "model": self._generation.served.name if asked == "default" else asked,
@@ -157,6 +157,6 @@ def _event(name: str, **fields: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + one_line({"type": name, **fields}) + b"\n\n"
 
 
-def _tool_use(call: CallDelta, arguments: dict[str, Any]) -> AnsweredToolUse:
+def _tool_use(call: CallDelta, arguments: dict[str, Any]) -> ToolUseOutput:
     name = str(call.id).replace("call_", "toolu_", 1)
-    return AnsweredToolUse(type="tool_use", id=name, name=call.name or "", input=arguments)
+    return ToolUseOutput(type="tool_use", id=name, name=call.name or "", input=arguments)

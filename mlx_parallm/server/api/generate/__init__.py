@@ -17,7 +17,7 @@ from mlx_parallm.server.api.generate.vllm import VllmBody, VllmGenerated, VllmWr
 from mlx_parallm.server.api.generate.writer import GenerateWriter
 from mlx_parallm.server.api.openai.completions import completion_call
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.generation.preparation import GenerationService, answer_name
+from mlx_parallm.server.generation.preparation import GenerationService, completion_name
 from mlx_parallm.server.generation.responses import respond
 from mlx_parallm.server.http.request_state import state_of
 from mlx_parallm.server.http.route_table import Route
@@ -47,7 +47,7 @@ GenerateInput = Annotated[
     Discriminator(shape_of),
 ]
 
-GenerateAnswer = Generated | list[Generated] | VllmGenerated | SglangGenerated | list[SglangGenerated]
+GenerateResponse = Generated | list[Generated] | VllmGenerated | SglangGenerated | list[SglangGenerated]
 
 
 class Generate:
@@ -58,7 +58,7 @@ class Generate:
         """Tokens or text in; tokens, text, log-probabilities and adapter versions out. The bodies of vLLM's and
         SGLang's `/generate` are answered in their own shapes."""
         call = sglang_call(body) if isinstance(body, SglangBody) else completion_call(body, GENERATE_TOKENS)
-        generation = await self._service.prepare(call, request, answer_name("gen-", request))
+        generation = await self._service.prepare(call, request, completion_name("gen-", request))
         request_id = state_of(request.scope).id
         writer: GenerateWriter
         if isinstance(body, SglangBody):
@@ -70,7 +70,7 @@ class Generate:
         return await respond(generation, writer, request)
 
 
-ROUTES = (Route("/generate", "POST", Generate.generate, GenerateAnswer, "Sample from the policy", streams=True),)
+ROUTES = (Route("/generate", "POST", Generate.generate, GenerateResponse, "Sample from the policy", streams=True),)
 
 
 def router(context: ServerContext) -> APIRouter:

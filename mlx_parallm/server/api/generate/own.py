@@ -72,7 +72,7 @@ class GenerateBody(CompletionBody):
 
     @field_validator("n")
     @classmethod
-    def _one_answer(cls, value: int) -> int:
+    def _one_response(cls, value: int) -> int:
         if value != 1:
             raise PydanticCustomError(
                 "n",

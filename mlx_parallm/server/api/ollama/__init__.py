@@ -9,21 +9,21 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.server.api.ollama.answers import (
-    OllamaChatAnswer,
-    OllamaEmbedAnswer,
-    OllamaEmbeddingAnswer,
-    OllamaGenerateAnswer,
-    OllamaProcesses,
-    OllamaShown,
-    OllamaTags,
-    OllamaVersion,
-)
 from mlx_parallm.server.api.ollama.embed import OllamaEmbeddings
 from mlx_parallm.server.api.ollama.errors import OLLAMA
 from mlx_parallm.server.api.ollama.generation import OllamaGeneration
 from mlx_parallm.server.api.ollama.model_routes import OllamaModels
 from mlx_parallm.server.api.ollama.names import ModelNames
+from mlx_parallm.server.api.ollama.response_types import (
+    OllamaChatResponse,
+    OllamaEmbeddingResponse,
+    OllamaEmbedResponse,
+    OllamaGenerateResponse,
+    OllamaProcesses,
+    OllamaShown,
+    OllamaTags,
+    OllamaVersion,
+)
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.route_table import Route
 from mlx_parallm.server.http.routing import JSONRoute, router_of
@@ -51,10 +51,12 @@ class AnyTypeRoute(JSONRoute):
 
 ollama = partial(Route, error_shape=OLLAMA)
 ROUTES = (
-    ollama("/api/chat", "POST", OllamaGeneration.chat, OllamaChatAnswer, "Answer a conversation", content=LINES),
-    ollama("/api/generate", "POST", OllamaGeneration.generate, OllamaGenerateAnswer, "Answer a prompt", content=LINES),
-    ollama("/api/embed", "POST", OllamaEmbeddings.embed, OllamaEmbedAnswer, "Texts to vectors"),
-    ollama("/api/embeddings", "POST", OllamaEmbeddings.embeddings, OllamaEmbeddingAnswer, "A text to its vector"),
+    ollama("/api/chat", "POST", OllamaGeneration.chat, OllamaChatResponse, "Answer a conversation", content=LINES),
+    ollama(
+        "/api/generate", "POST", OllamaGeneration.generate, OllamaGenerateResponse, "Answer a prompt", content=LINES
+    ),
+    ollama("/api/embed", "POST", OllamaEmbeddings.embed, OllamaEmbedResponse, "Texts to vectors"),
+    ollama("/api/embeddings", "POST", OllamaEmbeddings.embeddings, OllamaEmbeddingResponse, "A text to its vector"),
     ollama("/api/tags", "GET", OllamaModels.tags, OllamaTags, "The served models"),
     ollama("/api/show", "POST", OllamaModels.show, OllamaShown, "One served model"),
     ollama("/api/ps", "GET", OllamaModels.ps, OllamaProcesses, "The models in memory"),

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.sampling_params import INT64
-from mlx_parallm.server.api.ollama.answers import OllamaEmbedAnswer, OllamaEmbeddingAnswer
 from mlx_parallm.server.api.ollama.bodies import NamedModelBody
 from mlx_parallm.server.api.ollama.durations import KeepAlive
 from mlx_parallm.server.api.ollama.names import ModelNames
+from mlx_parallm.server.api.ollama.response_types import OllamaEmbeddingResponse, OllamaEmbedResponse
 from mlx_parallm.server.api.ollama.writer import nanoseconds
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.embedding_vectors import Vector, check_dimensions, cut, normalised, prompt_text
@@ -68,7 +68,7 @@ class OllamaEmbeddings:
         """A vector of length 1 for each text."""
         begun = time.perf_counter()
         vectors, loaded, tokens = await self._vectors(body, body.input, request, "input")
-        answer = OllamaEmbedAnswer(
+        answer = OllamaEmbedResponse(
             model=body.model,
             embeddings=[normalised(vector) for vector in vectors],
             total_duration=nanoseconds(time.perf_counter() - begun),
@@ -80,7 +80,7 @@ class OllamaEmbeddings:
     async def embeddings(self, body: OllamaEmbeddingsBody, request: Request) -> Response:
         """The vector of one text, as the model gives it. Ollama has replaced this route by `/api/embed`."""
         vectors, _, _ = await self._vectors(body, [body.prompt], request, "prompt")
-        return TensorJSONResponse(OllamaEmbeddingAnswer(embedding=vectors[0]))
+        return TensorJSONResponse(OllamaEmbeddingResponse(embedding=vectors[0]))
 
     async def _vectors(
         self, body: OllamaEmbeddingBody, texts: list[str], request: Request, field: str

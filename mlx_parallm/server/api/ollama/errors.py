@@ -1,6 +1,6 @@
 """Ollama's shape of errors."""
 
-from mlx_parallm.server.api.ollama.answers import OllamaError
+from mlx_parallm.server.api.ollama.response_types import OllamaError
 from mlx_parallm.server.http.error_shapes import ErrorShape, Failure
 
 

@@ -3,13 +3,18 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.server.api.ollama.answers import OllamaAnswer, OllamaChatAnswer, OllamaGenerateAnswer, OllamaSaid
 from mlx_parallm.server.api.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from mlx_parallm.server.api.ollama.calls import chat_call, generate_call
 from mlx_parallm.server.api.ollama.names import ModelNames
+from mlx_parallm.server.api.ollama.response_types import (
+    OllamaChatResponse,
+    OllamaGenerateResponse,
+    OllamaResponse,
+    OllamaSaid,
+)
 from mlx_parallm.server.api.ollama.writer import ChatLines, PromptLines, RequestTimes, now
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.generation.preparation import answer_name
+from mlx_parallm.server.generation.preparation import completion_name
 from mlx_parallm.server.generation.responses import respond
 from mlx_parallm.server.http.http_errors import JSONResponse
 from mlx_parallm.server.model_table import ServedModel
@@ -26,11 +31,13 @@ class OllamaGeneration:
         model is loaded, or with a `keep_alive` of 0 unloaded."""
         if not body.messages:
             message = OllamaSaid(role="assistant", content="")
-            empty = OllamaChatAnswer(model=body.model, created_at=now(), message=message, done=True)
+            empty = OllamaChatResponse(model=body.model, created_at=now(), message=message, done=True)
             return await self._load(body, request, empty)
         watch = RequestTimes()
         model, served = await self._use(body, request, watch)
-        generation = await self._service.prepare(chat_call(body, served, model), request, answer_name("chat-", request))
+        generation = await self._service.prepare(
+            chat_call(body, served, model), request, completion_name("chat-", request)
+        )
         watch.mark_submitted()
         return await respond(generation, ChatLines(body.model, generation, watch, body.logprobs), request)
 
@@ -38,12 +45,12 @@ class OllamaGeneration:
         """Answers the prompt, in the model's chat template unless `raw` is set. Without a prompt the model is loaded,
         or with a `keep_alive` of 0 unloaded."""
         if not body.prompt and not body.images:
-            empty = OllamaGenerateAnswer(model=body.model, created_at=now(), response="", done=True)
+            empty = OllamaGenerateResponse(model=body.model, created_at=now(), response="", done=True)
             return await self._load(body, request, empty)
         watch = RequestTimes()
         model, served = await self._use(body, request, watch)
         generation = await self._service.prepare(
-            generate_call(body, served, model), request, answer_name("generate-", request)
+            generate_call(body, served, model), request, completion_name("generate-", request)
         )
         watch.mark_submitted()
         return await respond(generation, PromptLines(body.model, generation, watch, body.logprobs), request)
@@ -57,7 +64,7 @@ class OllamaGeneration:
         self._names.keep_alive(served.name, body.keep_alive, request)
         return model, served
 
-    async def _load(self, body: OllamaBody, request: Request, answer: OllamaAnswer) -> Response:
+    async def _load(self, body: OllamaBody, request: Request, answer: OllamaResponse) -> Response:
         if body.keep_alive == 0:
             await self._names.unload(self._names.status(body.model).name, request)
             answer["done_reason"] = "unload"

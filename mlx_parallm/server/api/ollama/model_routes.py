@@ -7,7 +7,9 @@ from pydantic import ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.api.ollama.answers import (
+from mlx_parallm.server.api.ollama.bodies import NamedModelBody
+from mlx_parallm.server.api.ollama.names import ModelNames, shown
+from mlx_parallm.server.api.ollama.response_types import (
     OllamaDetails,
     OllamaListed,
     OllamaModel,
@@ -17,8 +19,6 @@ from mlx_parallm.server.api.ollama.answers import (
     OllamaTags,
     OllamaVersion,
 )
-from mlx_parallm.server.api.ollama.bodies import NamedModelBody
-from mlx_parallm.server.api.ollama.names import ModelNames, shown
 from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.http_errors import JSONResponse

@@ -8,16 +8,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.api.ollama.answers import (
-    OllamaAnswer,
+from mlx_parallm.server.api.ollama.errors import ollama_error
+from mlx_parallm.server.api.ollama.response_types import (
     OllamaCall,
     OllamaCalledFunction,
-    OllamaChatAnswer,
+    OllamaChatResponse,
     OllamaEnd,
-    OllamaGenerateAnswer,
+    OllamaGenerateResponse,
+    OllamaResponse,
     OllamaSaid,
 )
-from mlx_parallm.server.api.ollama.errors import ollama_error
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
 from mlx_parallm.server.generation.responses import one_line
@@ -68,7 +68,7 @@ class LineWriter(ABC):
         self._call: CallDelta | None = None  # the one that is being written
 
     @abstractmethod
-    def _line(self, content: str, thinking: str, calls: Sequence[CallDelta], done: bool) -> OllamaAnswer:
+    def _line(self, content: str, thinking: str, calls: Sequence[CallDelta], done: bool) -> OllamaResponse:
         """A piece of the response, or all of it, without its end."""
 
     def opening(self) -> bytes:
@@ -92,7 +92,7 @@ class LineWriter(ABC):
     def failure(self, error: ParallmError) -> bytes:
         return _dumps(ollama_error(Failure.of(error)))
 
-    def answer(self, results: Sequence[Collected]) -> OllamaAnswer:
+    def answer(self, results: Sequence[Collected]) -> OllamaResponse:
         result = results[0]
         answer = self._line("".join(result.content), "".join(result.reasoning), result.calls, True)
         self._add_scores(answer, result.logprobs)
@@ -110,7 +110,7 @@ class LineWriter(ABC):
             self._call.arguments += delta.arguments
         return whole
 
-    def _add_end(self, answer: OllamaAnswer) -> None:
+    def _add_end(self, answer: OllamaResponse) -> None:
         choice, watch, ended = self._generation.choices[0], self._watch, time.perf_counter()
         begun = choice.begun or ended
         answer["done_reason"] = "length" if choice.finish_reason == "length" else "stop"
@@ -120,7 +120,7 @@ class LineWriter(ABC):
         answer["eval_count"] = choice.completion_tokens
         answer["eval_duration"] = nanoseconds(ended - begun)
 
-    def _add_scores(self, answer: OllamaAnswer, entries: Sequence[tuple[TokenLogprob, int]]) -> None:
+    def _add_scores(self, answer: OllamaResponse, entries: Sequence[tuple[TokenLogprob, int]]) -> None:
         if not self._logprobs:
             return
         vocabulary = self._generation.served.vocabulary
@@ -128,18 +128,18 @@ class LineWriter(ABC):
 
 
 class ChatLines(LineWriter):
-    def _line(self, content: str, thinking: str, calls: Sequence[CallDelta], done: bool) -> OllamaChatAnswer:
+    def _line(self, content: str, thinking: str, calls: Sequence[CallDelta], done: bool) -> OllamaChatResponse:
         message = OllamaSaid(role="assistant", content=content)
         if thinking:
             message["thinking"] = thinking
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
-        return OllamaChatAnswer(model=self._model, created_at=now(), message=message, done=done)
+        return OllamaChatResponse(model=self._model, created_at=now(), message=message, done=done)
 
 
 class PromptLines(LineWriter):
-    def _line(self, content: str, thinking: str, calls: Sequence[CallDelta], done: bool) -> OllamaGenerateAnswer:
-        line = OllamaGenerateAnswer(model=self._model, created_at=now(), response=content, done=done)
+    def _line(self, content: str, thinking: str, calls: Sequence[CallDelta], done: bool) -> OllamaGenerateResponse:
+        line = OllamaGenerateResponse(model=self._model, created_at=now(), response=content, done=done)
         if thinking:
             line["thinking"] = thinking
         return line

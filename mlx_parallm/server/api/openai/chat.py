@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
-from mlx_parallm.server.api.openai.chat_answers import (
+from mlx_parallm.server.api.openai.chat_response_types import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -19,8 +19,8 @@ from mlx_parallm.server.api.openai.chat_answers import (
     Function,
     FunctionDelta,
     MessageDelta,
-    ToolCallAnswer,
     ToolCallDelta,
+    ToolCallResponse,
 )
 from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
 from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, prompt_logprobs
@@ -28,7 +28,7 @@ from mlx_parallm.server.generation.call import ChatTurn, GenerationCall
 from mlx_parallm.server.generation.chat_messages import ChatMessage, TemplateBody, conversation, image_sources
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
-from mlx_parallm.server.generation.preparation import GenerationService, answer_name
+from mlx_parallm.server.generation.preparation import GenerationService, completion_name
 from mlx_parallm.server.generation.responses import event, respond
 from mlx_parallm.server.generation.token_logprobs import token_logprobs
 from mlx_parallm.server.http.schema import Body
@@ -265,9 +265,9 @@ class ChatRoutes:
     async def complete(self, body: ChatBody, request: Request) -> Response:
         """Answers the conversation, `n` times. With `stream`, chunks arrive as server-sent events."""
         call, options = chat_call(body), options_of(body, body.logprobs)
-        generation = await self._service.prepare(call, request, answer_name("chatcmpl-", request))
+        generation = await self._service.prepare(call, request, completion_name("chatcmpl-", request))
         echo = _last_words(body.messages) if body.echo else ""
-        writer = ChatWriter(generation.answer_id, generation, options, echo)
+        writer = ChatWriter(generation.completion_id, generation, options, echo)
         return await respond(generation, writer, request)
 
 
@@ -293,6 +293,6 @@ def _call_deltas(calls: Sequence[CallDelta]) -> list[ToolCallDelta]:
     return list(entries.values())
 
 
-def _call(call: CallDelta) -> ToolCallAnswer:
+def _call(call: CallDelta) -> ToolCallResponse:
     function = Function(name=call.name or "", arguments=call.arguments)
-    return ToolCallAnswer(id=call.id or "", type="function", function=function)
+    return ToolCallResponse(id=call.id or "", type="function", function=function)

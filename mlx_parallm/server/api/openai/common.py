@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from mlx_parallm.sampling_params import INT64
-from mlx_parallm.server.api.openai.answers import EchoedFields
+from mlx_parallm.server.api.openai.response_types import EchoedFields
 from mlx_parallm.server.api.openai.structure import StructureBody, structure_of
 from mlx_parallm.server.api.openai.writer import ResponseOptions
 from mlx_parallm.server.generation.call import GenerationCall

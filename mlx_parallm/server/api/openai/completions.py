@@ -10,13 +10,18 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mlx_parallm.sampling_params import INT64, MAX_LOGPROBS
-from mlx_parallm.server.api.openai.answers import GenerationChunk, GenerationResponse, PolicyChoice, PromptLogprobs
 from mlx_parallm.server.api.openai.common import GenerationBody, call_of, options_of
+from mlx_parallm.server.api.openai.response_types import (
+    GenerationChunk,
+    GenerationResponse,
+    PolicyChoice,
+    PromptLogprobs,
+)
 from mlx_parallm.server.api.openai.writer import ResponseOptions, ResponseWriter, prompt_logprobs
 from mlx_parallm.server.generation.call import GenerationCall
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected, ResponseFinish
 from mlx_parallm.server.generation.http_call import Generation
-from mlx_parallm.server.generation.preparation import GenerationService, answer_name
+from mlx_parallm.server.generation.preparation import GenerationService, completion_name
 from mlx_parallm.server.generation.responses import event, respond
 from mlx_parallm.server.generation.token_logprobs import finite
 from mlx_parallm.server.http.schema import PromptInput, response_body
@@ -111,7 +116,7 @@ class CompletionChoice(PolicyChoice):
 
 
 @response_body
-class CompletionAnswer(GenerationResponse):
+class CompletionResponse(GenerationResponse):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
@@ -171,8 +176,8 @@ class CompletionWriter(ResponseWriter[CompletionChoice, CompletionChunk]):
         self._add_policy(part, choice, update.finish_reason is not None)
         return part
 
-    def answer(self, results: Sequence[Collected]) -> CompletionAnswer:
-        response = CompletionAnswer(
+    def answer(self, results: Sequence[Collected]) -> CompletionResponse:
+        response = CompletionResponse(
             id=self.id,
             created=self.created,
             model=self.model,
@@ -239,12 +244,12 @@ class CompletionRoutes:
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """Continues each prompt, `n` times. With `stream`, chunks arrive as server-sent events."""
-        generation = await self._service.prepare(completion_call(body), request, answer_name("cmpl-", request))
+        generation = await self._service.prepare(completion_call(body), request, completion_name("cmpl-", request))
         echo = None
         if body.echo:
             echo = [_prompt_text(body, generation, number) for number in range(len(generation.prompts))]
         options = options_of(body, body.logprobs is not None)
-        writer = CompletionWriter(generation.answer_id, generation, options, echo)
+        writer = CompletionWriter(generation.completion_id, generation, options, echo)
         return await respond(generation, writer, request)
 
 

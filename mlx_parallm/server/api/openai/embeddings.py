@@ -70,7 +70,7 @@ class EmbeddingUsage(TypedDict):
 
 
 @response_body
-class EmbeddingAnswer(TypedDict):
+class EmbeddingResponse(TypedDict):
     object: Literal["list"]
     data: list[EmbeddingItem]
     model: str
@@ -96,7 +96,7 @@ class EmbeddingRoutes:
         def write() -> bytes:
             sized = [cut(vector, body.dimensions) for vector in vectors]
             items = _items(sized, body.encoding_format == "base64")
-            answer = EmbeddingAnswer(object="list", data=items, model=model.name, usage=usage)
+            answer = EmbeddingResponse(object="list", data=items, model=model.name, usage=usage)
             return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
         many = len(vectors) * info.dimensions > MANY_NUMBERS

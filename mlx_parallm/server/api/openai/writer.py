@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import orjson
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.api.openai.answers import (
+from mlx_parallm.server.api.openai.response_types import (
     EchoedFields,
     GenerationChunk,
     GenerationResponse,

@@ -14,8 +14,13 @@ from typing import Any
 from fastapi import APIRouter
 
 from mlx_parallm.paths import user_cache
-from mlx_parallm.server.api.responses.answers import InputItemList, InputTokenCount, ResponseAnswer, ResponseDeleted
 from mlx_parallm.server.api.responses.response_store import ResponseStore
+from mlx_parallm.server.api.responses.response_types import (
+    InputItemList,
+    InputTokenCount,
+    ResponseDeleted,
+    ResponseObject,
+)
 from mlx_parallm.server.api.responses.routes import ResponseRoutes
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.http.error_shapes import OPENAI
@@ -31,7 +36,7 @@ ROUTES = (
         "/v1/responses",
         "POST",
         ResponseRoutes.create,
-        ResponseAnswer,
+        ResponseObject,
         "Answer items with items",
         error_shape=SHAPE,
         replicas="creates",
@@ -46,9 +51,9 @@ ROUTES = (
         error_shape=SHAPE,
         counted=False,
     ),
-    stored(STORED, "GET", ResponseRoutes.retrieve, ResponseAnswer, "A stored response"),
+    stored(STORED, "GET", ResponseRoutes.retrieve, ResponseObject, "A stored response"),
     stored(STORED, "DELETE", ResponseRoutes.delete, ResponseDeleted, "Remove a stored response"),
-    stored(f"{STORED}/cancel", "POST", ResponseRoutes.cancel, ResponseAnswer, "Cancel a background response"),
+    stored(f"{STORED}/cancel", "POST", ResponseRoutes.cancel, ResponseObject, "Cancel a background response"),
     stored(f"{STORED}/input_items", "GET", ResponseRoutes.input_items, InputItemList, "What a response was given"),
 )
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.server.api.responses.answers import ResponseAnswer
+from mlx_parallm.server.api.responses.response_types import ResponseObject
 from mlx_parallm.server.api.responses.writer import ResponsesWriter
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
@@ -32,7 +32,7 @@ class BackgroundResponse:
         else:
             self.writer.answer([self._collected])
 
-    def cancel(self) -> ResponseAnswer:
+    def cancel(self) -> ResponseObject:
         self._generation.cancel()
         self._let_go()
         return self.writer.cancelled()

@@ -126,7 +126,7 @@ class _Talk:
         if item.role != "assistant":
             self.messages.append(PromptMessage({"role": item.role, "content": content}, images))
             return
-        last = self._last_answer()
+        last = self._last_response()
         if last is not None and not last["content"] and "tool_calls" not in last and not images:
             last["content"] = content
         else:
@@ -135,7 +135,7 @@ class _Talk:
     def _add_reasoning(self, text: str) -> None:
         if not text:
             return
-        last = self._last_answer()
+        last = self._last_response()
         if last is None or last["content"] or "tool_calls" in last:
             self.messages.append(PromptMessage({"role": "assistant", "content": "", "reasoning_content": text}))
         else:
@@ -143,7 +143,7 @@ class _Talk:
 
     def _add_call(self, identity: str, name: str, arguments: dict[str, Any]) -> None:
         self.calls[identity] = name
-        last = self._last_answer()
+        last = self._last_response()
         if last is None:
             last = {"role": "assistant", "content": ""}
             self.messages.append(PromptMessage(last))
@@ -165,7 +165,7 @@ class _Talk:
         if images:
             self.messages.append(shown)
 
-    def _last_answer(self) -> Message | None:
+    def _last_response(self) -> Message | None:
         """The assistant's message that is being put together."""
         return self.messages[-1].message if self.messages and self.messages[-1].role == "assistant" else None
 

@@ -22,7 +22,7 @@ import orjson
 
 from mlx_parallm.errors import InvalidRequestError, NotFoundError, UnavailableError
 from mlx_parallm.server.api.responses.alive import ServerLock, is_alive
-from mlx_parallm.server.api.responses.answers import ResponseAnswer
+from mlx_parallm.server.api.responses.response_types import ResponseObject
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    response: ResponseAnswer
+    response: ResponseObject
     input: Sequence[Item]
     abandoned: bool = False  # the server that computes it has stopped
 

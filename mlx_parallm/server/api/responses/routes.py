@@ -12,18 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, NotFoundError, ParallmError, UnavailableError
-from mlx_parallm.server.api.responses.answers import (
-    InputItemList,
-    InputTokenCount,
-    ResponseAnswer,
-    ResponseDeleted,
-    ResponseFailure,
-)
 from mlx_parallm.server.api.responses.background import BackgroundResponse
 from mlx_parallm.server.api.responses.bodies import MAX_ITEMS, ResponseBody
 from mlx_parallm.server.api.responses.input_items import PlacedItem, PromptMessage, prompt_messages, shortened
 from mlx_parallm.server.api.responses.items import InputItem, InputMessage, ItemReference, read_item, stored_items
 from mlx_parallm.server.api.responses.response_store import Item, ResponseStore, StoredResponse
+from mlx_parallm.server.api.responses.response_types import (
+    InputItemList,
+    InputTokenCount,
+    ResponseDeleted,
+    ResponseFailure,
+    ResponseObject,
+)
 from mlx_parallm.server.api.responses.writer import ResponsesWriter
 from mlx_parallm.server.auth.caller import current_caller
 from mlx_parallm.server.generation.call import ChatTurn, GenerationCall, Structure
@@ -59,9 +59,9 @@ class ResponseRoutes:
         generation = await self._prepare(body, await self._context(body, owner, items), request)
         stores = body.store and self._store.keeps
 
-        writes: list[tuple[ResponseAnswer, Future[bool]]] = []
+        writes: list[tuple[ResponseObject, Future[bool]]] = []
 
-        def keep(response: ResponseAnswer) -> None:
+        def keep(response: ResponseObject) -> None:
             self._running.pop(response["id"], None)
             if stores:
                 stored = StoredResponse(response, kept)
@@ -247,8 +247,8 @@ class ResponseRoutes:
 
     async def _prepared(self, body: ResponseBody, messages: Sequence[PromptMessage], request: Request) -> Generation:
         try:
-            answer_id = f"resp_{uuid.uuid4().hex}"  # by chance: who knows it may not be guessed
-            return await self._service.prepare(response_call(body, messages), request, answer_id)
+            completion_id = f"resp_{uuid.uuid4().hex}"  # by chance: who knows it may not be guessed
+            return await self._service.prepare(response_call(body, messages), request, completion_id)
         except InvalidRequestError as error:
             if error.param == "messages":  # as chat templates and their limits call it
                 error.param = "input"

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_parallm.errors import ParallmError, QueueFullError
-from mlx_parallm.server.api.responses.answers import (
-    IncompleteDetails,
-    ResponseAnswer,
-    ResponseFailure,
-    ResponseUsage,
-)
 from mlx_parallm.server.api.responses.bodies import ENCRYPTED, ResponseBody
 from mlx_parallm.server.api.responses.output import OutputBuilder
+from mlx_parallm.server.api.responses.response_types import (
+    IncompleteDetails,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+)
 from mlx_parallm.server.api.responses.tools import ToolChoiceBody
 from mlx_parallm.server.generation.choices import ChoiceStream, ChoiceUpdate, Collected
 from mlx_parallm.server.generation.http_call import Generation
@@ -32,7 +32,7 @@ class ResponsesWriter:
     media_type = b"text/event-stream; charset=utf-8"
 
     def __init__(
-        self, body: ResponseBody, generation: Generation, keep: Callable[[ResponseAnswer], None], *, stores: bool
+        self, body: ResponseBody, generation: Generation, keep: Callable[[ResponseObject], None], *, stores: bool
     ) -> None:
         self._generation = generation
         self._logprobs = body.wants_logprobs
@@ -41,13 +41,13 @@ class ResponsesWriter:
         self._number = 2  # of the next event: the first two open the stream, when some others are written already
         self._builder = OutputBuilder(body.tool_use, self._emit, encoded_reasoning=ENCRYPTED in body.include)
         self._start = _envelope(body, generation, stores)
-        self._final: ResponseAnswer | None = None
+        self._final: ResponseObject | None = None
 
     @property
     def id(self) -> str:
         return str(self._start["id"])
 
-    def in_progress(self) -> ResponseAnswer:
+    def in_progress(self) -> ResponseObject:
         return self._start.copy()
 
     def opening(self) -> bytes:
@@ -59,7 +59,7 @@ class ResponsesWriter:
         self._builder.add(update.piece, self._scores(update.logprobs))
         return self._taken()
 
-    def finish(self, error: ParallmError | None = None) -> ResponseAnswer:
+    def finish(self, error: ParallmError | None = None) -> ResponseObject:
         """The response as it ends, which `keep` has been given; once."""
         if self._final is None:
             self._final = self.ended() if error is None else self.failed(error)
@@ -74,14 +74,14 @@ class ResponsesWriter:
         self._emit("response.failed", response=self.finish(error))
         return self._taken()
 
-    def answer(self, results: Sequence[Collected]) -> ResponseAnswer:
+    def answer(self, results: Sequence[Collected]) -> ResponseObject:
         [result] = results
         piece = Piece("".join(result.content), "".join(result.reasoning), tuple(result.calls))
         reasoned = self._generation.choices[0].reasoning_tokens
         self._builder.add(piece, self._scores(result.logprobs[reasoned:]))
         return self.finish()
 
-    def ended(self) -> ResponseAnswer:
+    def ended(self) -> ResponseObject:
         """The response when all has been generated."""
         reason = self._generation.choices[0].finish_reason
         complete = reason not in ("length", "abort")
@@ -101,7 +101,7 @@ class ResponsesWriter:
         self._keep(response)
         return response
 
-    def failed(self, error: ParallmError) -> ResponseAnswer:
+    def failed(self, error: ParallmError) -> ResponseObject:
         code = "rate_limit_exceeded" if isinstance(error, QueueFullError) else error.code or "server_error"
         response = self._start.copy()
         response["status"] = "failed"
@@ -110,7 +110,7 @@ class ResponsesWriter:
         self._keep(response)
         return response
 
-    def cancelled(self) -> ResponseAnswer:
+    def cancelled(self) -> ResponseObject:
         response = self._start.copy()
         response["status"] = "cancelled"
         self._keep(response)
@@ -148,13 +148,13 @@ def _event(kind: str, number: int, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + content + b"\n\n"
 
 
-def _envelope(body: ResponseBody, generation: Generation, stores: bool) -> ResponseAnswer:
+def _envelope(body: ResponseBody, generation: Generation, stores: bool) -> ResponseObject:
     """The response before anything has been generated: mostly what was asked for."""
     text, reasoning = body.text, body.reasoning
     shape = _plain(text.format) if text and text.format else {"type": "text"}
     chosen, sampling = body.tool_choice, generation.call.sampling
     return {
-        "id": generation.answer_id,
+        "id": generation.completion_id,
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",

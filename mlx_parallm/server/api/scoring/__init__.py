@@ -14,7 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.api.scoring.answers import (
+from mlx_parallm.server.api.scoring.bodies import ClassifyBody, RerankBody, RewardBody, ScoreBody
+from mlx_parallm.server.api.scoring.labels import add_classification, entities, probabilities
+from mlx_parallm.server.api.scoring.response_types import (
     Classification,
     Classifications,
     Counted,
@@ -23,8 +25,6 @@ from mlx_parallm.server.api.scoring.answers import (
     Score,
     Scored,
 )
-from mlx_parallm.server.api.scoring.bodies import ClassifyBody, RerankBody, RewardBody, ScoreBody
-from mlx_parallm.server.api.scoring.labels import add_classification, entities, probabilities
 from mlx_parallm.server.api.scoring.reward_route import RewardModels
 from mlx_parallm.server.api.scoring.text_pairs import score_pairs
 from mlx_parallm.server.auth.caller import current_caller

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.server.api.scoring.answers import Entity, Labels
+from mlx_parallm.server.api.scoring.response_types import Entity, Labels
 from mlx_parallm.server.generation.text_inputs import EncodedText
 from mlx_parallm.types import ClassifierInfo
 

@@ -26,7 +26,14 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.policy_spans import as_lists
 from mlx_parallm.sampling_params import SamplingParams
-from mlx_parallm.server.api.training.answers import (
+from mlx_parallm.server.api.training.bodies import (
+    ALL_DEFAULT,
+    CheckpointBody,
+    FeedbackBody,
+    RolloutBody,
+    UpdateBody,
+)
+from mlx_parallm.server.api.training.response_types import (
     CheckpointWritten,
     FeedbackTaken,
     Rollout,
@@ -34,13 +41,6 @@ from mlx_parallm.server.api.training.answers import (
     TrainingInternals,
     TrainingStatus,
     Updated,
-)
-from mlx_parallm.server.api.training.bodies import (
-    ALL_DEFAULT,
-    CheckpointBody,
-    FeedbackBody,
-    RolloutBody,
-    UpdateBody,
 )
 from mlx_parallm.server.auth.caller import Caller, current_caller
 from mlx_parallm.server.context import ServerContext

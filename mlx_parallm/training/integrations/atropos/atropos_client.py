@@ -123,14 +123,14 @@ class AtroposClient:
             self.register()
         elif time.monotonic() >= self._next_check:
             self._check()
-        answer = self._json("GET", "/batch")
-        if answer.get("status") == "error":
-            log.warning("the Atropos API at %s has forgotten this trainer: %s", self.url, answer.get("message"))
+        response = self._json("GET", "/batch")
+        if response.get("status") == "error":
+            log.warning("the Atropos API at %s has forgotten this trainer: %s", self.url, response.get("message"))
             self.register()
             return None
-        if not answer.get("batch"):
+        if not response.get("batch"):
             return None
-        parsed = trajectories_of(answer, self.config.max_token_len)
+        parsed = trajectories_of(response, self.config.max_token_len)
         self.counts.batches += 1
         self.counts.trajectories += len(parsed.trajectories)
         self.counts.skipped += parsed.skipped
@@ -195,11 +195,11 @@ class AtroposClient:
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            answer = json.loads(self._call(method, path, body))
+            response = json.loads(self._call(method, path, body))
         except (ValueError, RecursionError):
-            answer = None
-        if isinstance(answer, dict):
-            return answer
+            response = None
+        if isinstance(response, dict):
+            return response
         raise self._failure(f"Atropos at {self.url}{path} has not answered with a JSON object")
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:

@@ -109,7 +109,7 @@ class TrainingInternals(TypedDict):
 
 
 @response_body
-class SampleAnswer(TypedDict):
+class SampleResponse(TypedDict):
     request_id: str
     index: int
     completion_ids: Sequence[int]
@@ -124,7 +124,7 @@ class SampleAnswer(TypedDict):
 @response_body
 class RolloutGroup(TypedDict):
     prompt_ids: Sequence[int]
-    samples: list[SampleAnswer]
+    samples: list[SampleResponse]
 
 
 @response_body

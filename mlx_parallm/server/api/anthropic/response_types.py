@@ -13,20 +13,20 @@ StopReason = Literal[
 
 
 @response_body
-class AnsweredText(TypedDict):
+class TextOutput(TypedDict):
     type: Literal["text"]
     text: str
 
 
 @response_body
-class AnsweredThinking(TypedDict):
+class ThinkingOutput(TypedDict):
     type: Literal["thinking"]
     thinking: str
     signature: Annotated[str, Field(description="Means nothing to this server; Anthropic's clients expect one")]
 
 
 @response_body
-class AnsweredToolUse(TypedDict):
+class ToolUseOutput(TypedDict):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -54,11 +54,11 @@ class MessageUsage(TokenUsage):
     service_tier: Literal["standard"]
 
 
-ContentBlock = AnsweredText | AnsweredThinking | AnsweredToolUse
+ContentBlock = TextOutput | ThinkingOutput | ToolUseOutput
 
 
 @response_body
-class MessageAnswer(TypedDict):
+class MessageResponse(TypedDict):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]

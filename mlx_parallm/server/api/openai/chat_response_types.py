@@ -6,7 +6,12 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from mlx_parallm.server.api.openai.answers import GenerationChunk, GenerationResponse, PolicyChoice, PromptLogprobs
+from mlx_parallm.server.api.openai.response_types import (
+    GenerationChunk,
+    GenerationResponse,
+    PolicyChoice,
+    PromptLogprobs,
+)
 from mlx_parallm.server.generation.choices import ResponseFinish
 from mlx_parallm.server.generation.token_logprobs import TokenLogprobs
 from mlx_parallm.server.http.schema import response_body
@@ -25,7 +30,7 @@ class Function(TypedDict):
 
 
 @response_body
-class ToolCallAnswer(TypedDict):
+class ToolCallResponse(TypedDict):
     id: str
     type: Literal["function"]
     function: Function
@@ -38,7 +43,7 @@ class AssistantMessage(TypedDict):
     refusal: None
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[Annotated[str, Field(description="The same as reasoning_content")]]
-    tool_calls: NotRequired[list[ToolCallAnswer]]
+    tool_calls: NotRequired[list[ToolCallResponse]]
 
 
 @response_body

@@ -40,7 +40,7 @@ class IncompleteDetails(TypedDict):
 
 
 @response_body
-class ResponseAnswer(TypedDict):
+class ResponseObject(TypedDict):
     id: str
     object: Literal["response"]
     created_at: Annotated[int, Field(description="Seconds since 1970")]

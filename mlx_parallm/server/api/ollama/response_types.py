@@ -23,7 +23,7 @@ class OllamaEnd(TypedDict, total=False):
 
 
 @response_body
-class OllamaAnswer(OllamaEnd):
+class OllamaResponse(OllamaEnd):
     model: str
     created_at: str
     done: bool
@@ -52,18 +52,18 @@ class OllamaSaid(TypedDict):
 
 
 @response_body
-class OllamaChatAnswer(OllamaAnswer):
+class OllamaChatResponse(OllamaResponse):
     message: OllamaSaid
 
 
 @response_body
-class OllamaGenerateAnswer(OllamaAnswer):
+class OllamaGenerateResponse(OllamaResponse):
     response: str
     thinking: NotRequired[str]
 
 
 @response_body
-class OllamaEmbedAnswer(TypedDict):
+class OllamaEmbedResponse(TypedDict):
     model: str
     embeddings: list[Numbers]
     total_duration: int
@@ -72,7 +72,7 @@ class OllamaEmbedAnswer(TypedDict):
 
 
 @response_body
-class OllamaEmbeddingAnswer(TypedDict):
+class OllamaEmbeddingResponse(TypedDict):
     embedding: Numbers
 
 

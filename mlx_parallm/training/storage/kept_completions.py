@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 FILE = "answers.jsonl"
 
 
-class AnswerFile:
+class CompletionFile:
     def __init__(self, folder: Path, max_tokens: int, kept: Callable[[], Iterable[Record]]) -> None:
         """`kept`: the completions to keep when the file is written anew."""
         self._path = folder / FILE

@@ -205,7 +205,7 @@ def plot(logs: list[Path], target: Path, titles: list[str]) -> Path | None:
         for axis, points in ((left, drawn), (right, held)):
             if points:
                 axis.plot(*zip(*points, strict=True), marker=".", label=title)
-    left.set(title="mean reward of drawn completions" if scored else "loss", xlabel="step")
+    left.set(title="mean reward of sampled completions" if scored else "loss", xlabel="step")
     right.set(title="held-out score, greedy" if scored else "held-out loss", xlabel="step")
     if scored:
         right.set(ylim=(0, 1))

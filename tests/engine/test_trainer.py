@@ -146,7 +146,7 @@ def test_answers_to_several_prompts_together_have_the_same_gradient(checkpointin
     pieces = list(batch.micros(lambda: 30))
     rounded = list(batch.micros(lambda: 10_000, rounded=True))
     assert [len(micros) for micros in (together, alone, rounded)] == [1, 4, 1]
-    assert rounded[0].answers.shape == (16, 32)
+    assert rounded[0].completions.shape == (16, 32)
     assert len(pieces) > 8
 
     def gradient(micros: Sequence[Micro]) -> tuple[dict[str, mx.array], mx.array]:
@@ -194,7 +194,7 @@ def test_an_update_is_the_same_in_round_shapes() -> None:
         for name in ("loss", "tokens", "grad_norm", "entropy", "mismatch_kl", "effective_sample_size"):
             assert outcomes[0].metrics[name] == pytest.approx(outcomes[1].metrics[name], rel=1e-3, abs=1e-6)
         micros = Batch.of(trajectories, "grpo", 512).micros(lambda: 8192, rounded=True)
-        shapes |= {(micro.prompts.tokens.shape, micro.answers.shape) for micro in micros}
+        shapes |= {(micro.prompts.tokens.shape, micro.completions.shape) for micro in micros}
     assert apart(*trainers) < 1e-5
     assert shapes == {((2, 32), (8, 32)), ((2, 32), (16, 32))}
 
@@ -474,7 +474,7 @@ def test_an_entropy_bonus_keeps_the_policy_open() -> None:
         for seed in range(4):
             assert run(trainer, made(seed=seed)).adapter is not None
         micro = next(iter(trainer._micros(trainer.batch(made()))))
-        answers = mx.array(micro.answers)
+        answers = mx.array(micro.completions)
         logits = completion_logits(trainer.tree.module, micro.prompts, answers, trainer.tree.shares_prompts)
         found.append(mx.mean(entropy(logits)).item())
     assert found[1] > found[0] + 0.01

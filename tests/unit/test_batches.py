@@ -37,7 +37,7 @@ def batch(groups: Sequence[tuple[int, Sequence[int]]]) -> Batch:
 def cut(found: Batch, budget: int, several: bool = True) -> list[list[int]]:
     """The prompt of each answer of each micro-batch; every answer must be behind its own."""
     micros = list(found.micros(lambda: budget, several))
-    assert sum(len(micro.answers) for micro in micros) == len(found.trajectories)
+    assert sum(len(micro.completions) for micro in micros) == len(found.trajectories)
     assert sum(micro.weight.sum() for micro in micros) == pytest.approx(found.weight.sum())
     return [rows(micro) for micro in micros]
 
@@ -47,8 +47,8 @@ def rows(micro: Micro) -> list[int]:
     for line, length in enumerate(prompts.lengths):
         assert (prompts.tokens[line, :length] > 0).all()
         assert (prompts.tokens[line, length:] == 0).all()
-    assert np.array_equal(prompts.tokens[prompts.behind, 0], micro.answers[:, 0])
-    return micro.answers[:, 0].tolist()
+    assert np.array_equal(prompts.tokens[prompts.behind, 0], micro.completions[:, 0])
+    return micro.completions[:, 0].tolist()
 
 
 def test_prompts_go_together_within_the_budget() -> None:
@@ -77,9 +77,9 @@ def test_round_shapes_are_few_and_filled_up() -> None:
     for prompt in range(33, 60, 7):
         found = batch([(prompt, (9, 11)), (prompt + 2, (5, 60)), (prompt // 2 + 1, (40, 1))])
         (micro,) = found.micros(lambda: 8192, rounded=True)
-        shapes.add((micro.prompts.tokens.shape, micro.answers.shape))
+        shapes.add((micro.prompts.tokens.shape, micro.completions.shape))
         behind = micro.prompts.behind[:6]
-        assert np.array_equal(micro.prompts.tokens[behind, 0], micro.answers[:6, 0])
+        assert np.array_equal(micro.prompts.tokens[behind, 0], micro.completions[:6, 0])
         assert (micro.prompts.lengths < micro.prompts.tokens.shape[1]).all()
         assert micro.mask.sum() == 126
         for filled in (micro.mask, micro.weight, micro.advantage):
@@ -91,7 +91,10 @@ def test_round_shapes_are_few_and_filled_up() -> None:
 def test_round_shapes_are_sorted_by_length() -> None:
     found = batch([(1500, (500, 400)), (40, (20, 20)), (1400, (500, 500)), (30, (20, 20))])
     micros = list(found.micros(lambda: 8192, rounded=True))
-    assert [[row for row in micro.answers[:, 0].tolist() if row] for micro in micros] == [[4, 4, 2, 2], [3, 3, 1, 1]]
+    assert [[row for row in micro.completions[:, 0].tolist() if row] for micro in micros] == [
+        [4, 4, 2, 2],
+        [3, 3, 1, 1],
+    ]
     assert sum(micro.mask.sum() for micro in micros) == 1980
 
 
@@ -122,7 +125,7 @@ def test_the_first_answers_of_a_micro_batch() -> None:
     micro = next(batch([(7, (3, 2)), (9, (4, 4))]).micros(lambda: 999))
     assert micro.tokens == 2 * 8 + 4 * 4
     two, three = micro.first(2), micro.first(3)
-    assert (two.prompts.tokens.shape, two.answers.shape) == ((1, 7), (2, 4))
+    assert (two.prompts.tokens.shape, two.completions.shape) == ((1, 7), (2, 4))
     assert (three.prompts.tokens.shape, three.prompts.behind.tolist()) == ((2, 9), [0, 0, 1])
     assert rows(two) + rows(three) == [1, 1, 1, 1, 2]
 
@@ -183,16 +186,16 @@ def test_however_it_is_cut_an_update_has_every_answer_once(
     assert found.flat == len(some) - len(expected)
     seen: list[int] = []
     for micro in found.micros(lambda: limit, several, rounded):
-        real = np.count_nonzero(micro.answers[:, 0])
-        assert (micro.answers[real:] == 0).all()
+        real = np.count_nonzero(micro.completions[:, 0])
+        assert (micro.completions[real:] == 0).all()
         assert (micro.mask[real:] == 0).all()
-        shape = Shape(*micro.prompts.tokens.shape, *micro.answers.shape)
+        shape = Shape(*micro.prompts.tokens.shape, *micro.completions.shape)
         assert real == 1 or shape.tokens <= limit
         assert micro.learnt == int(micro.mask.sum())
         if not several and not rounded:
             assert len(micro.prompts.tokens) == 1
         for line in range(real):
-            place = int(micro.answers[line, 0]) - 1
+            place = int(micro.completions[line, 0]) - 1
             seen.append(place)
             check_line(micro, line, some[place], *expected[place])
     assert sorted(seen) == sorted(expected)
@@ -200,11 +203,11 @@ def test_however_it_is_cut_an_update_has_every_answer_once(
 
 def check_line(micro: Micro, line: int, one: Trajectory, advantage: float, weight: float) -> None:
     length = len(one.completion_ids)
-    assert micro.answers[line].tolist() == [*one.completion_ids, *[0] * (micro.answers.shape[1] - length)]
+    assert micro.completions[line].tolist() == [*one.completion_ids, *[0] * (micro.completions.shape[1] - length)]
     assert micro.mask[line, :length].tolist() == ([1.0] * length if one.mask is None else list(map(float, one.mask)))
     arrays = (micro.mask, micro.old, micro.known, micro.advantage, micro.weight, micro.temperature)
     assert {array.dtype for array in arrays} == {np.dtype(np.float32)}, "the device computes in no other"
-    assert {micro.answers.dtype, micro.prompts.tokens.dtype} == {np.dtype(np.int64)}
+    assert {micro.completions.dtype, micro.prompts.tokens.dtype} == {np.dtype(np.int64)}
     assert (micro.mask[line, length:] == 0).all()
     assert micro.known[line].tolist() == [float(one.logprobs is not None)]
     assert micro.old[line, :length].tolist() == pytest.approx(one.logprobs or [0.0] * length)
@@ -275,7 +278,7 @@ def test_dr_grpo_divides_by_what_an_answer_was_allowed() -> None:
 def test_shapes_are_rounded_up_to_few(shape: Shape, expected: Shape) -> None:
     assert shape.rounded() == expected
     assert shape.rounded().tokens >= shape.tokens
-    assert expected.tokens == expected.prompts * expected.prompt + expected.answers * expected.answer
+    assert expected.tokens == expected.prompts * expected.prompt + expected.completions * expected.completion
 
 
 def test_padded_prompts_are_filled_up_with_what_nobody_reads() -> None:

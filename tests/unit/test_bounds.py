@@ -95,7 +95,7 @@ def test_a_top_k_of_the_whole_vocabulary_cuts_nothing(top_k: int) -> None:
 @pytest.mark.parametrize("param", ["prompt", "messages"])
 def test_a_context_that_is_full_is_told_in_openai_s_words(param: str) -> None:
     assert ContextLengthError.of(8, 9, param=param).message == (
-        f"This model's maximum context length is 8 tokens. However, your {param} resulted in 9 tokens, and the answer "
+        f"This model's maximum context length is 8 tokens. However, your {param} resulted in 9 tokens, and the completion "
         f"needs at least one more. Please reduce the length of the {param}."
     )
     assert f"(5 in the {param}, 4 in the completion)" in ContextLengthError.of(8, 5, 4, param=param).message
@@ -211,7 +211,7 @@ def test_recommendations_fit_and_are_as_fast_as_the_memory() -> None:
         (model,) = [model for model in MODELS if model.name == one.name]
         assert one.weights == int(model.parameters * 1e9 * BITS / 8)
         assert one.row == model.kv * 2 * 8192
-        assert one.answers == int((0.9 * (8 << 30) - one.weights) // one.row) >= 1
+        assert one.completions == int((0.9 * (8 << 30) - one.weights) // one.row) >= 1
         assert one.speed == pytest.approx(EFFICIENCY * 100e9 / (model.active * 1e9 * BITS / 8))
     (wide, *_) = prospects(8 << 30, 100e9, 32.0)
     (narrow,) = [one for one in prospects(8 << 30, 100e9, 16.0) if one.name == wide.name]

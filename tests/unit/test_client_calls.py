@@ -216,6 +216,6 @@ async def test_nobody_there_and_nobody_in_time() -> None:
     async with await asyncio.start_server(never_answer, "127.0.0.1", 0) as silent:
         port = silent.sockets[0].getsockname()[1]
         async with InferenceClient(f"http://127.0.0.1:{port}", timeout=0.2) as client:
-            with pytest.raises(RequestTimeoutError, match=r"no answer within 0\.2 s"):
+            with pytest.raises(RequestTimeoutError, match=r"no response within 0\.2 s"):
                 await client.adapters()
         await asyncio.wait_for(client_left.wait(), 5)

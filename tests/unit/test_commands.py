@@ -409,7 +409,7 @@ def test_an_answer_that_failed_leaves_no_trace(server: RecordingServer, run: Any
     assert "error: not JSON at all" in run("chat", "-p", "hello").err
     server.answers[CHAT] = stream()
     found = run("chat", stdin="hello\nagain\n")
-    assert found.err.count("an empty answer") == 2
+    assert found.err.count("an empty response") == 2
     assert len(server.last.json["messages"]) == 1
     thinking = {"choices": [{"delta": {"reasoning_content": "Hm."}}, {"delta": None}]}
     server.answers[CHAT] = f"data: {json.dumps(thinking)}\n\ndata: [DONE]\n\n"

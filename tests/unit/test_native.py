@@ -251,7 +251,7 @@ def test_a_block_decodes_as_mlx_does(rows: int, adapted: bool, machine: None) ->
         forward = Forward(module, layout.active)
         logits = []
         for step in range(3):
-            cache._compiled = False
+            cache._method = replace(cache._method, compiled=False)
             tokens = mx.array([(row + 5 * step) % 90 + 3 for row in range(rows)])
             logits.append(cache.decode(forward, tokens, [length + step for length in lengths], row_adapters))
             mx.eval(logits)

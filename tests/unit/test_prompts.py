@@ -68,8 +68,8 @@ def test_what_every_conversation_begins_with() -> None:
     beginning = speaking.common_prefix()
     assert beginning == speaking.chat(user("anything else")).tokens[: len(beginning)]
     assert speaking._tokenizer.decode(beginning) == "[system]be kind[user]"
-    assert prompts(None).beginning() == []
-    assert prompts("{{ raise_exception('never') }}").beginning() == []
+    assert prompts(None).common_prefix() == []
+    assert prompts("{{ raise_exception('never') }}").common_prefix() == []
 
 
 def test_developer_is_system_for_templates_that_do_not_know_it() -> None:

@@ -121,7 +121,7 @@ def test_a_plot_says_what_it_draws(tmp_path: Path) -> None:
     rewards = tmp_path / "rewards.jsonl"
     rewards.write_text('{"step": 0, "held_out": 0.25}\n{"step": 1, "reward": 0.5, "held_out": 0.5}\n')
     words = texts(rewards)
-    assert {"mean reward of drawn answers", "held-out score, greedy", "1.0"} <= words
+    assert {"mean reward of sampled completions", "held-out score, greedy", "1.0"} <= words
 
 
 def texts(log: Path) -> set[str]:

@@ -92,7 +92,8 @@ class Decision:
 
 def _score(better: ArmStats, other: ArmStats) -> float:
     """How many standard errors the means are apart."""
-    difference, error = better.reward_mean - other.reward_mean, math.sqrt(max(0.0, better.error + other.error))
+    difference = better.reward_mean - other.reward_mean
+    error = math.sqrt(max(0.0, better.error + other.error))
     if error:
         return difference / error
     return math.copysign(math.inf, difference) if difference else 0.0

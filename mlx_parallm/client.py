@@ -325,9 +325,13 @@ def _rollout_sample(prompt_ids: list[int], sample: Mapping[str, Any]) -> Sample:
 def _error(response: httpx.Response) -> ParallmError:
     try:
         told = response.json()["error"]
-        message, param, code = told["message"], told.get("param"), told.get("code")
+        message = told["message"]
+        param = told.get("param")
+        code = told.get("code")
     except (ValueError, KeyError, TypeError):
-        message, param, code = response.text[:300] or response.reason_phrase, None, None
+        message = response.text[:300] or response.reason_phrase
+        param = None
+        code = None
     if response.status_code == 429:
         wait = response.headers.get("retry-after", "1")
         return QueueFullError(message, retry_after=int(wait) if wait.isdecimal() else 1)
@@ -350,7 +354,8 @@ def _read_file(given: str | Path) -> tuple[bytes, dict[str, Any] | None]:
     if path.is_dir():
         path = next((path / name for name in WEIGHT_FILES if (path / name).exists()), path / WEIGHT_FILES[0])
     try:
-        data, config = path.read_bytes(), path.parent / "adapter_config.json"
+        data = path.read_bytes()
+        config = path.parent / "adapter_config.json"
         return data, json.loads(config.read_bytes()) if config.exists() else None
     except (OSError, ValueError) as error:
         raise InvalidRequestError(f"{path}: {error}", param="weights") from error

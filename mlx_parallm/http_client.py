@@ -25,7 +25,8 @@ def tls_context(ca: str | None, insecure: bool = False) -> ssl.SSLContext | None
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"--ca: {ca} can't be read as PEM certificates: {error.strerror or error}") from None
     if insecure:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
     return context
 
 
@@ -136,7 +137,9 @@ class ChunkedDecoder:
         if not found:
             return False
         length = int(size.split(b";")[0], 16)
-        self.buffer, self.left, self.done = rest, length + 2, length == 0
+        self.buffer = rest
+        self.left = length + 2
+        self.done = length == 0
         return not self.done
 
 

@@ -46,7 +46,8 @@ class RLIntegratedServer:
         paths = (base_model,) if base_model else ()
         fixed = {"update_frequency": 0, "enable_rl_training": True, "train_adapter": (adapter,)}
         settings = ServeConfig.of(model_path=paths, **{**fixed, **config})
-        lora, rl = lora_config or settings.training.lora, rl_config or settings.training.rl
+        lora = lora_config or settings.training.lora
+        rl = rl_config or settings.training.rl
         self.config = replace(settings, training=replace(settings.training, lora=lora, rl=rl))
         self._adapter = adapter
         self._scores = scoring_functions or {}

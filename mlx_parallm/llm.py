@@ -214,7 +214,8 @@ class LLM:
     def _deltas(self, jobs: "list[_Job]") -> "Iterator[tuple[_Job, TextChunk]]":
         """Submits the jobs, no more at once than the queue holds, and yields what comes of them."""
         inbox: SimpleQueue[Delta] = SimpleQueue()
-        waiting, running = deque(jobs), dict[str, _Job]()
+        waiting = deque(jobs)
+        running = dict[str, _Job]()
         try:
             while waiting or running:
                 while waiting and len(running) < self.config.batch.max_queue_size:
@@ -275,7 +276,8 @@ class _Job:
         """Adds a delta to its completion."""
         if delta.error is not None:
             raise delta.error
-        output, stream = self.completion.outputs[delta.index], self.streams[delta.index]
+        output = self.completion.outputs[delta.index]
+        stream = self.streams[delta.index]
         self.completion.cached_tokens = delta.cached_tokens or self.completion.cached_tokens
         self.completion.prompt_logprobs = delta.prompt_logprobs or self.completion.prompt_logprobs
         texts = _push(stream, delta.tokens)
@@ -338,11 +340,14 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[_Job, TextChunk], N
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
         task = progress.add_task("", total=total, speed="")
-        begin, tokens, finished = time.perf_counter(), 0, 0
+        begin = time.perf_counter()
+        tokens = 0
+        finished = 0
 
         def count(job: _Job, piece: TextChunk) -> None:
             nonlocal tokens, finished
-            tokens, finished = tokens + len(piece.token_ids), finished + job.done
+            tokens = tokens + len(piece.token_ids)
+            finished = finished + job.done
             if job.done:
                 rate = tokens / (time.perf_counter() - begin)
                 progress.update(task, completed=finished, speed=f"{rate:,.0f} tokens/s")

@@ -53,7 +53,8 @@ def silent(what: str, share: Share | None = None) -> Iterator[Tell]:
 
 @contextmanager
 def _moving(what: str, share: Share) -> Iterator[Tell]:
-    texts, ended = [what], threading.Event()
+    texts = [what]
+    ended = threading.Event()
     show = _show_bar if sys.stderr.isatty() else _log_lines
     thread = threading.Thread(target=show, args=(texts, share, ended), name="progress", daemon=True)
     thread.start()
@@ -65,7 +66,8 @@ def _moving(what: str, share: Share) -> Iterator[Tell]:
 
 
 def _log_lines(texts: list[str], share: Share, ended: threading.Event) -> None:
-    begun, pause = time.monotonic(), FIRST_SECONDS
+    begun = time.monotonic()
+    pause = FIRST_SECONDS
     while not ended.wait(pause):
         done = share()
         far = "" if done is None else f"{done:.0%}, "

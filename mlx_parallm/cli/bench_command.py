@@ -61,7 +61,8 @@ def _add_server_flags(group: Any) -> None:
 
 def _add_request_flags(group: Any) -> None:
     add = group.add_argument
-    words, tokens = (32, 128), (16, 48)
+    words = (32, 128)
+    tokens = (16, 48)
     add("--prompt-words", type=parse_span, default=words, metavar="MIN-MAX", help="words of a prompt (default: 32-128)")
     add(
         "--shared-prefix-words",
@@ -169,7 +170,8 @@ def _print(results: Sequence[LoadResult]) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    spec, summaries = results[0].spec, [result.summary() for result in results]
+    spec = results[0].spec
+    summaries = [result.summary() for result in results]
     console.print(table(summaries, title=f"{spec.model} at {spec.url}"))
     for line in notes(summaries):
         console.print(line, style="dim", highlight=False)

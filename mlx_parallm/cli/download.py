@@ -101,7 +101,8 @@ class _Partial:
     def restart(self) -> None:
         self._file.seek(0)
         self._file.truncate()
-        self._digest, self.size = hashlib.sha256(), 0
+        self._digest = hashlib.sha256()
+        self.size = 0
 
     def digest(self) -> str:
         self._file.flush()
@@ -222,9 +223,11 @@ class _Lines:
         self._when = 0.0
 
     def __call__(self, size: int) -> None:
-        done, now = size >= self._file.size, time.monotonic()
+        done = size >= self._file.size
+        now = time.monotonic()
         if size != self._told and (done or now - self._when >= LINE_SECONDS):
-            self._told, self._when = size, now
+            self._told = size
+            self._when = now
             share = size / max(self._file.size, 1)
             sys.stderr.write(f"{self._file.name}: {share:.0%} of {decimal(self._file.size)}\n")
             sys.stderr.flush()

@@ -58,7 +58,8 @@ def command_parser() -> "CommandParser":
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`parallm`: returns the exit code."""
-    given, passed_on = list(sys.argv[1:] if argv is None else argv), []
+    given = list(sys.argv[1:] if argv is None else argv)
+    passed_on = []
     if given[:1] == ["launch"] and "--" in given:
         place = given.index("--")
         given, passed_on = given[:place], given[place + 1 :]

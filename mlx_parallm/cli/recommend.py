@@ -84,7 +84,8 @@ def prospects(limit: int, rate: float, bits: float) -> list[Prospect]:
     """The models whose weights and one response fit, the largest first."""
     found = []
     for model in MODELS:
-        weights, row = int(model.parameters * 1e9 * bits / 8), model.kv * (4 if bits == 32 else 2) * CONTEXT
+        weights = int(model.parameters * 1e9 * bits / 8)
+        row = model.kv * (4 if bits == 32 else 2) * CONTEXT
         completions = int((0.9 * limit - weights) // row)
         if completions >= 1:
             speed = EFFICIENCY * rate / (model.active * 1e9 * bits / 8)
@@ -96,8 +97,10 @@ def bandwidth() -> float:
     """Bytes per second at which the device reads a matrix that no cache holds: the median of several."""
     import mlx.core as mx
 
-    rows, columns = 8192, 8192
-    matrix, vector = mx.ones((rows, columns)), mx.ones((columns,))
+    rows = 8192
+    columns = 8192
+    matrix = mx.ones((rows, columns))
+    vector = mx.ones((columns,))
     mx.eval(matrix, vector, matrix @ vector)
     times = []
     for _ in range(7):

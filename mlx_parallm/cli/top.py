@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
 def _watch(remote: Remote, console: "Console", args: argparse.Namespace) -> int:
     from rich.live import Live
 
-    before, begun = remote.get("/debug/metrics"), time.monotonic()
+    before = remote.get("/debug/metrics")
+    begun = time.monotonic()
     time.sleep(min(args.interval, 1.0) if args.once else args.interval)
     now = remote.get("/debug/metrics")
     if args.once:
@@ -41,7 +42,8 @@ def _watch(remote: Remote, console: "Console", args: argparse.Namespace) -> int:
         return 0
     with Live(view(remote.url, before, now, time.monotonic() - begun), console=console, auto_refresh=False) as live:
         while True:
-            before, begun = now, time.monotonic()
+            before = now
+            begun = time.monotonic()
             time.sleep(args.interval)
             now = remote.get("/debug/metrics")
             live.update(view(remote.url, before, now, time.monotonic() - begun), refresh=True)
@@ -52,9 +54,11 @@ def view(url: str, before: dict[str, Any], now: dict[str, Any], seconds: float) 
     from rich.table import Table
 
     def rate(*path: str) -> float:
-        first, last = before, now
+        first = before
+        last = now
         for name in path:
-            first, last = first.get(name, {}), last.get(name, {})
+            first = first.get(name, {})
+            last = last.get(name, {})
         return (float(last or 0) - float(first or 0)) / max(seconds, 1e-6)  # type: ignore[arg-type]
 
     grid = Table(title=f"{url}  {time.strftime('%H:%M:%S')}", show_header=False, title_justify="left")
@@ -63,12 +67,14 @@ def view(url: str, before: dict[str, Any], now: dict[str, Any], seconds: float) 
     grid.add_row(
         "speed", f"{rate('generated_tokens'):,.0f} tokens/s written, {rate('prompt_tokens'):,.0f} tokens/s read"
     )
-    fresh, reused = rate("prompt_tokens"), rate("cached_tokens")
+    fresh = rate("prompt_tokens")
+    reused = rate("cached_tokens")
     share = reused / (fresh + reused) if fresh + reused else 0.0
     grid.add_row("prompts", f"{share:.0%} from the prefix cache; {now['prefix'].get('blocks', 0):,} blocks in memory")
     memory = now["memory"]
     grid.add_row("memory", f"{now['active_memory'] / GIB:.2f} GiB of {memory.get('limit', 0) / GIB:.2f} GiB")
-    rows, limit = now["kv_bytes"] / GIB, now["kv_bytes_limit"] / GIB
+    rows = now["kv_bytes"] / GIB
+    limit = now["kv_bytes_limit"] / GIB
     grid.add_row("running rows", f"{rows:.2f} GiB of {limit:.2f} GiB")
     ssd = now["ssd"]
     if ssd:

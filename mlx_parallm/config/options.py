@@ -72,7 +72,8 @@ def _options(kind: type, path: tuple[str, ...], title: str, section: str) -> lis
         elif "option" in item.metadata:
             given = dict(item.metadata["option"])
             name = given.pop("name") or item.name
-            key, its_section = given.pop("key") or name, given.pop("section") or section
+            key = given.pop("key") or name
+            its_section = given.pop("section") or section
             found.append(Option(name, (*path, item.name), title, its_section, key, item.default, **given))
     return found
 
@@ -131,7 +132,8 @@ def check_positive(config: Any, *names: str) -> None:
 
 def check_sampling_option(config: Any, name: str, parameter: str) -> None:
     """Checks a field that may be absent and is the default of a sampling parameter, against that parameter's bounds."""
-    value, bounds = getattr(config, name), PARAMETERS[parameter].bounds
+    value = getattr(config, name)
+    bounds = PARAMETERS[parameter].bounds
     if value is not None and bounds is not None and not bounds.allow(value):
         raise ConfigError(f"{_name_of(config, name)} must be {bounds}, not {value:g}")
 

@@ -161,12 +161,14 @@ def _parsed(path: Path) -> tuple[str, dict[str, Any]]:
 
 def _line(text: str, *keys: object) -> str:
     """Returns the line of a key in a file that was read already, for an error message; empty where it is not there."""
-    node, mark = yaml.compose(text), None
+    node = yaml.compose(text)
+    mark = None
     for name in keys:
         pairs = [pair for pair in getattr(node, "value", []) if isinstance(pair, tuple) and pair[0].value == str(name)]
         if not pairs:
             break
-        mark, node = pairs[-1][0].start_mark, pairs[-1][1]
+        mark = pairs[-1][0].start_mark
+        node = pairs[-1][1]
     return "" if mark is None else f", line {mark.line + 1}"
 
 

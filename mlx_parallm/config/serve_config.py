@@ -57,7 +57,8 @@ class ServeConfig:
             )
 
     def _check_training(self) -> None:
-        training, adapters = self.training, self.adapters
+        training = self.training
+        adapters = self.adapters
         if training.update_frequency > training.trajectory_buffer_size:
             raise ConfigError(
                 f"update_frequency is {training.update_frequency}, and trajectory_buffer_size holds only "

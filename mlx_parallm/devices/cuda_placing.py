@@ -58,7 +58,8 @@ def placer(count: int, heads: int, width: int, dtype: mx.Dtype) -> Placer | None
     """
     if not _possible(width, dtype, 2 * count):
         return None
-    slots, prompts = _names("a", count), _names("b", count)
+    slots = _names("a", count)
+    prompts = _names("b", count)
     source = PLACE.format(
         type=TYPES[dtype], count=count, heads=heads, slots=", ".join(slots), prompts=", ".join(prompts)
     )
@@ -88,7 +89,8 @@ def collector(count: int, heads: int, width: int, size: int, dtype: mx.Dtype, se
     """
     if not _possible(width, dtype, count + segments):
         return None
-    slots, slabs = _names("a", count), _names("b", segments)
+    slots = _names("a", count)
+    slabs = _names("b", segments)
     source = COLLECT.format(
         type=TYPES[dtype],
         count=count,
@@ -109,7 +111,8 @@ def collector(count: int, heads: int, width: int, size: int, dtype: mx.Dtype, se
     def right() -> bool:
         slots = [mx.random.normal((3, heads, 4 * size + 5, width)).astype(dtype) for _ in range(count)]
         slabs = [mx.zeros((3, count, heads, size, width), dtype) for _ in range(segments)]
-        numbers, places = [0, 2, 3], [(0, 2), (segments - 1, 0), (segments // 2, 1)]
+        numbers = [0, 2, 3]
+        places = [(0, 2), (segments - 1, 0), (segments // 2, 1)]
         mx.eval(slots, slabs)
         collect(slots, 1, numbers, slabs, places)
         return all(

@@ -19,7 +19,8 @@ SYSTEM_BYTES = 2 << 30
 
 def usable_memory(device: Device) -> int:
     """Bytes that this process should hold at most, what it holds already included."""
-    info, held = mx.device_info(), mx.get_active_memory()
+    info = mx.device_info()
+    held = mx.get_active_memory()
     if device.kind == "metal":
         working_set = int(info["max_recommended_working_set_size"])
         free = mac_available_memory()
@@ -31,7 +32,8 @@ def usable_memory(device: Device) -> int:
 
 def largest_memory(device: Device) -> int:
     """Bytes that it can hold, with nothing left for anybody else."""
-    info, held = mx.device_info(), mx.get_active_memory()
+    info = mx.device_info()
+    held = mx.get_active_memory()
     if device.kind == "metal":
         return int(info["max_recommended_working_set_size"])
     if device.kind == "cuda":
@@ -119,7 +121,8 @@ def _room_of(folder: Path) -> int | None:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        limit, used = _number_in(folder / limit_file), _number_in(folder / used_file)
+        limit = _number_in(folder / limit_file)
+        used = _number_in(folder / used_file)
         if limit is None or used is None or limit >= UNLIMITED:
             continue
         return max(0, limit - used + _stat(folder / "memory.stat", cache))

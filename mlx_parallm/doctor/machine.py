@@ -64,7 +64,8 @@ def _platform() -> Finding:
 
 
 def _memory() -> Finding:
-    device, room = this_device(), cgroup_room()
+    device = this_device()
+    room = cgroup_room()
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     numbers = {
         "total": total,
@@ -172,7 +173,8 @@ def _disk(folder: Path) -> Finding:
         written = time.perf_counter() - begun
         if hasattr(os, "sync"):
             os.sync()
-        done, read = threading.Event(), list[Payload]()
+        done = threading.Event()
+        read = list[Payload]()
 
         def take(payloads: list[Payload]) -> None:
             read.extend(payloads)

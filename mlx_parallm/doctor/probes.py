@@ -70,7 +70,8 @@ class Probe:
             for prompt in prompts
         ]
         numbers = {request.id: number for number, request in enumerate(requests)}
-        completions, open_ = [Measured() for _ in prompts], len(prompts)
+        completions = [Measured() for _ in prompts]
+        open_ = len(prompts)
         self._engine.submit_all(requests, inbox.put)
         while open_:
             delta = inbox.get(timeout=300)

@@ -59,7 +59,8 @@ class Accounts:
             metrics.cached_tokens = self._prefix.metrics.hit_tokens
             if self._prefix.disk is not None:
                 metrics.ssd = self._prefix.disk.metrics
-        metrics.active_memory, metrics.spare_memory = mx.get_active_memory(), mx.get_cache_memory()
+        metrics.active_memory = mx.get_active_memory()
+        metrics.spare_memory = mx.get_cache_memory()
         peak = mx.get_peak_memory()
         metrics.peak_memory = max(metrics.peak_memory, peak)
         if served:
@@ -78,7 +79,8 @@ class Accounts:
 
     def imbalance(self, live: LiveRequests, adapters: Registry, in_flight: bool) -> AssertionError | None:
         """Returns the error of what does not add up between two steps, or None."""
-        scheduler, cache = self._scheduler, self._runner.cache
+        scheduler = self._scheduler
+        cache = self._runner.cache
         try:
             self._runner.check_integrity()
             adapters.check_integrity()

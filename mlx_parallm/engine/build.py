@@ -97,13 +97,15 @@ class EngineParts:
 
     def resize(self, plan: MemoryPlan) -> MemoryPlan:
         """Another share of the memory; returns what is used of it."""
-        base, prefix = self.base, self.compute.prefix
+        base = self.base
+        prefix = self.compute.prefix
         self.compute.runner.cache.max_bytes = plan.rows
         if prefix is not None and base.config.cache.by_memory:
             prefix.set_max_bytes(plan.blocks)
         base.allocator_cache.allow(base.thread, plan.kept)
         used = replace(plan, blocks=0 if prefix is None else prefix.max_bytes)
-        base.metrics.memory, base.metrics.kv_bytes_limit = used, plan.rows
+        base.metrics.memory = used
+        base.metrics.kv_bytes_limit = plan.rows
         self.accounts.gauge()
         return used
 
@@ -121,12 +123,15 @@ def build(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> EngineParts
 
 
 def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> ComputeParts:
-    profile, model, layout = base.profile, loaded.model, loaded.layout
+    profile = base.profile
+    model = loaded.model
+    layout = loaded.layout
     adapters = _registry(base, layout)
     parts = device_parts(base.config, profile, loaded, plan, split=base.ranks is not None)
     if base.ranks is not None:
         parts = base.ranks.lead(parts, layout)
-    cache, prefix = parts.cache, parts.prefix
+    cache = parts.cache
+    prefix = parts.prefix
     runner = Runner(
         parts,
         model.vocab_size,
@@ -156,7 +161,8 @@ def device_parts(
 
     `split`: over ranks, which compute each pass together.
     """
-    model, layout = loaded.model, loaded.layout
+    model = loaded.model
+    layout = loaded.layout
     forward = Forward(model.module, layout.active, in_order=split)
     cache = batch_cache(model, forward, config.batch.max_batch_size, plan.rows, profile)
     check_room(cache, plan, model.context_length)
@@ -179,7 +185,8 @@ def _registry(base: BaseParts, layout: Layout) -> Registry:
 
 
 def _limits(base: BaseParts, cache: BatchCache, prefix: Prefix | None) -> Limits:
-    config, profile = base.config, base.profile
+    config = base.config
+    profile = base.profile
     return Limits(
         max_rows=config.batch.max_batch_size,
         max_streams=config.batch.max_concurrent_streams,
@@ -196,15 +203,22 @@ def _limits(base: BaseParts, cache: BatchCache, prefix: Prefix | None) -> Limits
 
 
 def _build_serving(base: BaseParts, compute: ComputeParts) -> EngineParts:
-    thread, live, outbox, metrics, recording = base.thread, base.live, base.outbox, base.metrics, base.recording
-    runner, scheduler, lookup = compute.runner, compute.scheduler, compute.lookup
-    adapters, prefix, ranks = compute.adapters, compute.prefix, base.ranks
+    thread = base.thread
+    live = base.live
+    outbox = base.outbox
+    metrics = base.metrics
+    runner = compute.runner
+    scheduler = compute.scheduler
+    lookup = compute.lookup
+    adapters = compute.adapters
+    prefix = compute.prefix
+    ranks = base.ranks
     grammars = _grammars(compute.model)
     admission = Admission(compute.model, grammars, runner.cache.max_length, base.config.batch.max_batch_size)
     accounts = Accounts(metrics, scheduler, runner, prefix)
     policies = Policies(adapters, live, scheduler, runner, lookup.hash_blocks)
     ssd_transfers = _ssd_transfers(prefix, scheduler, thread)
-    delivery = Delivery(outbox, live, scheduler, runner, policies, recording, metrics)
+    delivery = Delivery(outbox, live, scheduler, runner, policies, base.recording, metrics)
     pipeline = StepPipeline(runner, scheduler, accounts, delivery, outbox, metrics, base.profile.steps_in_flight)
     idle = IdleState(runner, accounts)
     preemption = Preemption(scheduler, runner, lookup, metrics)
@@ -227,7 +241,7 @@ def _build_serving(base: BaseParts, compute: ComputeParts) -> EngineParts:
             thread,
             admission,
             adapters,
-            recording,
+            base.recording,
             live,
             policies,
             lookup,

@@ -38,7 +38,8 @@ class Outbox:
 
     def flush(self) -> None:
         if self.events:
-            events, self.events = self.events, []
+            events = self.events
+            self.events = []
             self._dispatch(events)
 
 
@@ -86,7 +87,8 @@ class Delivery:
         """Ends a row with what it has and an error."""
         for reader in list(row.readers):
             delta = row.delta_for(reader)
-            delta.finish_reason, delta.error = "error", error
+            delta.finish_reason = "error"
+            delta.error = error
             self._outbox.events.append((reader.on_delta, delta))
             self._end(row, reader, "error")
 

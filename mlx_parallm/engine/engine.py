@@ -70,7 +70,8 @@ def _memory(plan: MemoryPlan) -> str:
 def _cache(prefix: Prefix | None, config: ServeConfig) -> str:
     if prefix is None:
         return "prompts are not kept (--num-blocks 0)"
-    disk, kept = prefix.disk, f"prompts are kept in memory ({size_text(prefix.max_bytes)})"
+    disk = prefix.disk
+    kept = f"prompts are kept in memory ({size_text(prefix.max_bytes)})"
     if disk is None:
         return f"{kept}; not on SSD{' (--no-ssd)' if not config.cache.ssd else ''}"
     if disk.problem is not None:

@@ -64,12 +64,14 @@ class Admission:
         if sampling.grammar is not None:
             grammar: CompiledGrammar = request.compiled_grammar or self._grammars.compile(sampling.grammar)
             for row in rows:
-                row.matcher, row.end_ids = grammar.matcher(), grammar.end_ids
+                row.matcher = grammar.matcher()
+                row.end_ids = grammar.end_ids
         return rows
 
     def _room(self, request: Request) -> int:
         """Returns how many tokens may follow the prompt."""
-        length, model = len(request.prompt), self._model
+        length = len(request.prompt)
+        model = self._model
         if not length:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         if length >= model.context_length:
@@ -141,7 +143,8 @@ class Intake:
     def _reserve(self, requests: Sequence[Request]) -> None:
         """Rollouts have a queue of their own size. Where several keys wait, each has its part of the queue, whoever was
         there first."""
-        count, owner = len(requests), _queue_of(requests[0])
+        count = len(requests)
+        owner = _queue_of(requests[0])
         with self._pending_lock:
             waiting = Counter(self._pending)
             for job in list(self.scheduler.waiting):

@@ -81,8 +81,10 @@ class EngineLoop:
             self._pipeline.finish_all()
             self._run_due(serving=False)  # nobody is served, so nobody waits for it
             return
-        scheduler, in_flight = self._scheduler, self._pipeline.in_flight
-        begun, serving = time.perf_counter(), not scheduler.idle or bool(in_flight)
+        scheduler = self._scheduler
+        in_flight = self._pipeline.in_flight
+        begun = time.perf_counter()
+        serving = not scheduler.idle or bool(in_flight)
         self._policies.follow()
         self._preemption.make_room()
         if not self._start_steps() and in_flight:
@@ -131,7 +133,8 @@ class EngineLoop:
 
     def _read_inbox(self) -> None:
         """Does what was handed in; sleeps while there is nothing else to do."""
-        scheduler, busy = self._scheduler, self._pipeline.in_flight or any(one.waiting for one in self._backgrounds)
+        scheduler = self._scheduler
+        busy = self._pipeline.in_flight or any(one.waiting for one in self._backgrounds)
         if self._pause.active and not busy:
             try:
                 self._inbox.get(timeout=DEADLINE_CHECK_SECONDS if len(self._live) else None)()

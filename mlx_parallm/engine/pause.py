@@ -92,7 +92,8 @@ class Pause:
         self._decided.set()
 
     def end(self) -> None:
-        self.active, self._scheduler.admitting = False, True
+        self.active = False
+        self._scheduler.admitting = True
         self._decided.set()
 
     def release_waiting(self) -> None:

@@ -54,7 +54,8 @@ class Policies:
         """Moves rows that follow to what their adapter's name means now, as far as there are places for it."""
         if not self._stale and self._seen == self.registry.changes:
             return
-        self._stale, self._seen = False, self.registry.changes
+        self._stale = False
+        self._seen = self.registry.changes
         movers: dict[Version, list[Row]] = {}
         for row in self._live.rows():
             if row.follows and row.adapter is not None and (newest := self.registry.newest(row.adapter)) != row.adapter:

@@ -103,7 +103,8 @@ class PrefixLookup:
         """Names the blocks of a prompt, so that the prefix cache can find and keep them."""
         if self._prefix is None:
             return
-        adapter, salt = job.rows[0].adapter, job.rows[0].readers[0].request.cache_salt
+        adapter = job.rows[0].adapter
+        salt = job.rows[0].readers[0].request.cache_salt
         job.chain = self._prefix.chain(job.content, salt, "" if adapter is None else adapter.packed.digest)
         for row in job.rows:
             row.chain = Chain(job.chain.root, job.chain.size, list(job.chain.hashes))
@@ -127,7 +128,8 @@ class PrefixLookup:
         """Holds what was found no longer."""
         if self._prefix is not None and job.match is not None:
             self._prefix.release(job.match)
-            job.match, job.computed = None, 0
+            job.match = None
+            job.computed = 0
 
     def flush(self) -> int:
         """Forgets every cached block that is not in use, and says how many; features of images, too."""

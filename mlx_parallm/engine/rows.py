@@ -113,7 +113,9 @@ class Row:
         if not self.max_tokens:  # only the prompt was to be scored
             self.finish_reason = "length"
         elif token in self.stop_ids and len(self.tokens) >= self.sampling.min_tokens:
-            self.finish_reason, self.stop_token, self.stop_logprob = "stop", token, self._own(logprob)
+            self.finish_reason = "stop"
+            self.stop_token = token
+            self.stop_logprob = self._own(logprob)
         else:
             self.tokens.append(token)
             if (own := self._own(logprob)) is not None:
@@ -165,7 +167,8 @@ class Row:
             cached_tokens=0 if reader.started else self.cached or 0,
             begun=self.begun,
         )
-        reader.sent, reader.started = len(self.tokens), True
+        reader.sent = len(self.tokens)
+        reader.started = True
         return delta
 
 

@@ -156,7 +156,8 @@ class StartingEngine:
         return None
 
     def _base(self, profile: DeviceProfile) -> BaseParts:
-        config, metrics = self._config, EngineMetrics()
+        config = self._config
+        metrics = EngineMetrics()
         return BaseParts(
             config=config,
             profile=profile,

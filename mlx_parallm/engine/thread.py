@@ -92,7 +92,8 @@ class EngineThread:
     def _run(self) -> None:
         assert self._main is not None
         assert self._ended is not None
-        main, self._main = self._main, None
+        main = self._main
+        self._main = None
         try:
             main()
         except BaseException:

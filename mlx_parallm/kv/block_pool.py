@@ -136,7 +136,8 @@ class BlockPool:
                 self._unused[id_] = None
                 if id_ >= self.limit:
                     self._forget(id_)
-        match.ids, match.length = [], 0
+        match.ids = []
+        match.length = 0
 
     def commit(
         self, chain: Chain, tokens: Sequence[int], numbers: Iterable[int]
@@ -165,7 +166,8 @@ class BlockPool:
     def commit_tail(self, chain: Chain, tokens: Sequence[int]) -> tuple[int | None, list[Block]]:
         """The same for the tokens after a chain's last full block: a block that is not full, found by its tokens."""
         content = tuple(tokens[len(chain.hashes) * self.size :])
-        hash_, parent = chain.following(content), chain.before(len(chain.hashes))
+        hash_ = chain.following(content)
+        parent = chain.before(len(chain.hashes))
         gone: list[Block] = []
         known = hash_ in self._by_hash or self._nearest(parent, content)[1] == len(content)
         if not content or known or (chain.hashes and parent not in self._by_hash):

@@ -123,7 +123,8 @@ class BlockStore:
     def write(self, sides: Sequence[mx.array], row: int, numbers: Sequence[int], ids: Sequence[int]) -> None:
         """Copies blocks of one row of `sides` (B, H, T, D), given by their numbers in it, in ascending order."""
         for group, (side, members) in enumerate(self._groups.items()):
-            buffers, collect = [sides[i] for i in members], self._collectors[group]
+            buffers = [sides[i] for i in members]
+            collect = self._collectors[group]
             if collect is None:
                 self._put(group, self._packing.pack(self._collected(side, buffers, row, numbers)), ids)
             elif self._packing.bits is not None:
@@ -142,7 +143,9 @@ class BlockStore:
 
     def _collected(self, side: Side, group: list[mx.array], row: int, numbers: Sequence[int]) -> mx.array:
         """Blocks of one row: (blocks, sides, H, size, D)."""
-        first, end, size = numbers[0], numbers[-1] + 1, self._size
+        first = numbers[0]
+        end = numbers[-1] + 1
+        size = self._size
         cut = [array[row, :, first * size : end * size] for array in group]
         x = mx.stack(cut).reshape(len(group), side.heads, end - first, size, side.width).transpose(2, 0, 1, 3, 4)
         return x if len(numbers) == end - first else x[mx.array([number - first for number in numbers])]

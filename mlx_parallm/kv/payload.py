@@ -45,7 +45,8 @@ def encode(payload: Payload, name: str) -> list[memoryview]:
     header: dict[str, Any] = {"__metadata__": {**about, "checksum": _checksum(arrays, about)}}
     end = 0
     for number, array in enumerate(arrays):
-        start, end = end, end + array.nbytes
+        start = end
+        end = end + array.nbytes
         entry = {"dtype": TYPE_NAMES[array.dtype], "shape": array.shape, "data_offsets": [start, end]}
         header[f"{number:04}"] = entry
     text = json.dumps(header).encode()
@@ -57,7 +58,8 @@ def read_file(path: Path, name: str) -> Payload:
     """The payload of a file that is called `name`; raises OSError or Damaged."""
     with open(path, "rb", buffering=0) as file:
         data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
-        view, got = data.data, 0
+        view = data.data
+        got = 0
         while got < len(view) and (count := file.readinto(view[got:])):
             got += count
     return decode(data[:got], name)

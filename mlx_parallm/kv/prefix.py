@@ -176,7 +176,8 @@ class BlockPrefix:
         """Keeps hold of the first `length` tokens alone."""
         kept = -(-length // self.block_size)
         self._pool.release(Match(match.ids[kept:]))
-        match.ids, match.length = match.ids[:kept], length
+        match.ids = match.ids[:kept]
+        match.length = length
 
     def stops(self, chain: Chain, tokens: Sequence[int], start: int) -> list[int]:
         return []  # blocks are kept when a row leaves
@@ -191,7 +192,9 @@ class BlockPrefix:
         self._keep(self._pool[id_] for id_ in match.ids)  # used twice: worth the disk
 
     def fill(self, staged: list[PromptLayer], matches: Sequence[Match]) -> list[PromptLayer]:
-        length, rows, capacity = matches[0].length, len(matches), staged[0].capacity
+        length = matches[0].length
+        rows = len(matches)
+        capacity = staged[0].capacity
         if all(match.ids == matches[0].ids for match in matches):
             sides = self.store.read(matches[0].ids, 1, length, capacity)
             sides = [mx.broadcast_to(side, (rows, *side.shape[1:])) for side in sides] if rows > 1 else sides
@@ -213,7 +216,8 @@ class BlockPrefix:
         if not placed:
             return
         self._rescue(gone)
-        numbers, ids = [number for number, _ in placed], [id_ for _, id_ in placed]
+        numbers = [number for number, _ in placed]
+        ids = [id_ for _, id_ in placed]
         self.store.write(sides, row, numbers, ids)
         self._pool.release(Match(ids))
         self._pool.refresh(chain)

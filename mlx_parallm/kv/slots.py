@@ -34,7 +34,8 @@ class PromptLayer:
         self.values: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        start, self.offset = self.offset, self.offset + keys.shape[2]
+        start = self.offset
+        self.offset = self.offset + keys.shape[2]
         self.keys = self._added(self.keys, keys, start)
         self.values = self._added(self.values, values, start)
         if self.offset == self.keys.shape[2]:
@@ -61,7 +62,9 @@ class PromptLayer:
 
     def restore(self, keys: mx.array, values: mx.array, length: int) -> None:
         """Begins with what is known already: the first `length` tokens."""
-        self.keys, self.values, self.offset = keys, values, length
+        self.keys = keys
+        self.values = values
+        self.offset = length
 
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None]:
@@ -119,7 +122,8 @@ class SlotLayer:
         keys, values, *fresh = self._before
         attended = attend(queries, keys, values, (fresh[0], fresh[1]), self._step.offset, scale)
         if attended is not None:  # and put the new tokens in place: what was to put them there is never computed
-            self.keys, self.values = keys, values
+            self.keys = keys
+            self.values = values
         self._before = ()
         return attended
 
@@ -227,7 +231,8 @@ class SlotCache:
         for position in positions:
             self._used[position] = True
         chosen = [(source, position, length) for (source, length), position in zip(prompts, positions, strict=True)]
-        sides, others = self._state(), [side for layer in staged for side in (layer.keys, layer.values)]
+        sides = self._state()
+        others = [side for layer in staged for side in (layer.keys, layer.values)]
         for members, place in zip(self._groups, self._placers, strict=True):
             if place is not None:
                 place([others[i] for i in members], [sides[i] for i in members], chosen)
@@ -256,7 +261,8 @@ class SlotCache:
         keep = keep[:needed]
         index = mx.array(keep)
         for layer in self.layers:
-            layer.keys, layer.values = layer.keys[index], layer.values[index]
+            layer.keys = layer.keys[index]
+            layer.values = layer.values[index]
         self._used = [self._used[position] for position in keep]
         return keep
 
@@ -299,7 +305,8 @@ class SlotCache:
 
     def _set_state(self, state: list[mx.array]) -> None:
         for layer, keys, values in zip(self.layers, state[::2], state[1::2], strict=True):
-            layer.keys, layer.values = keys, values
+            layer.keys = keys
+            layer.values = values
 
     def check_integrity(self) -> None:
         assert len(self._used) <= self._max_slots
@@ -345,7 +352,9 @@ class SlotCache:
         """Nothing runs: give the memory back."""
         for layer in self.layers:
             layer.keys = layer.values = mx.zeros((0, 1, 0, 1))
-        self._used, self._capacity, self._longest = [], 0, 0
+        self._used = []
+        self._capacity = 0
+        self._longest = 0
         return []
 
 

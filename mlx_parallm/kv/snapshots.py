@@ -82,7 +82,8 @@ class SnapshotPrefix:
         return Match()
 
     def release(self, match: Match) -> None:
-        match.length, match.state = 0, None
+        match.length = 0
+        match.state = None
 
     def shorten(self, match: Match, length: int) -> None:
         if length < match.length:

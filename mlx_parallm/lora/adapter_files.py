@@ -131,7 +131,8 @@ def from_mlx_lm(config: Mapping[str, Any], tensors: Tensors) -> Adapter:
     for path, leaves in _leaves(tensors, MLX_KEY).items():
         if not {"lora_a", "lora_b"} <= leaves.keys():
             raise AdapterError(f"{path} has not both lora_a and lora_b")
-        a, b = leaves["lora_a"], leaves["lora_b"]
+        a = leaves["lora_a"]
+        b = leaves["lora_b"]
         if a.ndim != 2 or b.ndim != 2:
             raise AdapterError(f"{path}: lora_a and lora_b must be matrices")
         if a.shape[1] != b.shape[0]:
@@ -155,7 +156,9 @@ def from_peft(config: Mapping[str, Any], tensors: Tensors) -> Adapter:
         names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
         if not set(names) <= leaves.keys():
             raise AdapterError(f"{path} has not both {names[0]} and {names[1]}")
-        a, b, m = leaves[names[0]], leaves[names[1]], leaves.get("lora_magnitude_vector")
+        a = leaves[names[0]]
+        b = leaves[names[1]]
+        m = leaves.get("lora_magnitude_vector")
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
             raise AdapterError(f"{path}: {names[0]} and {names[1]} are no pair of matrices of one rank")
         if embedding and m is not None:

@@ -58,18 +58,21 @@ class JointProjections:
 
     def add(self, x: mx.array, ys: Sequence[mx.array]) -> list[mx.array]:
         """The rows' adapters added to the layers' outputs ys."""
-        row_adapters, sums = self.active.row_adapters, list(ys)
+        row_adapters = self.active.row_adapters
+        sums = list(ys)
         adapted = [place for place, hook in enumerate(self._hooks) if row_adapters.has(hook.group)]
         by_kernel = self._added_by_kernel(x, ys) if adapted else {}
         for place in adapted:
             total = by_kernel.get(place)
-            hook, layer = self._hooks[place], self._layers[place]
+            hook = self._hooks[place]
+            layer = self._layers[place]
             sums[place] = hook.add_by_operations(x, ys[place], layer) if total is None else total
         return sums
 
     def _added_by_kernel(self, x: mx.array, ys: Sequence[mx.array]) -> dict[int, mx.array]:
         """Adds by one kernel, for all layers that LoRA alone changes; returns the sums by the layers' places here."""
-        add, outputs = self.active.kernels.add, self.outputs(ys)
+        add = self.active.kernels.add
+        outputs = self.outputs(ys)
         places = [place for place, hook in enumerate(self._hooks) if hook.has_lora_alone()]
         if add is None or not places:
             return {}
@@ -79,7 +82,8 @@ class JointProjections:
     def _multiplied(self, x: mx.array) -> list[mx.array] | None:
         """Computes the layers' outputs by one kernel that also multiplies, except what DoRA changes; None where there
         is none for this pass."""
-        row_adapters, multiply = self.active.row_adapters, self.active.kernels.multiply
+        row_adapters = self.active.row_adapters
+        multiply = self.active.kernels.multiply
         if multiply is None:
             return None
         hooks = self._hooks
@@ -142,7 +146,8 @@ class FusedAttention:
         self._output = OutputProjection(attention.o_proj)
         self._heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
         self._norms = (*norms, None) if norms is not None else (None, None, None)
-        self._rope, self._scale = attention.rope, attention.scale
+        self._rope = attention.rope
+        self._scale = attention.scale
         self._attend = type(attention).__call__.__globals__["scaled_dot_product_attention"]  # maybe the cache's own
         fused = self._projections.active.kernels.fused
         self._rope_params = _rope_params(attention) if fused is not None and norms is None else None
@@ -177,7 +182,8 @@ class FusedAttention:
     def _rotated_by_kernel(self, x: mx.array, ys: Sequence[mx.array], offsets: mx.array) -> list[mx.array] | None:
         assert self._rope_kernel is not None
         assert self._rope_params is not None
-        outputs, row_adapters = self._projections.outputs(ys), self._projections.active.row_adapters
+        outputs = self._projections.outputs(ys)
+        row_adapters = self._projections.active.row_adapters
         return self._rope_kernel(x, outputs, row_adapters, self._rope_params, offsets)
 
     @staticmethod
@@ -193,7 +199,8 @@ class FusedBlock:
     def __init__(self, block: Any) -> None:
         self._attention: FusedAttention = block.self_attn.fused
         self._mlp: FusedMLP = block.mlp.fused
-        self._attention_norm, self._mlp_norm = block.input_layernorm, block.post_attention_layernorm
+        self._attention_norm = block.input_layernorm
+        self._mlp_norm = block.post_attention_layernorm
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         h = self._attention(self._attention_norm(x), mask, cache, residual=x)

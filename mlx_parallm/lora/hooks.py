@@ -80,7 +80,8 @@ class LoRAHook:
 
     def linear(self, x: mx.array, layer: Any) -> mx.array:
         """A linear layer's output (B, T, out_features) for inputs x (B, T, size), with each row's adapter."""
-        row_adapters, multiply = self.active.row_adapters, self.active.kernels.multiply
+        row_adapters = self.active.row_adapters
+        multiply = self.active.kernels.multiply
         if multiply is not None and row_adapters.without_dora(self.group):
             products = multiply(x, [(layer, self.group, self.number)], row_adapters)
             if products is not None:
@@ -98,7 +99,8 @@ class LoRAHook:
 
     def add(self, x: mx.array, y: mx.array, layer: Any) -> mx.array:
         """Each row's adapter added to the layer's output y for x."""
-        row_adapters, add = self.active.row_adapters, self.active.kernels.add
+        row_adapters = self.active.row_adapters
+        add = self.active.kernels.add
         if not row_adapters.has(self.group):
             return y
         if add is not None and row_adapters.without_dora(self.group):

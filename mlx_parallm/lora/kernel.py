@@ -60,7 +60,8 @@ def add_and_rope(
     x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA, rope: RopeParams, offsets: mx.array
 ) -> list[mx.array] | None:
     """The same for queries, keys and values, of which the first two are then rotated; not all need have adapters."""
-    kernel_layers, half = _kernel_layers(x, layers, row_adapters), rope.inv_freq.shape[0]
+    kernel_layers = _kernel_layers(x, layers, row_adapters)
+    half = rope.inv_freq.shape[0]
     if kernel_layers is None or half * x.dtype.size % BYTES or any(y.shape[2] % (2 * half) for y, *_ in kernel_layers):
         return None
     if x.shape[1] != 1 or offsets.shape != x.shape[:1] or offsets.dtype != mx.int32:
@@ -95,7 +96,8 @@ def _run(
     template: Sequence[tuple[str, Any]] = (),
 ) -> list[mx.array]:
     ys, a, b, firsts = zip(*kernel_layers, strict=True)
-    threads, tokens = WARPS * 32, x.shape[0] * x.shape[1]
+    threads = WARPS * 32
+    tokens = x.shape[0] * x.shape[1]
     shares = max(1, min(4, ENOUGH_BLOCKS // (len(shapes) * tokens)))
     outputs: list[mx.array] = kernel(
         inputs=[x, row_adapters.spans, _first_columns(firsts), *more, *ys, *a, *b],

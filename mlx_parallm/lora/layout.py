@@ -111,7 +111,8 @@ class Layout:
         m = np.full((layers, group.out_features), np.nan, np.float32)
         for number, path in paths.items():
             part = adapter.parts[path]
-            a[number, : part.rank], b[number, : part.rank] = part.a, part.b.T
+            a[number, : part.rank] = part.a
+            b[number, : part.rank] = part.b.T
             if part.m is not None:
                 m[number] = part.m
         sides = [_to_bits(side, self.dtype) for side in (a, b)]

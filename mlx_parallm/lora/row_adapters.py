@@ -99,7 +99,9 @@ class AdapterStack:
         first_a, first_b, _ = next(member.groups[number] for member in self.members if number in member.groups)
         layers, _, out_features = first_b.shape
         ones = mx.ones((layers, 1, out_features), first_b.dtype)
-        a, b, factors = [], [], [ones]
+        a = []
+        b = []
+        factors = [ones]
         for member in self.members:
             part = member.groups.get(number)
             if part is None:

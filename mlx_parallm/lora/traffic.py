@@ -34,7 +34,8 @@ class Traffic:
 
     def set_routes(self, routes: Sequence[AdapterRoute]) -> None:
         with self._routing:
-            self.routes, self._credits = list(routes), [0.0] * len(routes)
+            self.routes = list(routes)
+            self._credits = [0.0] * len(routes)
 
     def next_route(self) -> AdapterRoute | None:
         """Each in turn, by its share."""
@@ -49,7 +50,9 @@ class Traffic:
 
     def serve(self, routes: Sequence[AdapterRoute], auto: AutoSplit | None) -> None:
         with self._lock:
-            before, self.auto = self.auto, None  # no reward decides between the two
+            # no reward decides between the two
+            before = self.auto
+            self.auto = None
         try:
             self._serve(routes)
         except BaseException:
@@ -57,7 +60,8 @@ class Traffic:
                 self.auto = before
             raise
         with self._lock:
-            self.auto, self.by_rule = auto, auto is not None
+            self.auto = auto
+            self.by_rule = auto is not None
             if auto is not None:
                 auto.arms = {route.label: auto.arms.get(route.label, ArmStats()) for route in routes}
         self.on_change()

@@ -78,7 +78,8 @@ def _sliding_pattern(settings: Settings) -> dict[str, Any]:
 def _rope(settings: Settings) -> dict[str, Any]:
     """transformers 5 writes all of RoPE into one object, of which most of mlx-lm's models know nothing."""
     parameters = settings.get("rope_parameters", default={})
-    full, sliding = parameters.get("full_attention", parameters), parameters.get("sliding_attention", {})
+    full = parameters.get("full_attention", parameters)
+    sliding = parameters.get("sliding_attention", {})
     found = {"rope_theta": full.get("rope_theta"), "rope_local_base_freq": sliding.get("rope_theta")}
     if full.get("rope_type", "default") != "default" and not settings.get("rope_scaling"):
         found["rope_scaling"] = full
@@ -141,7 +142,8 @@ class BidirectionalGemma:
         self._inner = inner
 
     def __call__(self, tokens: mx.array, mask: mx.array) -> mx.array:
-        inner, masks = self._inner, Masks(mask.astype(mx.bool_))
+        inner = self._inner
+        masks = Masks(mask.astype(mx.bool_))
         h = inner.embed_tokens(tokens)
         h = h * mx.array(inner.args.hidden_size**0.5, h.dtype)
         for layer in inner.layers:

@@ -58,7 +58,8 @@ def load(
     if vision is None or config is None:
         module, tokenizer, config = _load_text(folder, trust_remote_code, text_only)
     else:
-        module, tokenizer = vision.module, vision.tokenizer
+        module = vision.module
+        tokenizer = vision.tokenizer
     whole = module if vision is None else vision.whole
     if split is not None and vision is not None:
         raise ModelLoadError(f"{name} reads images, and such a model can't be split over several ranks")

@@ -87,7 +87,8 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     dense: list[DenseModule] = []
     normalize = False
     for module in modules[1:]:
-        kind, path = module_kind(module), _path(folder, module)
+        kind = module_kind(module)
+        path = _path(folder, module)
         if kind == "Pooling" and not modes:
             modes = _modes(path)
         elif kind == "Dense" and modes and not normalize:
@@ -160,7 +161,8 @@ def _prompts(folder: Path) -> dict[str, Any]:
 
 def _limits(transformer: Path) -> dict[str, Any]:
     """Reads the limits from sentence_bert_config.json, or from the tokenizer's config where that says nothing."""
-    limit, lower = None, False
+    limit = None
+    lower = False
     if (transformer / "sentence_bert_config.json").is_file():
         settings = Settings.of(transformer, "sentence_bert_config.json")
         lower = bool(settings.get("do_lower_case", default=False))
@@ -186,7 +188,8 @@ def _dimensions(folder: Path, transformer: Path) -> dict[str, Any]:
 def pool(hidden: mx.array, lengths: Sequence[int], modes: Sequence[str]) -> mx.array:
     """Hidden states (B, T, D) of texts that are padded on the right -> (B, modes * D)."""
     hidden = hidden.astype(mx.float32)
-    size, longest = np.array(lengths, np.int32)[:, None], hidden.shape[1]
+    size = np.array(lengths, np.int32)[:, None]
+    longest = hidden.shape[1]
     seen = np.arange(longest) < size  # (B, T)
     # All but the maximum are weighted sums over the tokens, and so one product.
     weighted = [mode for mode in modes if mode != "max"]

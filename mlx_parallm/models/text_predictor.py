@@ -47,7 +47,8 @@ class TextPredictor(Predictor):
             ids[row, : lengths[row]] = text.tokens
             if text.segments is not None:
                 segments[row, : lengths[row]] = text.segments
-        tokens, mask = mx.array(ids), mx.array(np.arange(longest) < np.array(lengths, np.int32)[:, None])
+        tokens = mx.array(ids)
+        mask = mx.array(np.arange(longest) < np.array(lengths, np.int32)[:, None])
         if isinstance(self._backbone, DecoderStates):
             hidden = self._backbone(tokens, mask)
         else:
@@ -57,7 +58,8 @@ class TextPredictor(Predictor):
 
     def _check(self, texts: Sequence[TextTokens], lengths: Sequence[int]) -> None:
         """Checks lengths and ids before anything is computed: an id outside the table would read other memory."""
-        limit, size = self._backbone.max_length, self._backbone.vocab_size
+        limit = self._backbone.max_length
+        size = self._backbone.vocab_size
         if min(lengths) < 1 or max(lengths) > limit:
             raise InvalidRequestError(f"an input needs 1 to {limit} tokens", param="input")
         if any(min(text.tokens) < 0 or max(text.tokens) >= size for text in texts):

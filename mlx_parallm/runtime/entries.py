@@ -77,7 +77,9 @@ class PoolEntry:
     def download(self) -> None:
         """Fetches a model of the hub, and looks at its files; ModelLoadError."""
         folder = str(download(str(self.source)))
-        self.downloaded, self.kind, self.bytes = folder, kind_name(folder), weight_bytes(folder, this_device())
+        self.downloaded = folder
+        self.kind = kind_name(folder)
+        self.bytes = weight_bytes(folder, this_device())
 
     def without_path(self, message: str) -> str:
         """A message for the log, which does not say where users have their files."""
@@ -98,28 +100,35 @@ class PoolEntry:
 
     def tell_waiting(self, error: BaseException) -> None:
         """Fails all requests that wait for it."""
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         for future in waiting:
             if future.set_running_or_notify_cancel():  # else its client has left
                 future.set_exception(error)
 
     def look_again(self, stamp: Stamp) -> None:
         """Reads its files again after they have changed; a failure to load them may be outdated, too."""
-        self.stamp, self.kind, self.bytes = stamp, kind_name(self.source), weight_bytes(str(self.source), this_device())
-        self.status, self.error = "unloaded", None
+        self.stamp = stamp
+        self.kind = kind_name(self.source)
+        self.bytes = weight_bytes(str(self.source), this_device())
+        self.status = "unloaded"
+        self.error = None
 
     def describe(self, held: int, idle_seconds: float | None) -> ModelStatus:
         """`held`: bytes that are in memory now, by which loading is measured. `idle_seconds`: after which it leaves."""
-        model, progress = self.model, 1.0 if self.status == "ready" else 0.0
+        model = self.model
+        progress = 1.0 if self.status == "ready" else 0.0
         if self.status == "loading" and self.bytes:
             progress = round(min(0.99, max(0.0, (held - self.held_before) / self.bytes)), 2)
         stays = self.pinned or idle_seconds is None or model is None
         left = None if stays else max(0.0, (idle_seconds or 0.0) + self.used - time.monotonic())
-        context, signature = None, None
+        context = None
+        signature = None
         if isinstance(model, Engine):
             context = model.model.context_length
         elif model is not None:
-            context, signature = model.info.context_length, model.info.signature
+            context = model.info.context_length
+            signature = model.info.signature
         return ModelStatus(
             name=self.name,
             kind=self.kind,

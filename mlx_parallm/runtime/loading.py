@@ -152,7 +152,8 @@ class Loader:
         `origin`: what users call the source, where it was downloaded. `size`: bytes that its weights will take. The
         others make room for them before they come.
         """
-        kind, memory = kind_of(source), self._memory
+        kind = kind_of(source)
+        memory = self._memory
         if self._ranks is not None:
             size //= self._ranks.size
             if kind is not None or memory.engines:

@@ -15,7 +15,8 @@ Run = Callable[[Callable[[], int]], int]  # has the engine's thread do something
 
 
 def update_weights(name: str, model: Predictor, run: Run, data: bytes, number: int | None) -> WeightsVersion:
-    tensors, policy = read_weights(name, model, data), policy_of(name, model)
+    tensors = read_weights(name, model, data)
+    policy = policy_of(name, model)
     return version_of(name, policy, run(lambda: policy.replace(tensors, number)))
 
 

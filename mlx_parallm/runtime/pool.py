@@ -62,7 +62,8 @@ class ModelPool:
         self._closing = threading.Event()
         self.on_failure: Callable[[str], None] | None = None  # when an engine has died
         self._listeners: list[Callable[[], None]] = []
-        idle, known = config.model.idle_unload_seconds, self._known
+        idle = config.model.idle_unload_seconds
+        known = self._known
         self._idle_watch = IdleWatch(self._changed, self._closing, known, idle, self._may_leave, self._leave)
 
     def start(self, progress: StartProgress = silent) -> None:
@@ -209,7 +210,8 @@ class ModelPool:
 
     def _make_ready(self, entry: PoolEntry) -> None:
         entry.status, entry.error, entry.used = "ready", None, time.monotonic()
-        waiting, entry.waiting = entry.waiting, []
+        waiting = entry.waiting
+        entry.waiting = []
         for future in waiting:
             self._holds.begin(entry, future)
         self._changed.notify_all()
@@ -319,7 +321,8 @@ class ModelPool:
                 log.exception("unloading %s has failed", entry.name)
         with self._changed:
             entry.status, entry.keep_alive = "unloaded", None
-            waiting, self._without_room = self._without_room, []
+            waiting = self._without_room
+            self._without_room = []
             if not self._closing.is_set():
                 for other in waiting:
                     self._jobs.submit(self._load, other)
@@ -366,7 +369,8 @@ class ModelPool:
         return True
 
     def _wait_for_room(self, entry: PoolEntry) -> None:
-        now, patience = time.monotonic(), self._config.batch.request_timeout_seconds or ROOM_SECONDS
+        now = time.monotonic()
+        patience = self._config.batch.request_timeout_seconds or ROOM_SECONDS
         entry.room_by = entry.room_by or now + patience
         self._without_room.append(entry)
         timer = threading.Timer(max(0.0, entry.room_by - now), self._give_up, (entry, entry.room_by))
@@ -387,7 +391,8 @@ class ModelPool:
         self._fail(entry, self._no_room(entry))
 
     def _no_room(self, entry: PoolEntry) -> UnavailableError:
-        size, limit, held = entry.size, self._memory.limit, self._memory.weight_bytes
+        size, limit = entry.size, self._memory.limit
+        held = self._memory.weight_bytes
         return UnavailableError(
             f"there is no memory for {entry.name!r}: its weights take {size_text(size)}, {size_text(limit - held)} of "
             f"{size_text(limit)} is left, and no other model can leave; unload or unpin one, or raise --memory-limit",

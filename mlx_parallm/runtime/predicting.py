@@ -244,7 +244,8 @@ class LocalPredictor:
     def stop(self) -> None:
         """Cuts off the calls that have not ended; a batch that runs does so for nothing."""
         with self._lock:
-            calls, reason = list(self._calls), self._closed or "the model has stopped"
+            calls = list(self._calls)
+            reason = self._closed or "the model has stopped"
         for call in calls:
             call.fail(UnavailableError(reason))
 
@@ -266,7 +267,8 @@ class LocalPredictor:
             self._ended_one.notify_all()
 
     def _start(self) -> None:
-        self._running, host = True, self._host
+        self._running = True
+        host = self._host
         host.predict(self._steps(host)).add_done_callback(lambda steps: self._ended(steps, host))
 
     def _ended(self, steps: "Future[None]", host: PredictionHost) -> None:
@@ -280,7 +282,8 @@ class LocalPredictor:
         if error is None:
             return
         with self._lock:
-            calls, self._running = list(self._calls), False
+            calls = list(self._calls)
+            self._running = False
         for call in calls:
             call.fail(error if isinstance(error, UnavailableError) else UnavailableError(f"the model failed: {error}"))
 
@@ -302,8 +305,10 @@ class LocalPredictor:
             if not window:
                 self._running = False
                 return []
-            first, others = window[0], [one for one in window if not one.alone]
-            budget, free = self._times.cost_within(seconds), max(FREE_COST, self._times.launch_cost)
+            first = window[0]
+            others = [one for one in window if not one.alone]
+            budget = self._times.cost_within(seconds)
+            free = max(FREE_COST, self._times.launch_cost)
             batch = [first] if first.alone else _similar(first, others, budget, free)
             for one in batch:
                 one.call.waiting.remove(one)
@@ -355,7 +360,8 @@ def _similar(first: Input, window: Sequence[Input], budget: int, free: int) -> l
     batch: list[Input] = []
     longest = total = 0
     for one in sorted(window, key=lambda one: abs(one.cost - first.cost)):  # stable: those that wait longest come first
-        longest, total = max(longest, one.cost), total + one.cost
+        longest = max(longest, one.cost)
+        total = total + one.cost
         padded = longest * (len(batch) + 1)
         if batch and (padded > budget or padded > max(free, total * MAX_PADDING)):
             break

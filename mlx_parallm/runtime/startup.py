@@ -76,7 +76,8 @@ class Runtime:
 
     def follow_split(self) -> None:
         """The default model's own name serves what a rule has come to, over restarts; `adapters` tells of decisions."""
-        engine, config = self.engine, self._config
+        engine = self.engine
+        config = self._config
         folder = Path(config.checkpoints.checkpoint_dir).expanduser() if config.trains else user_cache() / "splits"
         self._split = SplitFile(folder, engine.model.name)
         self._split.restore(engine.adapters, lambda name: self.adapters.checkpoint(engine.model.name, name))

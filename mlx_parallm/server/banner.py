@@ -49,7 +49,8 @@ def _training(config: ServeConfig, training: TrainingClient) -> str:
         unused = [name for name in ("atropos_url", "environment") if getattr(config.training, name) is not None]
         told = f"; {' and '.join(unused)} is not used" if unused else ""
         return f"off (--enable-rl-training turns it on){told}"
-    names, algorithm = ", ".join(training.adapters), config.training.rl.algorithm.upper()
+    names = ", ".join(training.adapters)
+    algorithm = config.training.rl.algorithm.upper()
     return f"on: {names} learns by {algorithm}, checkpoints in {config.checkpoints.checkpoint_dir}"
 
 

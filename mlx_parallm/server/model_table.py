@@ -97,7 +97,8 @@ class ModelTable:
 
     def _refresh(self) -> None:
         """Makes the tools of models that are new, and lets go of those that have gone."""
-        known, clients = self._served, self._runtime.models
+        known = self._served
+        clients = self._runtime.models
         if [served.client for served in known.values()] != list(clients.values()):
             self._served = {
                 name: known[name] if name in known and known[name].client is client else ServedModel(name, client)

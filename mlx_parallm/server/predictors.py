@@ -68,7 +68,8 @@ class PredictorTable:
         One that is not loaded is loaded now, and the request waits for it. ModelNotFoundError; InvalidRequestError
         where the model is of another kind.
         """
-        pool, found = self._runtime.pool, self._find(name, kinds, param)
+        pool = self._runtime.pool
+        found = self._find(name, kinds, param)
         hold = await acquire(pool, found, request, self._timeout)
         try:
             client = self._runtime.predictors[found]

@@ -117,9 +117,11 @@ def _check_shape(shape: Sequence[int], spec: TensorSpec, param: str) -> None:
 
 
 def _from_lists(value: Any, spec: TensorSpec, param: str) -> Array:
-    depth, inner = 0, value
+    depth = 0
+    inner = value
     while isinstance(inner, list) and depth <= len(spec.shape):
-        depth, inner = depth + 1, inner[0] if inner else None
+        depth = depth + 1
+        inner = inner[0] if inner else None
     if depth == 0:
         raise InvalidRequestError(
             f"{param} must be nested lists, or an object of data, shape and dtype, not {value!r:.60}", param=param
@@ -147,7 +149,8 @@ def _from_lists(value: Any, spec: TensorSpec, param: str) -> Array:
 
 def _flattened(value: list[Any], depth: int, param: str) -> tuple[list[Any], list[int]]:
     """All numbers of nested lists, and the shape. An empty list ends it."""
-    shape, level = [len(value)], value
+    shape = [len(value)]
+    level = value
     while len(shape) < depth and level:
         if set(map(type, level)) != {list} or len(set(map(len, level))) > 1:
             raise InvalidRequestError(f"{param} is ragged: lists of one level must have one length", param=param)
@@ -157,7 +160,9 @@ def _flattened(value: list[Any], depth: int, param: str) -> tuple[list[Any], lis
 
 
 def _decoded(value: Mapping[str, Any], spec: TensorSpec, param: str) -> Array:
-    data, shape, dtype = value.get("data"), value.get("shape"), value.get("dtype", spec.dtype)
+    data = value.get("data")
+    shape = value.get("shape")
+    dtype = value.get("dtype", spec.dtype)
     if not isinstance(data, str):
         raise InvalidRequestError(f"{param}.data must be base64 in a string", param=f"{param}.data")
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -222,7 +227,8 @@ def check_axes(
 
 def pieces(arrays: Mapping[str, Array], specs: Sequence[TensorSpec]) -> list[tuple[int, dict[str, Array]]]:
     """The rows in blocks that go through the model at once, each with the number of its first row."""
-    rows, weight = len(arrays[specs[0].name]), 1
+    rows = len(arrays[specs[0].name])
+    weight = 1
     for spec in specs:
         sizes = zip(spec.shape[1:], arrays[spec.name].shape[1:], strict=True)
         weight = max(weight, math.prod(size for axis, size in sizes if isinstance(axis, str)))

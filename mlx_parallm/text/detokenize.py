@@ -113,7 +113,8 @@ class ByteDecoder:
         self._pending = b""
 
     def push(self, tokens: Sequence[int]) -> str:
-        pieces, size = self._pieces, len(self._pieces)
+        pieces = self._pieces
+        size = len(self._pieces)
         data = self._pending + b"".join([pieces[token] for token in tokens if token < size])
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[used:]
@@ -142,7 +143,8 @@ class WindowDecoder:
 
     def push(self, tokens: Sequence[int]) -> str:
         self._tokens.extend(tokens)
-        before, after = self._decode(self._read), self._decode(len(self._tokens))
+        before = self._decode(self._read)
+        after = self._decode(len(self._tokens))
         if len(after) <= len(before) or after.endswith("�"):
             return ""
         self._start, self._read = self._read, len(self._tokens)
@@ -194,7 +196,8 @@ class Prefixes:
 
 def _failure(string: str) -> list[int]:
     """Returns, for each prefix of the string, the length of the longest shorter prefix that it ends with."""
-    failure, size = [0] * len(string), 0
+    failure = [0] * len(string)
+    size = 0
     for place in range(1, len(string)):
         while size and string[place] != string[size]:
             size = failure[size - 1]
@@ -313,12 +316,14 @@ class TextStream:
         if self._stops is not None:
             text = self._until_stop(text)
         if self.stopped is None:
-            text, self._withheld = text + self._withheld, ""
+            text = text + self._withheld
+            self._withheld = ""
         return text
 
     def _until_stop(self, text: str) -> str:
         assert self._stops is not None
-        new, text = text, self._withheld + text
+        new = text
+        text = self._withheld + text
         self._withheld = ""
         if self._count < self._min_tokens:
             return text

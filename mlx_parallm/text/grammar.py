@@ -84,7 +84,8 @@ def completion_grammar(
     parallel: bool,
 ) -> str | None:
     """Returns a chat response's grammar, by the structure and the calls that are asked for; None where it is free."""
-    grammar, vocabulary = structure, completions.vocabulary
+    grammar = structure
+    vocabulary = completions.vocabulary
     if grammar is not None and completions.tool_format.kind == "harmony":
         grammar = in_final_channel(grammar, vocabulary)
     if tools and (must_call or grammar is not None):
@@ -274,7 +275,8 @@ class GrammarCompiler:
                 backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
                 backend.no_padding()
                 backend.no_truncation()
-                text, end_ids = backend.to_str(), sorted(self.end_ids)
+                text = backend.to_str()
+                end_ids = sorted(self.end_ids)
                 tokens = llguidance.LLTokenizer(text, self._vocab_size, end_ids)
                 self._tools = tokens, GrammarProcess(text, self._vocab_size, end_ids)
             return self._tools

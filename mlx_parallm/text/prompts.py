@@ -133,12 +133,14 @@ class Prompts:
                 "this model has no chat template, so it can't chat; use /v1/completions, or generate() of LLM",
                 param="messages",
             )
-        messages, tools = [dict(message) for message in conversation.messages], list(conversation.tools)
+        messages = [dict(message) for message in conversation.messages]
+        tools = list(conversation.tools)
         if "developer" not in self._template:
             for message in messages:
                 message["role"] = "system" if message["role"] == "developer" else message["role"]
         if not self._format.native:
-            messages, tools = _spelled_out(messages, tools, self._format), []
+            messages = _spelled_out(messages, tools, self._format)
+            tools = []
         elif "single tool-calls" in self._template:  # Llama's refuse more
             messages = _one_call_each(messages)
         if self._parts_alone:

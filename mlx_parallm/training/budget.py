@@ -11,7 +11,9 @@ import mlx.core as mx
 
 from mlx_parallm.devices.machine_memory import available_memory
 
-MIN_MICRO, MAX_MICRO = 32, 8192  # tokens
+# tokens
+MIN_MICRO = 32
+MAX_MICRO = 8192
 TOO_LONG = 0.67  # of the time that a micro-batch should take, over the time it took
 ALONE = 4  # times longer may a micro-batch take while nobody is served
 
@@ -69,7 +71,8 @@ class Budget:
     def run(self, tokens: int, work: Callable[[], None], timed: bool = True) -> int:
         """Does the work of a micro-batch and notes what it took; returns the bytes. `timed`: its time tells how many
         tokens to take next."""
-        begun, held = time.perf_counter(), mx.get_active_memory()
+        begun = time.perf_counter()
+        held = mx.get_active_memory()
         mx.reset_peak_memory()
         work()
         nbytes = int(mx.get_peak_memory()) - held

@@ -121,7 +121,8 @@ class Learner:
 
     def accumulate(self, gradients: Parameters) -> None:
         """Gradients by name. Nothing is computed yet."""
-        stacks, total = self.by_shape.join(gradients), self.accumulated.gradient
+        stacks = self.by_shape.join(gradients)
+        total = self.accumulated.gradient
         self.accumulated.gradient = {name: stacks[name] + total[name] for name in total} if total else stacks
 
     def clear_gradient(self) -> None:
@@ -129,7 +130,8 @@ class Learner:
 
     def optim_step(self) -> float:
         """One step of the optimiser by what is accumulated, which is gone then; the gradient's norm before clipping."""
-        accumulated, self.accumulated = self.accumulated, Accumulated()
+        accumulated = self.accumulated
+        self.accumulated = Accumulated()
         if not accumulated.gradient:
             raise Refused("there is no gradient to make a step of")
         if not math.isfinite(accumulated.loss):
@@ -181,7 +183,9 @@ class Learner:
     def go_back(self, snapshot: LearnerState) -> None:
         """Parameters, optimiser and count as they were; an accumulated gradient is gone."""
         self.clear_gradient()
-        self.parameters, self.stacks, self.updates = snapshot.parameters, snapshot.stacks, snapshot.updates
+        self.parameters = snapshot.parameters
+        self.stacks = snapshot.stacks
+        self.updates = snapshot.updates
         self.optimizer.state = tree_map(lambda leaf: leaf, snapshot.optimizer)
         self._put(self.parameters)
 
@@ -233,7 +237,8 @@ def number(value: mx.array) -> float:
 
 def schedule(config: OptimizerConfig) -> Any:
     """The learning rate, or a function of the number of steps so far."""
-    rate, steps = config.learning_rate, config.total_steps - config.warmup_steps
+    rate = config.learning_rate
+    steps = config.total_steps - config.warmup_steps
     main: Any = rate
     if config.schedule == "linear":
         main = optim.linear_schedule(rate, 0.0, max(1, steps))

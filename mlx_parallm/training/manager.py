@@ -108,7 +108,8 @@ class TrainingManager:
 
     def _follow_atropos(self, url: str) -> None:
         """Learns from what an Atropos API hands out, on a thread of its own."""
-        config, session = self.config, self.session()
+        config = self.config
+        session = self.session()
         self.atropos = AtroposClient(
             AtroposConfig(
                 url,
@@ -150,7 +151,8 @@ class TrainingManager:
 
     def add(self, name: str, *, serve: bool = False) -> Session:
         """Another adapter that learns, with a trainer of its own."""
-        training, kept = self.config.training, self.config.checkpoints
+        training = self.config.training
+        kept = self.config.checkpoints
         session = Session(
             self.engine,
             name,

@@ -42,7 +42,8 @@ from mlx_parallm.training.tasks.find_task import find_task
 
 def train_policy(manager: TrainingManager, config: TrainConfig) -> None:
     """The built-in loop, on a task or on the rows of a dataset."""
-    session, run = manager.session(), config.run
+    session = manager.session()
+    run = config.run
     assert session.checkpoints is not None
     loop_config = replace(run.loop, seed=config.training.rl.seed)
     task = find_task(run.task) if run.dataset is None else Rows(run.dataset, run.eval_share, loop_config.seed)
@@ -118,7 +119,9 @@ class SplitData(Generic[Item]):
 
 def fine_tune(manager: TrainingManager, config: TrainConfig) -> None:
     """SFT or DPO; the first SIGTERM or SIGINT ends it in order, and what was learnt until then is kept."""
-    console, engine, run = Console(), manager.engine, config.run
+    console = Console()
+    engine = manager.engine
+    run = config.run
     folder = Path(config.checkpoints.checkpoint_dir).expanduser() / config.training.adapters[0]
     check_free(folder)
     _check_writable(config)
@@ -151,7 +154,8 @@ def fine_tune(manager: TrainingManager, config: TrainConfig) -> None:
 
 
 def _read_data(engine: Engine, config: TrainConfig, length: int) -> SplitData[Any]:
-    run, tokenizer = config.run, engine.model.tokenizer
+    run = config.run
+    tokenizer = engine.model.tokenizer
     assert run.dataset is not None
     chat = run.chat_template and tokenizer.has_chat_template
     reader = DatasetReader(Prompts(tokenizer), int(tokenizer.eos_token_id), length, chat)
@@ -165,7 +169,8 @@ def _read_data(engine: Engine, config: TrainConfig, length: int) -> SplitData[An
 
 def _make_trainer(engine: Engine, config: TrainConfig, steps: int) -> Supervised[Any]:
     """Makes the trainer on the engine, from the adapter to go on from where there is one."""
-    run, lora = config.run, config.training.lora
+    run = config.run
+    lora = config.training.lora
     settings = SupervisedConfig.of(config.training.rl, total_steps=steps, packing=run.packing, beta=run.dpo_beta)
     kind: type[Supervised[Any]] = SFT if config.mode == "sft" else DPO
     start = None if run.init_adapter is None else _read_adapter(run.init_adapter, config)
@@ -181,11 +186,14 @@ def _make_trainer(engine: Engine, config: TrainConfig, steps: int) -> Supervised
 
 def train_reward_model(manager: TrainingManager, config: TrainConfig) -> None:
     """A reward model from pairs, of which a tenth is held out: trained, evaluated, written, and served."""
-    console, engine, training = Console(), manager.engine, config.training
+    console = Console()
+    engine = manager.engine
+    training = config.training
     assert config.run.pairs is not None
     pairs = read_pairs(config.run.pairs, Prompts(engine.model.tokenizer))
     count = len(pairs) // 10
-    held_out, learnt = pairs[:count], pairs[count:]
+    held_out = pairs[:count]
+    learnt = pairs[count:]
     make = partial(RewardModel, engine.model, training.lora, training.rl.seed)
     reward_model = manager.add_reward_model(NAME, make)
     trainer = RewardTrainer(

@@ -34,7 +34,8 @@ def shared_tree(model: LanguageModel) -> nn.Module:
     """The model's classes anew, with the same arrays."""
     if model.vision is not None:
         raise ConfigError(f"{model.name} reads images, and such models can be served here, not trained")
-    module, config = model.module, dict(model.config)
+    module = model.module
+    config = dict(model.config)
     model_class, args_class = _get_classes(config)
     tree: nn.Module = model_class(args_class.from_dict(config))
     quantised = {path: layer for path, layer in module.named_modules() if "scales" in layer}
@@ -132,8 +133,11 @@ def completion_logits(module: nn.Module, prompts: PaddedPrompts, completions: mx
 
     `shared`: prompts go through the model once, and the completions behind them; else they must have one length.
     """
-    tokens, behind, lengths = mx.array(prompts.tokens), mx.array(prompts.behind), prompts.lengths
-    last, full = tokens.shape[1] - 1, bool((lengths == tokens.shape[1]).all())
+    tokens = mx.array(prompts.tokens)
+    behind = mx.array(prompts.behind)
+    lengths = prompts.lengths
+    last = tokens.shape[1] - 1
+    full = bool((lengths == tokens.shape[1]).all())
     if not shared or not last:
         assert full
         whole: mx.array = module(mx.concatenate([tokens[behind], completions], axis=1)[:, :-1])
@@ -244,11 +248,13 @@ class TrainableModel:
 
     def parameters_of(self, adapter: Adapter) -> dict[str, mx.array]:
         """An adapter's, to go on from: it must have the very layers and the rank that learn here."""
-        own, theirs = self.parameters(), dict[str, mx.array]()
+        own = self.parameters()
+        theirs = dict[str, mx.array]()
         for path, part in adapter.parts.items():
             arrays = {"lora_a": part.a.T, "lora_b": part.b.T / self.lora.scale, "m": part.m}
             theirs |= {f"{path}.{name}": mx.array(one) for name, one in arrays.items() if one is not None}
-        missing, other = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())
+        missing = sorted(own.keys() - theirs.keys())
+        other = sorted(theirs.keys() - own.keys())
         if missing or other:
             raise ConfigError(
                 f"the adapter to go on from has other layers: {missing[0]} is missing"
@@ -281,7 +287,9 @@ class TrainableModel:
         host_arrays = stacks.split({name: to_numpy(stack) for name, stack in stacks.join(arrays).items()})
         parts = {}
         for path, layer in learning.items():
-            a, b, m = host_arrays[f"{path}.lora_a"], host_arrays[f"{path}.lora_b"], host_arrays.get(f"{path}.m")
+            a = host_arrays[f"{path}.lora_a"]
+            b = host_arrays[f"{path}.lora_b"]
+            m = host_arrays.get(f"{path}.m")
             if isinstance(layer, (LoRAEmbedding, DoRAEmbedding)):
                 parts[path] = Part(np.ascontiguousarray(b), np.ascontiguousarray(self.lora.scale * a), m)
             else:

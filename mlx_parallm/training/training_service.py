@@ -332,7 +332,8 @@ class TrainingService:
 
     def debug(self, adapter: str | None = None) -> dict[str, Any]:
         """Settings, counters and memory."""
-        manager, session = self._manager, self._manager.session(adapter)
+        manager = self._manager
+        session = self._manager.session(adapter)
         trainer = session.trainer
         return {
             "adapter": session.name,

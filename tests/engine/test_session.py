@@ -700,7 +700,7 @@ def test_an_alarm_at_once_leaves_what_is_served() -> None:
         assert all(np.array_equal(array, session.trainer.state()[name]) for name, array in before.items())
 
 
-@pytest.mark.parametrize("options", [{}, {"redraw": False}])
+@pytest.mark.parametrize("options", [{}, {"resample": False}])
 def test_a_rollout_that_a_pause_aborts_is_drawn_again_or_an_error(options: dict[str, bool]) -> None:
     """What was aborted is no answer: nothing of it is kept, and nobody learns from it."""
     sampling = SamplingParams(temperature=0.9, max_tokens=60, n=3, ignore_eos=True)

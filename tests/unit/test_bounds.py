@@ -95,8 +95,8 @@ def test_a_top_k_of_the_whole_vocabulary_cuts_nothing(top_k: int) -> None:
 @pytest.mark.parametrize("param", ["prompt", "messages"])
 def test_a_context_that_is_full_is_told_in_openai_s_words(param: str) -> None:
     assert ContextLengthError.of(8, 9, param=param).message == (
-        f"This model's maximum context length is 8 tokens. However, your {param} resulted in 9 tokens, and the completion "
-        f"needs at least one more. Please reduce the length of the {param}."
+        f"This model's maximum context length is 8 tokens. However, your {param} resulted in 9 tokens, and the "
+        f"completion needs at least one more. Please reduce the length of the {param}."
     )
     assert f"(5 in the {param}, 4 in the completion)" in ContextLengthError.of(8, 5, 4, param=param).message
 

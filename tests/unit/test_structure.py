@@ -18,6 +18,7 @@ MAX_IN_FOLDER = 20
 MAX_SHARED_NAMES = 12  # of files: those that every dialect has, as bodies.py
 MAX_ARGUMENTS = 7
 MAX_FRAGMENTS = 30
+MAX_PACKED = 30  # assignments of a tuple to a tuple
 BY_KIND = ("api", "formats")  # folders with a file per kind
 
 
@@ -92,6 +93,17 @@ def test_no_ternary_is_in_another() -> None:
         if isinstance(node, ast.IfExp) and isinstance(node.orelse, ast.IfExp)
     ]
     assert nested == []
+
+
+def test_assignments_are_written_out() -> None:
+    """Values are swapped in one line; what has nothing to do with each other stands in a line each."""
+    packed = [
+        (name, node.lineno)
+        for name, tree, _ in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+    ]
+    assert len(packed) <= MAX_PACKED
 
 
 def test_docstrings_are_sentences() -> None:

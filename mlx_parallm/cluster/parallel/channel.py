@@ -92,7 +92,9 @@ class Channel:
         if header_size + body_size > limit:
             raise ConnectionError("what came is no message of a rank")
         name, values, shapes = json.loads(bytes(self._read_bytes(header_size)))
-        body, arrays, start = self._read_bytes(body_size), [], 0
+        body = self._read_bytes(body_size)
+        arrays = []
+        start = 0
         for dtype, shape in shapes:
             count = int(np.prod(shape))
             arrays.append(np.frombuffer(body, dtype, count, start).reshape(shape))

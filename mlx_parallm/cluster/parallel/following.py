@@ -136,7 +136,8 @@ class Follower:
         self._objects[number] = self._cache.stage(rows, capacity)
 
     def _prompt(self, number: int, index: list[int] | None, adapters: list[int | None] | None, tokens: Array) -> None:
-        staged, context = self._objects[number], self._row_adapters(adapters)
+        staged = self._objects[number]
+        context = self._row_adapters(adapters)
         if index is None:
             logits = self._forward(mx.array(tokens), staged, context)
         else:

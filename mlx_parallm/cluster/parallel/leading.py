@@ -77,7 +77,8 @@ def staged_number(caches: Sequence[Any]) -> int:
 def place_everywhere(leading: Leading, packed: PackedAdapter, place: Callable[[PackedAdapter], Resident]) -> Resident:
     """Every rank gets an adapter whole, and packs the part that is its own; placing it, they compute together."""
     assert packed.whole is not None
-    parts, number = packed.whole.parts, leading.new_number()
+    parts = packed.whole.parts
+    number = leading.new_number()
     arrays = [array for part in parts.values() for array in (part.a, part.b, part.m) if array is not None]
     leading.send("adapter", number, [(path, part.m is not None) for path, part in parts.items()], arrays=arrays)
     resident = place(packed)

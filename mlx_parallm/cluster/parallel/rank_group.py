@@ -119,7 +119,8 @@ class GroupMember:
 
     def _settings(self, model: LanguageModel) -> dict[str, Any]:
         """What must be the same for all ranks."""
-        cache, batch = self._config.cache, self._config.batch
+        cache = self._config.cache
+        batch = self._config.batch
         assert self._split is not None
         return {
             "config.json": hashlib.sha256(json.dumps(model.config, sort_keys=True, default=str).encode()).hexdigest(),
@@ -167,14 +168,17 @@ class Leader(GroupMember):
 
     def agree(self, model: LanguageModel, plan: MemoryPlan) -> MemoryPlan:
         """The least that any rank has memory for."""
-        settings, rows, blocks = self._settings(model), plan.rows, plan.blocks
+        settings = self._settings(model)
+        rows = plan.rows
+        blocks = plan.blocks
         for _ in self._channels:
             rank, message = self._plans.get(timeout=AGREE_SECONDS)
             its_rows, its_blocks, its_settings = message.values
             other = [name for name, value in settings.items() if its_settings.get(name) != value]
             if other:
                 raise ModelLoadError(f"rank {rank} differs from rank 0 in {', '.join(other)}")
-            rows, blocks = min(rows, its_rows), min(blocks, its_blocks)
+            rows = min(rows, its_rows)
+            blocks = min(blocks, its_blocks)
         self.send(Message("plan", (rows, blocks)))
         return replace(plan, rows=rows, blocks=blocks)
 

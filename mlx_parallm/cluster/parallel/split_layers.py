@@ -34,7 +34,8 @@ class ModelSplit:
 
 def split_model(module: nn.Module, group: mx.distributed.Group) -> ModelSplit:
     """Leaves a module this rank's part; its weights should not have been read yet."""
-    targets, way = targets_of(module), way_to_split(module, group.size())
+    targets = targets_of(module)
+    way = way_to_split(module, group.size())
     if way == "pipeline":
         split_layers(module, group)
         return ModelSplit(way, Split(group.rank(), targets))

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 CAPACITY = 16384  # hashes kept of each replica
 LOAD_COST = 64  # characters of a cached prompt that a request in flight weighs up
 ADAPTER_BONUS = 1024  # characters that an adapter on the device is worth
-OVERLOAD_FACTOR, OVERLOAD_SLACK = 1.25, 4  # a replica has too much to do beyond FACTOR × the mean load + SLACK
+# a replica has too much to do beyond FACTOR × the mean load + SLACK
+OVERLOAD_FACTOR = 1.25
+OVERLOAD_SLACK = 4
 OVERLOADED = 1 << 40  # more than any prompt is worth
 
 
@@ -50,7 +52,8 @@ class AffinityRouter:
         self._capacity = capacity
         self._adapters = adapters
         self._load_cost = load_cost
-        self._factor, self._slack = overload_factor, overload_slack
+        self._factor = overload_factor
+        self._slack = overload_slack
         self._replicas: dict[str, ReplicaDigest] = {}
         self._by_bit: dict[int, ReplicaDigest] = {}
         self._all = 0
@@ -108,14 +111,16 @@ class AffinityRouter:
             return None
         limit = self._slack + self._factor * self._total_load / len(self._replicas)
         resident = self._resident.get(adapter, 0) if adapter else 0
-        best, best_score = 0, float("-inf")
+        best = 0
+        best_score = float("-inf")
         for mask, length in self._matches(prefix, allowed):
             for part, worth in ((mask & resident, length + ADAPTER_BONUS), (mask & ~resident, length)):
                 if part:
                     bits, load = self._least_loaded(part)
                     score = worth - self._load_cost * load - (OVERLOADED if load > limit else 0)
                     if score > best_score:
-                        best, best_score = bits, score
+                        best = bits
+                        best_score = score
         return self._by_bit[self._next(best)].name
 
     def note(self, name: str, prefix: PromptPrefix, adapter: str | None = None) -> None:
@@ -161,14 +166,16 @@ class AffinityRouter:
 
     def _matches(self, prefix: PromptPrefix, allowed: int) -> Iterator[tuple[int, int]]:
         """Disjoint sets of replicas, each with how much of the prompt its members have."""
-        holding, length = allowed, 0
+        holding = allowed
+        length = 0
         for hash_, here in zip(prefix.hashes, prefix.lengths, strict=True):
             further = holding & self._holders.get(hash_, 0)
             if further != holding:
                 yield holding & ~further, length
             if not further:
                 return
-            holding, length = further, here
+            holding = further
+            length = here
         yield holding, length
 
     def _least_loaded(self, mask: int) -> tuple[int, int]:

@@ -75,7 +75,8 @@ class FrontIngress:
 
     async def _start(self) -> Front:
         logs.set_up(self._config.http.log_level, self._config.http.log_json)
-        secret, host = new_secret(), ray.util.get_node_ip_address()
+        secret = new_secret()
+        host = ray.util.get_node_ip_address()
 
         def session() -> aiohttp.ClientSession:
             assert front.session is not None

@@ -115,7 +115,10 @@ class SharedState:
 
     def _add_unload(self, change: Change) -> None:
         history = self._history(change)
-        history.published, history.pinned, history.current, history.unloaded = {}, set(), 0, True
+        history.published = {}
+        history.pinned = set()
+        history.current = 0
+        history.unloaded = True
 
     def _add_rollback(self, change: Change) -> None:
         self._history(change).current = change.number or 0

@@ -174,7 +174,8 @@ class Front:
             await unless_left(receive, answering)
 
     async def _read(self, receive: Receive) -> bytes:
-        parts, size = [], 0
+        parts = []
+        size = 0
         async for part in _incoming(receive):
             parts.append(part)
             size += len(part)
@@ -227,7 +228,8 @@ class Front:
         )
 
     async def _exchange(self, exchange: Exchange, member: Member) -> None:
-        scope, connected = exchange.scope, False
+        scope = exchange.scope
+        connected = False
         try:
             async with self._request(exchange, member) as response:
                 connected = True
@@ -286,7 +288,8 @@ class Front:
         await exchange.send({"type": "http.response.body", "body": rest})
 
     def _health(self) -> JSONResponse:
-        ready, expected = len(self._members.ready), self._members.expected
+        ready = len(self._members.ready)
+        expected = self._members.expected
         replicas = {"ready": ready, "expected": expected}
         if self.draining:
             body: dict[str, Any] = {"status": "draining", "model_loaded": True, "reason": "the server is shutting down"}

@@ -54,7 +54,8 @@ def read_error(body: bytes) -> ParallmError:
         fields = orjson.loads(body)
         kind = getattr(errors, fields["kind"])
         error: ParallmError = kind(fields["message"])
-        error.param, error.code = fields["param"], fields["code"]
+        error.param = fields["param"]
+        error.code = fields["code"]
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return ParallmError(body.decode(errors="replace")[:500] or "no response")
     return error

@@ -43,7 +43,8 @@ def prompt_digest(body: bytes, tenant: bytes = b"", everywhere: Collection[str] 
         return PromptDigest(PromptPrefix(), None)
     if session := fields.get("session_id"):  # state that a replica keeps for its client
         return PromptDigest(PromptPrefix([xxh3_64_intdigest(_bytes(session))], [STICKY]), None)
-    model, adapter = fields.get("model"), fields.get("lora_adapter")
+    model = fields.get("model")
+    adapter = fields.get("lora_adapter")
     name = next((one for one in (adapter, model) if isinstance(one, str)), None)
     name = None if name in everywhere else name
     seed = orjson.dumps([str(model), str(adapter), str(fields.get("cache_salt")), tenant.decode(errors="replace")])
@@ -53,13 +54,15 @@ def prompt_digest(body: bytes, tenant: bytes = b"", everywhere: Collection[str] 
 def _chain(pieces: Iterator[bytes], seed: int) -> PromptPrefix:
     hashes: list[int] = []
     lengths: list[int] = []
-    place, last = 0, seed
+    place = 0
+    last = seed
     for piece in pieces:
         start = 0
         while start < len(piece):
             step = next(step for end, step in STEPS if place < end)
             part = piece[start : start + step]
-            start, place = start + step, place + len(part)
+            start = start + step
+            place = place + len(part)
             last = xxh3_64_intdigest(part, seed=last)
             hashes.append(last)
             lengths.append(place)

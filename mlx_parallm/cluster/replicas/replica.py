@@ -107,7 +107,8 @@ class HeldPrompts:
         return list(self._hashes)
 
     def new(self) -> list[int]:
-        found, self._new = self._new, []
+        found = self._new
+        self._new = []
         return found
 
     def clear(self) -> None:
@@ -149,7 +150,8 @@ class Gate:
     async def _own(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`check` and `apply`."""
         headers = dict(scope["headers"])
-        body, more = bytearray(), True
+        body = bytearray()
+        more = True
         while more:
             message = await receive()
             body += message.get("body", b"")
@@ -267,7 +269,8 @@ class Replica:
 
     def _with_data(self, change: Change) -> Change:
         """Weights came when they were checked."""
-        checked, self._checked = self._checked, None
+        checked = self._checked
+        self._checked = None
         if change.kind != "publish" or change.data:
             return change
         keys = [None if one is None else (one.model, one.name, one.number) for one in (checked, change)]

@@ -30,7 +30,9 @@ FLAGS = (
     "-fno-signed-zeros",
     "-pthread",
 )
-POINTER, SIZE, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+POINTER = ctypes.c_void_p
+SIZE = ctypes.c_int64
+NUMBER = ctypes.c_float
 MAX_HELPERS = 7
 FUNCTIONS = {
     "hire": (ctypes.c_int,),
@@ -66,7 +68,8 @@ def kernels() -> ctypes.CDLL | None:
         return None
     for name, types in FUNCTIONS.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = types, ctypes.c_int
+        function.argtypes = types
+        function.restype = ctypes.c_int
     library.hire(min(_cores() - 1, MAX_HELPERS))
     return library
 

@@ -27,7 +27,8 @@ def swiglu(library: Any, gate: mx.array, up: mx.array) -> mx.array:
         result: mx.array = mlx_swiglu(gate, up)
         return result
     mx.eval(gate, up)
-    first, second = np.ascontiguousarray(numpy_view(gate)), np.ascontiguousarray(numpy_view(up))
+    first = np.ascontiguousarray(numpy_view(gate))
+    second = np.ascontiguousarray(numpy_view(up))
     out = np.empty(first.shape, np.float32)
     library.swiglu(pointer(first), pointer(second), pointer(out), first.size)
     return mx.array(out)
@@ -65,8 +66,11 @@ def _is_plain_mask(mask: Any, queries: mx.array, keys: mx.array) -> bool:
 def _attend_few(library: Any, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
     seen, mask_strides = _mask_bytes(mask, queries)
     mx.eval(queries, keys, values)
-    q, k, v = numpy_view(queries), numpy_view(keys), numpy_view(values)
-    (b, h, t, d), (_, groups, n, width) = q.shape, v.shape
+    q = numpy_view(queries)
+    k = numpy_view(keys)
+    v = numpy_view(values)
+    (b, h, t, d) = q.shape
+    (_, groups, n, width) = v.shape
     out = np.empty((b, t, h, width), np.float32)
     strides = Sizes(*element_strides(q)[:3], *element_strides(k)[:3], *element_strides(v)[:3], *mask_strides)
     sizes = Sizes(b, h, groups, t, n, d, width)
@@ -92,7 +96,8 @@ def _mask_bytes(mask: Any, queries: mx.array) -> tuple[Array | None, tuple[int, 
     """A mask's bytes, and how far apart two rows' and two queries' are; no bytes for a causal one."""
     if mask is None or isinstance(mask, str):
         return None, (0, 0)
-    rows, width = queries.shape[0], mask.shape[-1]
+    rows = queries.shape[0]
+    width = mask.shape[-1]
     seen = np.ascontiguousarray(numpy_view(mask)).reshape(-1, mask.shape[-2], width)
     by_row = seen.shape[1] * width if seen.shape[0] == rows and rows > 1 else 0
     return seen, (by_row, width if seen.shape[1] > 1 else 0)

@@ -9,7 +9,10 @@ import numpy as np
 from mlx_parallm import blas
 from mlx_parallm.devices.native.pointers import Array, address_of
 
-ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # cblas.h's
+# cblas.h's
+ROW_MAJOR = 101
+AS_IT_IS = 111
+TRANSPOSED = 112
 
 
 @functools.cache
@@ -19,12 +22,15 @@ def matrix_product() -> Callable[[Array, Array, Array], None]:
     if path is None:
         return _numpy_product
     sgemm = ctypes.CDLL(path).cblas_sgemm
-    size, address, number = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
+    size = ctypes.c_int
+    address = ctypes.c_void_p
+    number = ctypes.c_float
     sgemm.argtypes = [*[size] * 6, number, address, size, address, size, number, address, size]
     sgemm.restype = None
 
     def product(x: Array, weights: Array, out: Array) -> None:
-        (rows, inner), columns = x.shape, len(weights)
+        (rows, inner) = x.shape
+        columns = len(weights)
         first, second, result = map(address_of, (x, weights, out))
         order = (ROW_MAJOR, AS_IT_IS, TRANSPOSED)
         sgemm(*order, rows, columns, inner, 1.0, first, inner, second, inner, 0.0, result, columns)

@@ -32,18 +32,21 @@ class NativeBlock(llama.TransformerBlock):
 
     def _decoded(self, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
         """(B, 1, D) -> (B, 1, D); None, with nothing written, where it must go the other way."""
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
+        mlp = self.mlp
         places = cache.places(mask) if hasattr(cache, "places") else None
         if places is None or x.dtype != mx.float32 or not self._is_plain_llama():
             return None
         first = _adapted_weights(attention.q_proj, attention.k_proj, attention.v_proj)
         second = _adapted_weights(attention.o_proj)
-        third, fourth = _adapted_weights(mlp.gate_proj, mlp.up_proj), _adapted_weights(mlp.down_proj)
+        third = _adapted_weights(mlp.gate_proj, mlp.up_proj)
+        fourth = _adapted_weights(mlp.down_proj)
         if first is None or second is None or third is None or fourth is None:
             return None
         keys, values, offset = places
         mx.eval(x, keys, values)
-        k, v = numpy_view(keys), numpy_view(values)
+        k = numpy_view(keys)
+        v = numpy_view(values)
         slots_usable = all(slots.dtype == np.float32 and slots.flags.c_contiguous for slots in (k, v))
         if not slots_usable or k.shape != v.shape or k.shape[3] % WIDE or not (k.flags.writeable and v.flags.writeable):
             return None
@@ -72,7 +75,10 @@ class NativeBlock(llama.TransformerBlock):
     def _attended(self, q: Array, k: Array, v: Array, slots: tuple[Array, Array], offsets: Array) -> Array:
         """Queries (B, H * D), the rows' new keys and values (B, K * D), which are put into the slots: (B, H * D)."""
         attention = self.self_attn
-        rows, heads, shared, width = len(q), attention.n_heads, attention.n_kv_heads, slots[0].shape[3]
+        rows = len(q)
+        heads = attention.n_heads
+        shared = attention.n_kv_heads
+        width = slots[0].shape[3]
         rotated = [self._rotated(one, count, width, offsets) for one, count in ((q, heads), (k, shared))]
         out = np.empty(q.shape, np.float32)
         lengths = offsets.astype(np.int32)

@@ -32,7 +32,8 @@ class WeightAddresses:
     __slots__ = ("bias", "bias_address", "out_features", "size", "usable", "views", "weight", "weight_address")
 
     def __init__(self, weight: mx.array, bias: mx.array | None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self.out_features, self.size = weight.shape
         arrays = [weight] if bias is None else [weight, bias]
         self.usable = self.size % 4 == 0 and all(array.dtype == mx.float32 for array in arrays)
@@ -46,7 +47,8 @@ def weight_addresses(layer: nn.Module) -> WeightAddresses | None:
     if "scales" in layer:
         return None
     known: WeightAddresses | None = layer.__dict__.get("_weight_addresses")
-    weight, bias = layer["weight"], layer.get("bias")
+    weight = layer["weight"]
+    bias = layer.get("bias")
     if known is None or known.weight is not weight or known.bias is not bias:
         known = WeightAddresses(weight, bias)
         object.__setattr__(layer, "_weight_addresses", known)

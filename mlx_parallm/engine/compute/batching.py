@@ -159,7 +159,8 @@ def prompt_shapes(max_rows: int, step: int) -> Iterator[tuple[int, int, int]]:
 
 def _try_adapters(forward: Forward, layout: Layout, cache: BatchCache) -> None:
     """Adapters that change nothing."""
-    one, other = layout.blank(), layout.blank()
+    one = layout.blank()
+    other = layout.blank()
     for rows in ((one, one), (one, other), (one, None)):
         row_adapters = StackedLoRA.of(AdapterStack(tuple(dict.fromkeys(row for row in rows if row))), rows)
         staged = cache.stage(len(rows), len(PROBE[0]))

@@ -69,7 +69,9 @@ class Runner:
         sample_kernel: SampleKernel | None = None,
         contexts: PassContexts | None = None,
     ) -> None:
-        self._forward, self.cache, self._prefix = parts.forward, parts.cache, parts.prefix
+        self._forward = parts.forward
+        self.cache = parts.cache
+        self._prefix = parts.prefix
         self._vocab = vocab_size
         self._before_wait = before_wait
         self._round_prompts = round_prompts and self.cache.stages_many
@@ -220,7 +222,8 @@ class Runner:
     def reset(self) -> None:
         """Forgets all rows without keeping anything of theirs: what they computed may be damaged."""
         self.cache.reset()
-        self._rows, self._history_rows = [], []
+        self._rows = []
+        self._history_rows = []
         self._texts.clear()
         self._last = mx.zeros((0,), mx.int32)
         self._sampler = self._history = self._context = None
@@ -235,7 +238,8 @@ class Runner:
 
     def _prompt_logits(self, work: Prefill, step: Step) -> mx.array:
         counts = [min(work.count, job.remaining) for job in work.jobs]
-        job, caches = work.jobs[0], work.jobs[0].staged
+        job = work.jobs[0]
+        caches = work.jobs[0].staged
         assert caches is not None
         scored = wants_prompt_logprobs(job)
         width = work.count if scored else self._width(work)
@@ -372,7 +376,8 @@ class Runner:
         # Tokens under way are only on the device: rows that stay bring their line along.
         history = History(self._rows)
         history.adopt(self._rows, self._history, self._history_rows, self._last)
-        self._history, self._history_rows = history, list(self._rows)
+        self._history = history
+        self._history_rows = list(self._rows)
 
     def _grammar_masks(self, sampler: Sampler) -> mx.array | None:
         if not sampler.grammar_rows:

@@ -282,7 +282,8 @@ class _Edits:
         width = max(map(len, rows), default=0)
         if not width:
             return None
-        ids, values = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
+        ids = np.zeros((len(rows), width), np.int32)
+        values = np.zeros((len(rows), width), np.float32)
         for i, edits in enumerate(rows):
             ids[i, : len(edits)] = list(edits)
             values[i, : len(edits)] = list(edits.values())

@@ -12,8 +12,10 @@ def build(settings: Settings, weights: Weights) -> Encoder:
     settings.one_of("position_embedding_type", ("absolute",), "absolute")
     settings.one_of("is_decoder", (False,), False)
     family = settings.get("model_type")
-    size, eps = settings.size("hidden_size"), settings.number("layer_norm_eps", default=1e-12)
-    positions, heads = settings.size("max_position_embeddings", default=512), settings.size("num_attention_heads")
+    size = settings.size("hidden_size")
+    eps = settings.number("layer_norm_eps", default=1e-12)
+    positions = settings.size("max_position_embeddings", default=512)
+    heads = settings.size("num_attention_heads")
     if size % heads:
         raise settings.wrong("num_attention_heads", heads, f"a divisor of the hidden size {size}")
     padding = int(settings.get("pad_token_id", default=1)) if family in BEHIND_PADDING else None
@@ -36,7 +38,8 @@ def build(settings: Settings, weights: Weights) -> Encoder:
 
 
 def _layer(settings: Settings, weights: Weights, index: int, size: int, heads: int, eps: float) -> EncoderLayer:
-    at, inner = f"encoder.layer.{index}", settings.size("intermediate_size")
+    at = f"encoder.layer.{index}"
+    inner = settings.size("intermediate_size")
     activation = settings.one_of("hidden_act", list(ACTIVATION_NAMES), "gelu")
     names = [f"{at}.attention.self.{part}" for part in ("query", "key", "value")]
     return EncoderLayer(

@@ -9,7 +9,8 @@ EPS = 1e-12
 
 
 def build(settings: Settings, weights: Weights) -> Encoder:
-    size, heads = settings.size("dim", "hidden_size"), settings.size("n_heads", "num_attention_heads")
+    size = settings.size("dim", "hidden_size")
+    heads = settings.size("n_heads", "num_attention_heads")
     positions = settings.size("max_position_embeddings", default=512)
     if size % heads:
         raise settings.wrong("n_heads", heads, f"a divisor of the hidden size {size}")
@@ -24,7 +25,8 @@ def build(settings: Settings, weights: Weights) -> Encoder:
 
 
 def _layer(settings: Settings, weights: Weights, index: int, size: int, heads: int) -> EncoderLayer:
-    at, inner = f"transformer.layer.{index}", settings.size("hidden_dim", "intermediate_size")
+    at = f"transformer.layer.{index}"
+    inner = settings.size("hidden_dim", "intermediate_size")
     activation = settings.one_of("activation", list(ACTIVATION_NAMES), "gelu")
     names = [f"{at}.attention.{part}_lin" for part in "qkv"]
     return EncoderLayer(

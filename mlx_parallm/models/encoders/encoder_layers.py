@@ -100,14 +100,18 @@ class EncoderLayer:
     def _attend(self, x: mx.array, masks: "Masks") -> mx.array:
         B, T, _ = x.shape
         qkv = self.qkv(x).reshape(B, T, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)  # (3, B, H, T, D / H)
-        q, k, v = qkv[0], qkv[1], qkv[2]
+        q = qkv[0]
+        k = qkv[1]
+        v = qkv[2]
         if self.rotary is not None:
-            q, k = self.rotary(q), self.rotary(k)
+            q = self.rotary(q)
+            k = self.rotary(k)
         attended = attention(q, k, v, masks.of(self.window))
         return self.out(attended.transpose(0, 2, 1, 3).reshape(B, T, -1))
 
     def _mlp(self, x: mx.array) -> mx.array:
-        activation, x = ACTIVATIONS[self.activation], self.up(x)
+        activation = ACTIVATIONS[self.activation]
+        x = self.up(x)
         if not self.gated:
             return self.down(activation(x))
         first, second = mx.split(x, 2, axis=-1)
@@ -223,7 +227,8 @@ class Encoder:
         if self.packed is not None:
             hidden = yield from _padded(self.packed, tokens, mask, token_types)
             return mx.array(hidden)
-        masks, on_cpu = Masks(mask.astype(mx.bool_)), this_device().kind == "cpu"
+        masks = Masks(mask.astype(mx.bool_))
+        on_cpu = this_device().kind == "cpu"
         x = self.embeddings(tokens, token_types)
         for layer in self.layers:
             x = layer(x, masks)

@@ -123,11 +123,13 @@ class Weights:
         return next((one for one in candidates if one in self._tensors), None)
 
     def _dequantized(self, name: str) -> mx.array:
-        array, layer = self._tensors[name], name.removesuffix(".weight")
+        array = self._tensors[name]
+        layer = name.removesuffix(".weight")
         scales = self._tensors.get(f"{layer}.scales")
         if scales is None or layer == name:
             return array
-        size, bits = self._quantization.get("group_size", 64), self._quantization.get("bits", 4)
+        size = self._quantization.get("group_size", 64)
+        bits = self._quantization.get("bits", 4)
         mode = self._quantization.get("mode", "affine")
         try:
             return mx.dequantize(array, scales, self._tensors.get(f"{layer}.biases"), size, bits, mode)

@@ -9,8 +9,10 @@ THETAS = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention
 
 
 def build(settings: Settings, weights: Weights) -> Encoder:
-    size, eps = settings.size("hidden_size"), settings.number("norm_eps", default=1e-5)
-    heads, depth = settings.size("num_attention_heads"), settings.size("num_hidden_layers")
+    size = settings.size("hidden_size")
+    eps = settings.number("norm_eps", default=1e-5)
+    heads = settings.size("num_attention_heads")
+    depth = settings.size("num_hidden_layers")
     if size % heads:
         raise settings.wrong("num_attention_heads", heads, f"a divisor of the hidden size {size}")
     bias = bool(settings.get("norm_bias", default=False))
@@ -38,8 +40,11 @@ def _layer_types(settings: Settings, depth: int) -> list[str]:
 
 
 def _layer(settings: Settings, weights: Weights, index: int, kind: str) -> EncoderLayer:
-    at, size, inner = f"layers.{index}", settings.size("hidden_size"), settings.size("intermediate_size")
-    eps, norm_bias = settings.number("norm_eps", default=1e-5), bool(settings.get("norm_bias", default=False))
+    at = f"layers.{index}"
+    size = settings.size("hidden_size")
+    inner = settings.size("intermediate_size")
+    eps = settings.number("norm_eps", default=1e-5)
+    norm_bias = bool(settings.get("norm_bias", default=False))
     attention_bias, mlp_bias = (bool(settings.get(name, default=False)) for name in ("attention_bias", "mlp_bias"))
     heads = settings.size("num_attention_heads")
     activation = settings.one_of("hidden_activation", list(ACTIVATION_NAMES), "gelu")

@@ -10,7 +10,8 @@ GATES = {"swiglu": "silu", "geglu": "gelu", "glu": None}
 
 def build(settings: Settings, weights: Weights) -> Encoder:
     _check(settings)
-    size, heads = settings.size("hidden_size", "n_embd"), settings.size("num_attention_heads", "n_head")
+    size = settings.size("hidden_size", "n_embd")
+    heads = settings.size("num_attention_heads", "n_head")
     if size % heads:
         raise settings.wrong("num_attention_heads", heads, f"a divisor of the hidden size {size}")
     eps = settings.number("layer_norm_eps", "layer_norm_epsilon", default=1e-12)

@@ -51,7 +51,8 @@ class PackedEncoder:
     def steps(self, tokens: Array, mask: Array, token_types: Array | None) -> Steps[Array]:
         lengths = mask.sum(axis=1)
         positions = _positions(self._embeddings, tokens)[mask]
-        ids, types = tokens[mask], None if token_types is None else token_types[mask]
+        ids = tokens[mask]
+        types = None if token_types is None else token_types[mask]
         places = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)[mask]  # what rotary positions count
         hidden = np.empty((len(ids), self._size), np.float32)
         for first, starts in _groups(lengths):
@@ -103,7 +104,8 @@ class PackedLayer:
 
     def _attend(self, x: Array, places: Array, starts: Array) -> Array:
         """Returns attention's output without the bias of its last product, which `add_norm` adds."""
-        layer, library = self._layer, self._library
+        layer = self._layer
+        library = self._library
         qkv = self._times(x, layer.qkv)
         if layer.qkv.bias is not None:
             qkv += numpy_view(layer.qkv.bias)
@@ -127,7 +129,8 @@ class PackedLayer:
         narrow = np.empty((len(wide), inner), np.float32) if layer.gated else wide
         for first in range(0, len(x), SLAB):
             part = x[first : first + SLAB]
-            up, active = wide[: len(part)], narrow[: len(part)]
+            up = wide[: len(part)]
+            active = narrow[: len(part)]
             self._product(part, numpy_view(layer.up.weight), up)
             bias = pointer(_view(layer.up.bias))
             kind = KINDS[layer.activation]
@@ -170,13 +173,15 @@ def _positions(embeddings: Embeddings, tokens: Array) -> Array:
 
 def _groups(lengths: Array) -> Iterator[tuple[int, Array]]:
     """Sequences whose tokens go through the layers together: where the first begins, and where each does from there."""
-    first, starts = 0, [0]
+    first = 0
+    starts = [0]
     for length in map(int, lengths):
         if length == 0:
             continue
         if starts[-1] and starts[-1] + length > GROUP:
             yield first, np.array(starts, np.int64)
-            first, starts = first + starts[-1], [0]
+            first = first + starts[-1]
+            starts = [0]
         starts.append(starts[-1] + length)
     if starts[-1]:
         yield first, np.array(starts, np.int64)

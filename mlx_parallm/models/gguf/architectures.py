@@ -70,7 +70,8 @@ def mixtral_settings(header: Header) -> dict[str, Any]:
 
 def gemma3_settings(header: Header) -> dict[str, Any]:
     """GGUF has no query_pre_attn_scalar: it is the head size, but for the 27B model, the one with 62 layers."""
-    get, layers = header.get, header.get("block_count")
+    get = header.get
+    layers = header.get("block_count")
     if get("final_logit_softcapping", 0.0):
         raise header.error("gemma3 with final_logit_softcapping is not supported: mlx-lm's class has none")
     window = get("attention.sliding_window", 0)
@@ -88,7 +89,8 @@ def gemma3_settings(header: Header) -> dict[str, Any]:
 
 def phi3_settings(header: Header) -> dict[str, Any]:
     """llama.cpp and mlx-lm don't use attention.sliding_window of Phi-3."""
-    head_dim, rotated = header.head_dim, header.get("rope.dimension_count", header.head_dim)
+    head_dim = header.head_dim
+    rotated = header.get("rope.dimension_count", header.head_dim)
     factor = rotated / head_dim
     if int(head_dim * factor) < rotated:  # as mlx-lm computes it: the quotient was rounded down
         factor = math.nextafter(factor, 2)

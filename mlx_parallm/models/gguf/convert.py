@@ -148,8 +148,11 @@ def restore_rows(array: mx.array, heads: int) -> mx.array:
 
 def model_config(header: Header, architecture: Architecture) -> dict[str, Any]:
     """config.json in the words of transformers, which mlx-lm reads."""
-    get, tensors, head_dim = header.get, header.tensors, header.head_dim
-    heads, hidden = get("attention.head_count"), get("embedding_length")
+    get = header.get
+    tensors = header.tensors
+    head_dim = header.head_dim
+    heads = get("attention.head_count")
+    hidden = get("embedding_length")
     if not architecture.free_head_dim and head_dim * heads != hidden:
         raise header.error(
             f"{header.architecture} with {heads} heads of size {head_dim} is not supported: mlx-lm's class divides the "

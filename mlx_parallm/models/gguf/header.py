@@ -84,7 +84,8 @@ class _Reader:
     """A cursor over the file's bytes; reading beyond the end is a clear error."""
 
     SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-    STRING, ARRAY = 8, 9
+    STRING = 8
+    ARRAY = 9
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -114,7 +115,8 @@ class _Reader:
         if kind == self.STRING:
             return self.string()
         if kind == self.ARRAY:
-            item, count = self.number("I"), self.number("Q")
+            item = self.number("I")
+            count = self.number("Q")
             if item in self.SCALARS and count <= len(self.data):
                 return list(self.numbers(self.SCALARS[item], count))
             return [self.value(item) for _ in range(count)]

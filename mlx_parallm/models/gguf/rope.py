@@ -5,10 +5,14 @@ from typing import Any
 
 from mlx_parallm.models.gguf.header import Header
 
-LINEAR, YARN, LLAMA3, LONGROPE = "linear", "yarn", "llama3", "longrope"
+LINEAR = "linear"
+YARN = "yarn"
+LLAMA3 = "llama3"
+LONGROPE = "longrope"
 # Scalings that llama.cpp stores as tensors of divisors
 DIVISORS = "rope_freqs.weight"
-LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+LONG = "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
 TENSORS = {LLAMA3: (DIVISORS,), LONGROPE: (LONG, SHORT)}
 
 
@@ -51,7 +55,10 @@ def _llama3(header: Header) -> dict[str, Any]:
     """Llama 3.1's scaling, which llama.cpp stores as divisors. All published models share three of its four
     numbers; the fourth is the largest divisor, and the rest must then follow."""
     stored = header.floats(DIVISORS)
-    low, high, original, factor = 1.0, 4.0, 8192, max(stored)
+    low = 1.0
+    high = 4.0
+    original = 8192
+    factor = max(stored)
     base = header.get("rope.freq_base", 10000.0)
     for index, divisor in enumerate(stored):
         frequency = base ** (2 * index / header.head_dim)
@@ -72,7 +79,8 @@ def _longrope(header: Header) -> dict[str, Any]:
     """Phi-3's: divisors for short and for long contexts, and a factor on queries and keys, which mlx-lm computes."""
     if SHORT not in header.tensors:
         raise header.error(f"the tensor {SHORT} is missing, though {LONG} is there")
-    context, original = header.get("context_length"), header.get("rope.scaling.original_context_length")
+    context = header.get("context_length")
+    original = header.get("rope.scaling.original_context_length")
     expected = math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
     stored = header.number("rope.scaling.attn_factor", expected)
     if not math.isclose(stored, expected, rel_tol=1e-3):

@@ -12,7 +12,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from mlx_parallm.errors import ModelLoadError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of token, as GGUF numbers them
+# kinds of token, as GGUF numbers them
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -153,9 +157,11 @@ def _merges_from_scores(metadata: dict[str, Any], vocabulary: dict[str, int]) ->
 
 
 def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
-    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
+    tokens = metadata["tokenizer.ggml.tokens"]
+    kinds = metadata.get("tokenizer.ggml.token_type", [])
     phi3 = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
-    special, defined = [], []
+    special = []
+    defined = []
     for token, kind in zip(tokens, kinds, strict=False):
         strip = phi3 and token not in PHI3_KEEPS_SPACE
         if kind in (CONTROL, UNKNOWN):

@@ -86,7 +86,8 @@ def _config(source: str | None) -> dict[str, Any] | None:
     if source is None:
         return None
     folder = Path(source)
-    config, modules = _read(folder / "config.json"), _read(folder / "modules.json")
+    config = _read(folder / "config.json")
+    modules = _read(folder / "modules.json")
     if isinstance(modules, list):  # sentence-transformers' folders may have config.json in one of their own
         return (config if isinstance(config, dict) else {}) | {"modules": modules}
     if config is None and _exists(folder / "network.json"):

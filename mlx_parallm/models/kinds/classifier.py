@@ -22,7 +22,8 @@ from mlx_parallm.models.text_predictor import TextPredictor
 from mlx_parallm.models.text_tokenizer import TokenizerConfig, text_tokenizer
 from mlx_parallm.types import ClassifierInfo
 
-SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+SEQUENCES = "ForSequenceClassification"
+TOKENS = "ForTokenClassification"
 Problem = Literal["single_label", "multi_label", "regression"]
 Activation = Literal["softmax", "sigmoid", "identity"]
 PROBLEMS: dict[str | None, Problem] = {
@@ -51,7 +52,8 @@ def is_reward_model(config: dict[str, Any]) -> bool:
 
 
 def load(folder: Path) -> "Classifier":
-    settings, weights = Settings.of(folder), Weights.of(folder)
+    settings = Settings.of(folder)
+    weights = Weights.of(folder)
     per_token = _architecture(settings.values).endswith(TOKENS)
     backbone: Backbone
     backbone = load_encoder(folder, weights) if is_encoder(dict(settings.values)) else load_decoder(folder)

@@ -193,7 +193,8 @@ def read_policy(options: dict[str, Any], graph: Graph) -> tuple[dict[str, str], 
     """State (inputs, and the outputs that they get their next values from), value output and head."""
     outputs = {spec.name: spec for spec in graph.signature.outputs}
     inputs = {spec.name: spec for spec in graph.signature.inputs}
-    states, value = options.pop("state", {}), options.pop("value", None)
+    states = options.pop("state", {})
+    value = options.pop("value", None)
     if not isinstance(states, dict):
         raise ModelLoadError("policy: state must be an object of inputs and the outputs that they get new values from")
     for name, new in states.items():
@@ -215,7 +216,8 @@ def _check_state(name: str, new: Any, inputs: Mapping[str, TensorSpec], outputs:
         raise ModelLoadError(
             f"policy: state {name!r} gets its value from {new!r:.60}, which is no output{nearest(new, outputs)}"
         )
-    before, after = inputs[name], outputs[new]
+    before = inputs[name]
+    after = outputs[new]
     fixed = DTYPES[before.dtype].kind == "f" and all(isinstance(dim, int) for dim in before.shape[1:])
     if before.shape != after.shape or not fixed:
         shapes = f"{list(before.shape)} and its new value {new!r} {list(after.shape)}"

@@ -155,7 +155,8 @@ class Flatten(Layer):
 
     def shape(self, *inputs: Shape) -> Shape:
         shape = inputs[0]
-        start, end = axis_of(self.start_axis, len(shape)), axis_of(self.end_axis, len(shape))
+        start = axis_of(self.start_axis, len(shape))
+        end = axis_of(self.end_axis, len(shape))
         if start > end:
             raise ShapeError(f"flattens from axis {start} to {end}")
         return (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :])
@@ -172,7 +173,8 @@ class Reshape(Layer):
     sizes: Integers
 
     def shape(self, *inputs: Shape) -> Shape:
-        total, fixed = math.prod(inputs[0][1:]), math.prod(size for size in self.sizes if size != -1)
+        total = math.prod(inputs[0][1:])
+        fixed = math.prod(size for size in self.sizes if size != -1)
         if self.sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in self.sizes):
             raise ShapeError(f"reshapes to {list(self.sizes)}, where each size must be positive and one may be -1")
         rest, left = divmod(total, fixed)

@@ -197,7 +197,8 @@ def _layer(number: int, entry: Any) -> LayerEntry:
     place = f"layers.{number}"
     if not isinstance(entry, dict):
         raise ModelLoadError(f"{place} must be an object, not {entry!r:.60}")
-    kind, name = entry.get("type"), entry.get("name", "")
+    kind = entry.get("type")
+    name = entry.get("name", "")
     if not isinstance(kind, str) or kind not in LAYERS:
         raise ModelLoadError(f"{place} is of an unknown type {kind!r:.60}{nearest(kind, LAYERS)}")
     if not isinstance(name, str):

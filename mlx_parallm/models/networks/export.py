@@ -56,7 +56,8 @@ def read_layers(path: Path) -> LayerList:
         raise ModelLoadError(f"{path} can't be read: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("layers"), list):
         raise ModelLoadError(f"{path} must have inputs, layers and outputs; docs/NETWORKS.md shows one")
-    sources, layers = {}, []
+    sources = {}
+    layers = []
     for place, layer in enumerate(document["layers"]):
         entry = dict(layer) if isinstance(layer, dict) else layer
         if isinstance(entry, dict) and "from" in entry:

@@ -76,7 +76,8 @@ class Graph:
         for spec in specs:
             integer = DTYPES[spec.dtype].kind != "f"
             origins = frozenset({spec.name}) if integer else frozenset()
-            first, second = _sized(spec.shape, small), _sized(spec.shape, large)
+            first = _sized(spec.shape, small)
+            second = _sized(spec.shape, large)
             self._values[spec.name] = Value(self._next(), first, second, integer, origins)
         return self._values[specs[0].name] if len(specs) == 1 else None
 

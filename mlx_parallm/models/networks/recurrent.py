@@ -93,7 +93,8 @@ class Recurrent(Layer, ABC):
         inward = steps @ weights[f"weight_ih{ending}"].T  # all steps at once
         if self.bias:
             inward = inward + weights[f"bias_ih{ending}"]
-        weight, bias = weights[f"weight_hh{ending}"].T, weights.get(f"bias_hh{ending}")
+        weight = weights[f"weight_hh{ending}"].T
+        bias = weights.get(f"bias_hh{ending}")
         outputs: list[mx.array] = []
         order = range(steps.shape[1])
         for time in reversed(order) if backwards else order:

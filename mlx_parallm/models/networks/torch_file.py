@@ -85,7 +85,9 @@ class TensorUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds a {module}.{name}, and only tensors are read")
 
     def persistent_load(self, pid: Any) -> Array:
-        kind, storage, key = pid[0], pid[1], pid[2]
+        kind = pid[0]
+        storage = pid[1]
+        key = pid[2]
         if kind != "storage" or not isinstance(storage, StorageType) or not isinstance(key, str):
             raise pickle.UnpicklingError(f"it refers to {pid!r:.60}")
         if key not in self._storages:

@@ -66,7 +66,8 @@ class ImageEncoder:
         """Returns the inputs of a pass over tokens `start` to `start + count` of a text whose prompt has images."""
         index = np.zeros((count,), np.int32)
         replaced = np.zeros((count,), np.bool_)
-        pieces, known = [], 0
+        pieces = []
+        known = 0
         for number, places in enumerate(images.places):
             first, last = np.searchsorted(places, [start, start + count])
             if first < last:

@@ -46,7 +46,8 @@ class TiledImages(Family):
 
     def read(self, image: Any) -> tuple[Arrays, list[int]]:
         found = self._images([[image]], return_row_col_info=True)
-        rows, columns = int(found["rows"][0][0]), int(found["cols"][0][0])
+        rows = int(found["rows"][0][0])
+        columns = int(found["cols"][0][0])
         text = self._text(rows, columns)
         arrays = {name: np.asarray(found[name]) for name in ("pixel_values", "pixel_attention_mask") if name in found}
         return arrays, self._tokenizer.encode(text, add_special_tokens=False)

@@ -46,7 +46,9 @@ class ImageProcessor:
                 param="messages",
             )
         tokens: list[int] = []
-        places, content, done = [], [], 0
+        places = []
+        content = []
+        done = 0
         for number, image in zip(marks, images, strict=True):
             tokens += prompt[done:number]
             inside = np.array([i for i, token in enumerate(image.tokens) if token == mark], np.int32)

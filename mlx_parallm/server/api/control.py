@@ -132,7 +132,8 @@ class Control:
             }
             for served in self._models.visible().values()
         ]
-        first, config = self._models.find(DEFAULT), self._config
+        first = self._models.find(DEFAULT)
+        config = self._config
         return JSONResponse(
             ServerInfo(
                 version=__version__,

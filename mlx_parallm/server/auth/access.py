@@ -140,7 +140,8 @@ class Authentication:
 
     def _identify(self, scope: Scope) -> tuple[Caller, ParallmError | None]:
         """Who calls, and why not."""
-        state, headers = enter(scope, self._routes), Headers(scope=scope)
+        state = enter(scope, self._routes)
+        headers = Headers(scope=scope)
         needed = state.route.role
         key = self._access.find(scope["method"], headers)
         state.is_admin = not self._access.ring.guards("admin") or (key is not None and key.may("admin"))

@@ -131,7 +131,8 @@ def _parse_key(name: str, entry: Any, where: str) -> Key:
         if given not in known:
             raise ConfigError(f"{where}: unknown field {given!r}{nearest(given, known)}")
     _check_name(name, where)
-    role, shared = entry.get("role", "user"), entry.get("shared_cache", False)
+    role = entry.get("role", "user")
+    shared = entry.get("shared_cache", False)
     if role not in ROLES:
         raise ConfigError(f"{where}: its role is {role!r}, and must be user, trainer or admin")
     if not isinstance(shared, bool):
@@ -151,7 +152,8 @@ NAMES = ("models", "adapters")
 
 def _hashed(entry: Mapping[str, Any], where: str) -> tuple[bytes, bytes]:
     """Salt and digest, of a hash or of the key itself."""
-    secret, written = entry.get("key"), entry.get("hash")
+    secret = entry.get("key")
+    written = entry.get("hash")
     if written is not None:
         found = _HASH.fullmatch(written) if isinstance(written, str) else None
         if found is None or secret is not None:
@@ -214,7 +216,8 @@ class KeyRing:
         path = config.http.keys_file
         ring = cls(keys_of_flags(config), None if path is None else Path(path).expanduser())
         if ring.path is not None:
-            ring._version, ring._looked = version_of(ring.path), ring.clock()
+            ring._version = version_of(ring.path)
+            ring._looked = ring.clock()
             ring._from_file = read_keys(ring.path)
         return ring
 

@@ -47,7 +47,8 @@ class SlidingWindow:
         while amount > 0 and self._steps:
             step, added = self._steps.pop()
             taken = min(amount, added)
-            amount, self._used = amount - taken, self._used - taken
+            amount = amount - taken
+            self._used = self._used - taken
             if added > taken:
                 self._steps.append((step, added - taken))
 

@@ -67,7 +67,8 @@ class RecentPercentiles:
         }
         seen: list[float] = []
         for one in histograms:
-            counts, recent = self._counts[id(one)], list(one.recent)
+            counts = self._counts[id(one)]
+            recent = list(one.recent)
             new = min(one.count - counts[0], len(recent))
             seen += recent[len(recent) - new :] if new > 0 else []
             counts.append(one.count)
@@ -135,7 +136,8 @@ class Snapshots:
         self._runtime = context.runtime
         self._state = context.state
         self._before: Reading | None = None
-        self._first_token, self._step = RecentPercentiles(live), RecentPercentiles(live)
+        self._first_token = RecentPercentiles(live)
+        self._step = RecentPercentiles(live)
 
     def take(self) -> ServerSnapshot:
         engines = [served.client.metrics for served in self._models]
@@ -213,7 +215,8 @@ def over_models(kind: type, parts: Sequence[Any]) -> dict[str, Any]:
 
 def cache(engines: Sequence[EngineMetrics]) -> CacheNote:
     """Both tiers of the prefix cache, and what they have saved."""
-    computed, found = sum(one.prompt_tokens for one in engines), sum(one.cached_tokens for one in engines)
+    computed = sum(one.prompt_tokens for one in engines)
+    found = sum(one.cached_tokens for one in engines)
     seconds = sum(one.cached_tokens / one.prompt_rate.average for one in engines if one.prompt_rate.average)
     return {
         "memory": over_models(PrefixMetrics, [one.prefix for one in engines]),
@@ -226,7 +229,8 @@ def cache(engines: Sequence[EngineMetrics]) -> CacheNote:
 
 def memory(engines: Sequence[EngineMetrics]) -> dict[str, int]:
     """The plan in bytes, and what MLX holds."""
-    parts, whole = over_models(MemoryPlan, [one.memory for one in engines]), over_models(EngineMetrics, engines)
+    parts = over_models(MemoryPlan, [one.memory for one in engines])
+    whole = over_models(EngineMetrics, engines)
     held = {name: whole[f"{name}_memory"] for name in ("active", "peak", "serving_peak", "spare")}
     return parts | held | {"kv": sum(one.kv_bytes for one in engines), "kv_limit": parts["rows"]}
 

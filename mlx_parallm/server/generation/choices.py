@@ -141,7 +141,8 @@ class ChoiceStream:
                     self._held.append((delta.stop_logprob, self._stream.decoded))
         self._end(delta, update)
         if self._held and (not self._stream.withholds or update.finish_reason):
-            update.logprobs, self._held = self._held, []
+            update.logprobs = self._held
+            self._held = []
         return update if update.piece or update.finish_reason or update.tokens else None
 
     def _push(self, tokens: Sequence[int], update: ChoiceUpdate, logprob: TokenLogprob | None) -> None:
@@ -171,7 +172,8 @@ class ChoiceStream:
         if reason is not None:
             self._add(self._stream.finish(), update)
         if self._stream.stopped is not None:
-            reason, self.stop_reason = "stop", self._stream.stopped
+            reason = "stop"
+            self.stop_reason = self._stream.stopped
             if not self._exact:
                 self._held = [entry for entry in self._held if entry[1] < self._released]
         if self._parser is not None:

@@ -13,7 +13,9 @@ async def compiled_grammar(
     call: GenerationCall, served: ServedModel, inside_thinking: bool, pool: TokenizerPool
 ) -> tuple[str, CompiledGrammar] | None:
     """None where the output is free. It is compiled once here, off the event loop, so that errors are the client's."""
-    structure, param, chat = call.structure, "tools", call.chat
+    structure = call.structure
+    param = "tools"
+    chat = call.chat
     grammar = None if structure is None else structure.grammar
     if chat is not None:
         answers = CompletionFormat(served.tool_format, served.thinking, served.vocabulary, inside_thinking)

@@ -12,7 +12,8 @@ def sampling_for(
     call: GenerationCall, served: ServedModel, prompt_tokens: int, grammar: str | None, default_max_tokens: int | None
 ) -> SamplingParams:
     """A call's parameters for a prompt of so many tokens. `default_max_tokens`: the server's, before the dialect's."""
-    vocab_size, top_k = served.model.vocab_size, call.sampling.top_k
+    vocab_size = served.model.vocab_size
+    top_k = call.sampling.top_k
     max_tokens = completion_length(
         served,
         prompt_tokens,

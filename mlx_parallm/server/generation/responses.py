@@ -99,7 +99,8 @@ class EventStream(Response):
             self._wake()
 
     def on_end(self, error: ParallmError | None) -> None:
-        self._error, self._ended = error, True
+        self._error = error
+        self._ended = True
         self._wake()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -168,7 +168,8 @@ class _Encoder:
         self._batch = model.tokenizer.encode_batch if offsets else model.tokenizer.encode_batch_fast
         self._truncation = truncation
         self._name = name
-        limit, asked = model.info.context_length or MAX_TOKENS, truncation.tokens
+        limit = model.info.context_length or MAX_TOKENS
+        asked = truncation.tokens
         if asked is not None and asked > limit:
             raise InvalidRequestError(
                 f"truncate_prompt_tokens: {asked} is more than the {limit} tokens that the model takes",
@@ -201,7 +202,8 @@ class _Encoder:
         messages = conversation(
             item, (), add_generation_prompt=False, continue_final_message=False, template_kwargs={}
         ).messages
-        template, special = getattr(self._info, "chat_template", None), getattr(self._info, "special_tokens", {})
+        template = getattr(self._info, "chat_template", None)
+        special = getattr(self._info, "special_tokens", {})
         return _Text(place, render_chat(template, messages, special, self._name(place)), special=False)
 
     def _ids(self, tokens: list[int], place: int) -> list[int]:

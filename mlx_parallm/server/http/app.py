@@ -45,8 +45,10 @@ def create_app(
 ) -> FastAPI:
     """Creates the application over models that have started; their deltas come through `dispatcher`. `login_secret`: of
     several such applications that are one to their clients."""
-    access, state = AccessControl.of(config, login_secret), state or ServerState()
-    middleware, tokenizers = _middleware(config, access, state), TokenizerPool(media=_media(config))
+    access = AccessControl.of(config, login_secret)
+    state = state or ServerState()
+    middleware = _middleware(config, access, state)
+    tokenizers = TokenizerPool(media=_media(config))
     models = ModelTable(runtime, config.batch.request_timeout_seconds or None)
     service = GenerationService(models, config, tokenizers, runtime.training)
     predictors = PredictorTable(runtime, config)

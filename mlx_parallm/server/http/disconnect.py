@@ -31,7 +31,8 @@ def when_left(receive: Receive, tell: Callable[[], None]) -> Iterator[None]:
 
 async def unless_left(receive: Receive, work: Awaitable[T], seconds: float | None = None) -> T:
     """Awaits `work`. It is cancelled when the client disconnects, with ClientLeft, or is late, with TimeoutError."""
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(client_left(receive))
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(client_left(receive))
     try:
         await asyncio.wait((task, watcher), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

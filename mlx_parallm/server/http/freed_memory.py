@@ -25,5 +25,6 @@ class FreedMemory:
             loop.call_later(SECONDS, loop.run_in_executor, None, self._trim)
 
     def _trim(self) -> None:
-        self._bytes, self._scheduled = 0, False
+        self._bytes = 0
+        self._scheduled = False
         heap.trim()

@@ -132,7 +132,8 @@ def validation_error(errors: Sequence[Any], body: Any) -> InvalidRequestError:
     errors = errors[:LOOKED_AT]
     paths = [_path(error, body) for error in errors]
     deepest = max(range(len(errors)), key=lambda index: len(paths[index]))
-    error, path = errors[deepest], paths[deepest]
+    error = errors[deepest]
+    path = paths[deepest]
     if not path and isinstance(body, Mapping):  # it is about several fields together
         return InvalidRequestError(errors[0]["msg"], code="invalid_value")
     if not path:

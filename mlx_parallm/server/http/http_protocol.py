@@ -77,7 +77,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._unfinished, self._begun = 0, False
+        self._unfinished = 0
+        self._begun = False
         self._wait(None)
         super().on_message_complete()
 

@@ -48,7 +48,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, state = time.perf_counter(), enter(scope, self._routes)
+        started = time.perf_counter()
+        state = enter(scope, self._routes)
         identity = usable_request_id(Headers(scope=scope).get("x-request-id"))
         state.id = identity
         token = request_id.set(identity)
@@ -84,7 +85,8 @@ class RequestLog:
             request_id.reset(token)
 
     def _log(self, scope: Scope, state: RequestState, status: int, seconds: float) -> None:
-        key, route = state.caller.key, state.route
+        key = state.caller.key
+        route = state.route
         if self._audit is not None and route.is_audited:
             self._audit.write(
                 key=None if key is None else key.name,

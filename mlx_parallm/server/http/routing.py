@@ -139,7 +139,8 @@ def _validated(body: bytes, field: ModelField) -> tuple[Any, list[str], frozense
 
 def _check_objects(parsed: Any) -> None:
     """Each object costs tens of microseconds to validate. Braces within texts do not count."""
-    count, stack = 0, [parsed]
+    count = 0
+    stack = [parsed]
     while stack:
         value = stack.pop()
         if isinstance(value, dict):
@@ -167,7 +168,8 @@ def _check_depth(parsed: Any) -> None:
 
 class JSONRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler, field = super().get_route_handler(), self.body_field
+        handler = super().get_route_handler()
+        field = self.body_field
         known = frozenset() if field is None else known_fields(field.field_info.annotation)
 
         async def handle(request: Request) -> Response:

@@ -122,7 +122,8 @@ class Fetcher:
         if answer.status != 200:
             raise InvalidRequestError(f"the image can't be fetched: the server answered with status {answer.status}")
         announced = _header(answer, b"content-length")
-        data, too_large = bytearray(), announced.isascii() and announced.isdigit() and int(announced) > self.max_bytes
+        data = bytearray()
+        too_large = announced.isascii() and announced.isdigit() and int(announced) > self.max_bytes
         if not too_large:
             async for chunk in answer.aiter_stream():
                 data += chunk

@@ -61,7 +61,8 @@ class Scanner:
             found = pattern.search(text, at)
             if found is None:
                 return len(text) - self._withheld(text[at:], marks), None
-            at, mark = found.end(), found[0]
+            at = found.end()
+            mark = found[0]
             if mark in self._ends:
                 self.mark = mark
                 return found.start(), "end"
@@ -72,7 +73,8 @@ class Scanner:
 
     def _read_string(self, mark: str) -> None:
         if mark == self._closing:
-            self._closing, self._broken = "", False
+            self._closing = ""
+            self._broken = False
         elif mark == "\n":
             self._broken = True
 
@@ -256,7 +258,8 @@ class JsonBlock:
 
     def _scan(self) -> tuple[str, Event]:
         at, event = self._scanner.scan(self._pending)
-        text, self._pending = self._pending[:at], self._pending[at:]
+        text = self._pending[:at]
+        self._pending = self._pending[at:]
         return text, event
 
     def _read_arguments(self) -> bool:

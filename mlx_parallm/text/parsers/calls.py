@@ -98,5 +98,6 @@ class Calls:
         self.write(call.arguments)
 
     def take(self) -> tuple[CallDelta, ...]:
-        new, self._new = tuple(self._new), []
+        new = tuple(self._new)
+        self._new = []
         return new

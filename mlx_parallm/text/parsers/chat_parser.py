@@ -149,7 +149,8 @@ class ChatParser:
         if self.state == "tool":
             self._finish_block(cut_off, piece)
             return piece
-        rest, self._buffer = self._buffer, ""
+        rest = self._buffer
+        self._buffer = ""
         if self.state == "reasoning":
             self._add_reasoning(rest.lstrip("\n") if self._trim else rest, piece)
         elif not cut_off or not rest.strip():  # else it is the start of a mark
@@ -175,7 +176,8 @@ class ChatParser:
         if text.startswith(self._thinking.start):
             self._buffer = text[len(self._thinking.start) :]
             self._gap.clear()
-            self.state, self._trim = "reasoning", self._separate
+            self.state = "reasoning"
+            self._trim = self._separate
             piece.content += "" if self._separate else self._thinking.start
             return True
         if self._thinking.start.startswith(text):
@@ -201,7 +203,8 @@ class ChatParser:
         self._add_reasoning(text, piece)
         if mark is None:
             return False
-        self.state, self._trim = "content", self._separate
+        self.state = "content"
+        self._trim = self._separate
         piece.content += "" if self._separate else mark
         return True
 
@@ -226,7 +229,8 @@ class ChatParser:
     def _open_bare_block(self) -> None:
         assert self._format is not None
         self._block = self._format.bare_block(self._buffer, self._calls, self._tools)
-        self._mark, self.state = [], "tool"
+        self._mark = []
+        self.state = "tool"
 
     def _write(self, piece: Piece) -> bool:
         text, mark = self._take(self._in_content)
@@ -239,7 +243,9 @@ class ChatParser:
             self._gap.clear()
         self._gap.append(text[len(solid) :])
         if mark is not None and mark == self._format.start:
-            self._block, self._mark, self.state = None, [mark], "tool"
+            self._block = None
+            self._mark = [mark]
+            self.state = "tool"
         return mark is not None
 
     def _take(self, marks: Prefixes) -> tuple[str, str | None]:
@@ -248,11 +254,13 @@ class ChatParser:
             self._buffer = self._buffer.lstrip("\n" if self.state == "reasoning" else None)
         if found := marks.find(self._buffer):
             at, mark = found
-            text, self._buffer = self._buffer[:at], self._buffer[at + len(mark) :]
+            text = self._buffer[:at]
+            self._buffer = self._buffer[at + len(mark) :]
             self._trim = self._trim and not text
             return text, mark
         end = len(self._buffer) - marks.held(self._buffer)
-        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        text = self._buffer[:end]
+        self._buffer = self._buffer[end:]
         self._trim = self._trim and not text
         return text, None
 
@@ -283,11 +291,13 @@ class ChatParser:
             piece.content += "".join([*self._gap, *self._mark, unread or ""])
         self._gap.clear()
         self._trim = not malformed
-        self._block, self.state = None, "content"
+        self._block = None
+        self.state = "content"
         self._may_be_bare = self._format is not None and self._format.kind == "bare" and self.calls > 0
 
     def _finish_block(self, cut_off: bool, piece: Piece) -> None:
-        rest, self._buffer = self._buffer, ""
+        rest = self._buffer
+        self._buffer = ""
         if self._block is None:  # nothing that says how to read it
             self._end_block(None if cut_off else rest, piece)
             return

@@ -102,7 +102,8 @@ class HarmonyParser:
     def finish(self, *, cut_off: bool = False) -> Piece:
         """What is left once the text has ended; `cut_off`: not by the model itself."""
         piece = Piece()
-        rest, self._buffer = self._buffer, ""
+        rest = self._buffer
+        self._buffer = ""
         if self.finished:
             return piece
         if self._place == "header" and cut_off:
@@ -163,7 +164,8 @@ class HarmonyParser:
         name = self._called(header)
         if name is not None:
             self._calls.open(name)
-            self._scanner, self._complete = None, False
+            self._scanner = None
+            self._complete = False
             self._enter("call")
             return
         channel = _CHANNEL.search(header)
@@ -185,7 +187,9 @@ class HarmonyParser:
             self._calls.open(name)
 
     def _enter(self, target: Target) -> None:
-        self._place, self._target, self._fresh = "body", target, True
+        self._place = "body"
+        self._target = target
+        self._fresh = True
 
     def _read_text(self, piece: Piece) -> bool:
         text, mark = self._take(self._in_text)
@@ -200,7 +204,8 @@ class HarmonyParser:
             kind = "reasoning"
         if self._fresh and self._written[kind]:
             text = BETWEEN_MESSAGES + text
-        self._fresh, self._written[kind] = False, True
+        self._fresh = False
+        self._written[kind] = True
         if kind == "content":
             piece.content += text
         else:
@@ -214,7 +219,8 @@ class HarmonyParser:
                 return False
             self._scanner = Scanner(JSON_QUOTES if self._buffer[0] == "{" else NO_QUOTES, MARKS)
         at, event = self._scanner.scan(self._buffer)
-        text, self._buffer = self._buffer[:at], self._buffer[at:]
+        text = self._buffer[:at]
+        self._buffer = self._buffer[at:]
         if not self._complete:
             self._calls.write(text)
         if event == "closed":
@@ -238,8 +244,10 @@ class HarmonyParser:
         """Text up to the next mark, which is removed, or all that can't be the start of one."""
         if found := marks.find(self._buffer):
             at, mark = found
-            text, self._buffer = self._buffer[:at], self._buffer[at + len(mark) :]
+            text = self._buffer[:at]
+            self._buffer = self._buffer[at + len(mark) :]
             return text, mark
         end = len(self._buffer) - marks.held(self._buffer)
-        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        text = self._buffer[:end]
+        self._buffer = self._buffer[end:]
         return text, None

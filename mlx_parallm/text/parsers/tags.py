@@ -38,7 +38,8 @@ class Tags:
     def _read_call(
         self, text: str, opening: "re.Match[str]", cut_off: bool, tools: Sequence[Tool]
     ) -> tuple[ToolCall, int]:
-        name, at = opening["name"], opening.end()
+        name = opening["name"]
+        at = opening.end()
         schemas = parameters_of(tools, name)
         arguments: dict[str, object] = {}
         while (tag := self.next.search(text, at)) and not tag["end"]:

@@ -73,7 +73,8 @@ class VerifiersEpisode(Environment):
             raise turn.error or InvalidRequestError(
                 f"{self._task.name} has ended an episode before the first completion"
             )
-        self._messages, self.tools = turn.messages, turn.tools
+        self._messages = turn.messages
+        self.tools = turn.tools
         return self._messages
 
     def step(self, messages: list[Message]) -> tuple[list[Message], float, bool]:
@@ -82,7 +83,8 @@ class VerifiersEpisode(Environment):
         self._turn = turn = self._next()
         if isinstance(turn, _End):
             return [], self._take(turn), True
-        before, self._messages = self._messages, turn.messages
+        before = self._messages
+        self._messages = turn.messages
         if turn.messages[: known - 1] != before or len(turn.messages) <= known:
             raise InvalidRequestError(f"{self._task.name} rewrites its conversation: it can't be one trajectory")
         return self._messages[known:], 0.0, False

@@ -41,7 +41,8 @@ class PolicyMonitor:
         earlier = list(self.rewards)[:-RECENT]
         if len(earlier) < RECENT:
             return ""
-        before, now = float(np.median(earlier)), self._recent
+        before = float(np.median(earlier))
+        now = self._recent
         spread = max(NORMAL * _median_deviation(earlier), float(np.median(self.deviations)), 1e-6)
         if before - now <= limit * spread:
             return ""
@@ -55,7 +56,8 @@ class PolicyMonitor:
 
     def improves(self) -> bool:
         """Whether recent rewards are better than ever before; the first ones say nothing."""
-        recent, best = self._recent, self.best_reward
+        recent = self._recent
+        best = self.best_reward
         self.best_reward = max(best, recent)
         return recent > best > -np.inf
 

@@ -20,7 +20,9 @@ BooleanArray = npt.NDArray[np.bool_]
 
 MAX_PADDING = 0.25  # completions to several prompts go together while that adds at most this share of tokens
 LAUNCH_TOKENS = 2048  # what starting a micro-batch costs, in tokens, where kernels are quick
-ROUND_TOKENS, ROUND_ANSWERS = 32, 8  # of which lengths and numbers are multiples at least, where they are rounded; …
+# of which lengths and numbers are multiples at least, where they are rounded; …
+ROUND_TOKENS = 32
+ROUND_ANSWERS = 8
 ROUND_UP_TO = 512  # … of fewer completions where so many would have more tokens than this
 
 
@@ -218,7 +220,8 @@ class Batch:
         if rounded:
             left = deque(sorted(left, key=self._lengths))
         while left:
-            limit, places = budget(), left.popleft()
+            limit = budget()
+            places = left.popleft()
             pieces = -(-len(places) // self._most(places, limit, rounded))
             count = -(-len(places) // pieces)  # even ones: the prompt goes through the model with each
             parts = [places[:count]]
@@ -268,12 +271,15 @@ class Batch:
             [self.trajectories[part[0]].prompt_ids for part in parts], [len(part) for part in parts], shape
         )
         size = shape.completions, shape.completion
-        completions, mask, old = np.zeros(size, np.int64), np.zeros(size, np.float32), np.zeros(size, np.float32)
+        completions = np.zeros(size, np.int64)
+        mask = np.zeros(size, np.float32)
+        old = np.zeros(size, np.float32)
         known, advantage, weight = (np.zeros(shape.completions, np.float32) for _ in range(3))
         proximal = np.zeros(size, np.float32) if self.proximal else None
         own = np.full(shape.completions, -1, np.int64)
         own[: len(some)] = places
-        advantage[: len(some)], weight[: len(some)] = self.advantage[places], self.weight[places]
+        advantage[: len(some)] = self.advantage[places]
+        weight[: len(some)] = self.weight[places]
         temperature = np.full(shape.completions, some[0].temperature, np.float32)
         for row, one in enumerate(some):
             length = len(one.completion_ids)
@@ -283,7 +289,8 @@ class Batch:
                 proximal[row, :length] = self.proximal[places[row]]
             if one.logprobs is not None:
                 old[row, :length] = one.logprobs
-            known[row], temperature[row] = one.logprobs is not None, one.temperature
+            known[row] = one.logprobs is not None
+            temperature[row] = one.temperature
         return Micro(
             prompts=prompts,
             completions=completions,

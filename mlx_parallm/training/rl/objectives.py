@@ -146,7 +146,8 @@ def losses(
     proximal: mx.array | None = None,  # (B, T) of the policy as the update began; None: it is the one that learns
 ) -> Losses:
     kept = mask * near(objective, mx.stop_gradient(new), old, mask)
-    start, correction = old, mx.ones_like(new)
+    start = old
+    correction = mx.ones_like(new)
     if objective.importance_cap:
         # Ratios are those within the update; what lies between it and the sampler is a weight, which is cut off.
         start = mx.stop_gradient(new) if proximal is None else proximal
@@ -204,7 +205,8 @@ def _clipped(objective: Objective, ratio: mx.array, new: mx.array, advantage: mx
     that is down, where it has come to be far too likely (`dual_clip`)."""
     bounded = _bounded(objective, ratio)
     most = mx.minimum(ratio, objective.dual_clip) if objective.dual_clip else ratio
-    plain, held = -most * advantage, -bounded * advantage
+    plain = -most * advantage
+    held = -bounded * advantage
     gone = ((held > plain) & (bounded != ratio)) | ((advantage < 0) & (most != ratio))
     return mx.maximum(plain, held), gone.astype(mx.float32)
 

@@ -37,7 +37,8 @@ class LossTotals:
 
     def add(self, other: "LossTotals") -> None:
         for item in fields(self):
-            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            mine = getattr(self, item.name)
+            theirs = getattr(other, item.name)
             setattr(self, item.name, max(mine, theirs) if item.name == "largest_gap" else mine + theirs)
 
     @classmethod
@@ -106,7 +107,8 @@ class PolicyLoss:
 
     def _scored(self, micro: Micro) -> tuple[mx.array, mx.array | None]:
         """(n, C): of the completions' tokens, the log-probabilities and, where they are asked for, the entropies."""
-        completions, temperature = mx.array(micro.completions), _temperature(micro)
+        completions = mx.array(micro.completions)
+        temperature = _temperature(micro)
         logits = completion_logits(self._tree.module, micro.prompts, completions, self._tree.shares_prompts)
         entropies = entropy(logits.astype(mx.float32) / temperature) if self._objective.entropy_bonus else None
         return chosen_logprobs(logits, completions, temperature), entropies

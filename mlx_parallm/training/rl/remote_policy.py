@@ -88,7 +88,8 @@ class RemotePolicy:
 
     async def _persist(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Tries again until the server answers, or the time to wait for it is over."""
-        deadline, told = time.monotonic() + self._wait_seconds, False
+        deadline = time.monotonic() + self._wait_seconds
+        told = False
         while True:
             try:
                 return await make()
@@ -113,11 +114,13 @@ class RemotePolicy:
         files = adapter_files(adapter, 1.0, adapter.rank, "")  # at a scale of 1 its numbers arrive as they are
         published = _Published(name, files[ADAPTER], json.loads(files[CONFIG]), number)
         self._run(self._persist(lambda: self._send(published)))
-        self._published, self.version = published, number
+        self._published = published
+        self.version = number
 
     def roll_back(self, name: str, number: int) -> None:
         self._run(self._persist(lambda: self._client.rollback(name, number)))
-        self._published, self.version = None, number
+        self._published = None
+        self.version = number
 
     async def _send(self, published: "_Published") -> None:
         await self._client.update_adapter_weights(

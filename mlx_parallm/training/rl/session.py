@@ -94,7 +94,7 @@ class Session:
         self.trainer.check_memory(self.name, self.engine.memory.limit)
         if this_device().builds_kernels:
             self._on_engine(self.trainer.warm_up)
-        number, served, checkpoint = None, None, None
+        number = served = checkpoint = None
         if self.checkpoints is not None:
             self.store = SessionStore(
                 self.engine,

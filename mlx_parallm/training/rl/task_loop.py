@@ -247,7 +247,8 @@ class Loop:
 
     def run(self) -> list[StepReport]:
         """All steps that are left."""
-        session, config = self._session, self._config
+        session = self._session
+        config = self._config
         begin = int(session.extra.get("step", 0))
         self._level = int(session.extra.get("level", config.level))
         self._successes = list(session.extra.get("successes", []))
@@ -274,7 +275,9 @@ class Loop:
 
     def _step(self, step: int) -> StepReport:
         """Samples, scores and updates; decides about the level of the next step."""
-        config, session, level = self._config, self._session, self._level
+        config = self._config
+        session = self._session
+        level = self._level
         chance = random.Random(f"{config.seed} {step}")
         problems = self._problems.sample(chance, config.prompts_per_step, level, self._never_learnt)
         begun = time.perf_counter()
@@ -312,7 +315,9 @@ class Loop:
     ) -> tuple[Groups, Groups]:
         """The groups to learn from: those whose completions all got one reward give way to others, a few times. And all
         groups that were sampled for that."""
-        learnt, others, asked = list(completions), list[Sequence[ScoredCompletion]](), list(problems)
+        learnt = list(completions)
+        others = list[Sequence[ScoredCompletion]]()
+        asked = list(problems)
         for number in range(self._config.dynamic_sampling):
             flat = [place for place, group in enumerate(learnt) if not _differs(group)]
             if not flat:

@@ -64,7 +64,8 @@ class Totals:
         outcome = report.outcome
         self.metrics = {**outcome.metrics, "update_seconds": outcome.seconds}
         if "kl" in outcome.metrics:
-            self.kl, self.kl_update = outcome.metrics["kl"], updates
+            self.kl = outcome.metrics["kl"]
+            self.kl_update = updates
         self.used += outcome.used
         self.skipped += outcome.skipped
         self.off_policy += int(outcome.metrics.get("off_policy", 0))

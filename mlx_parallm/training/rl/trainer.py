@@ -171,7 +171,8 @@ class Trainer:
     ) -> Generator[None, None, None]:
         """All epochs, a step for each batch, and the check of the result; metrics are those of the first epoch."""
         samples: list[CheckSample] = []
-        totals, norms = LossTotals(), list[float]()
+        totals = LossTotals()
+        norms = list[float]()
         if self.config.importance_cap and len(batches) * self.config.epochs > 1:
             for batch in batches:
                 yield from self._keep_proximal(batch)
@@ -232,7 +233,9 @@ class Trainer:
         """
         rules = replace(self._rules, keep_flat=True, mask_truncated=False)
         [batch] = Batch.all_of(trajectories, rules, len(trajectories))
-        rewarded, total, tokens = list(trajectories), 0.0, 0
+        rewarded = list(trajectories)
+        total = 0.0
+        tokens = 0
         for micro in self._micros(batch):
             reference = self.loss.reference_logprobs(micro)
             sampled = mx.where(mx.array(micro.known) > 0, mx.array(micro.old), self.check.new_logprobs(micro))
@@ -241,14 +244,16 @@ class Trainer:
                 if place >= 0:
                     one = trajectories[place]
                     rewarded[place] = replace(one, reward=one.reward - self.config.beta * kl)
-            total, tokens = total + number(mx.sum(apart)), tokens + micro.learnt
+            total = total + number(mx.sum(apart))
+            tokens = tokens + micro.learnt
             self.learner.restore()
             yield
         return rewarded, total / max(1, tokens)
 
     def forward_backward(self, batch: Batch) -> Generator[None, None, BatchLoss]:
         """Adds the gradient of a batch, which must not be empty, to what the learner has accumulated."""
-        totals, samples = LossTotals(), list[CheckSample]()
+        totals = LossTotals()
+        samples = list[CheckSample]()
 
         def read(micro: Micro, values: Values) -> None:
             totals.add(LossTotals.read(values))

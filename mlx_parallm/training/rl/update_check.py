@@ -79,7 +79,8 @@ class UpdateCheck:
         stacks = self._learner.stacks
         norms = [mx.linalg.norm(array) for array in stacks.values()]
         moved = [mx.max(mx.abs(array - before[name])) for name, array in stacks.items()]
-        norm, step = number(mx.linalg.norm(mx.stack(norms))), number(mx.max(mx.stack(moved)))
+        norm = number(mx.linalg.norm(mx.stack(norms)))
+        step = number(mx.max(mx.stack(moved)))
         if not math.isfinite(norm):
             raise Refused("the parameters are not finite")
         if step == 0.0 and self._learner.learning_rate > 0:

@@ -155,7 +155,8 @@ class Ledger:
         trajectory.off_policy = record is None
         if record is not None:
             record = record.cut(len(trajectory.completion_ids))
-            trajectory.temperature, trajectory.spans = record.temperature, record.spans
+            trajectory.temperature = record.temperature
+            trajectory.spans = record.spans
             trajectory.logprobs = record.logprobs
             trajectory.mask = joined_masks(record.mask, trajectory.mask)
             trajectory.truncated = record.finish_reason == "length"

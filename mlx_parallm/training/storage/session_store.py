@@ -295,7 +295,8 @@ class SessionStore:
 
     def _write(self, name: str, captured: Captured) -> str:
         arrays = self._engine.run(lambda: self._arrays(captured))
-        lora, source = self._trainer.lora, self._engine.model.source
+        lora = self._trainer.lora
+        source = self._engine.model.source
         files = adapter_files(captured.adapter, lora.scale, lora.rank, source)
         files[BUFFER] = b"".join(orjson.dumps(one) + b"\n" for one in captured.waiting)
         return self._checkpoints.save(name, files, arrays, asdict(captured.state)).name

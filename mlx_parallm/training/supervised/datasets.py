@@ -165,7 +165,8 @@ class DatasetReader:
             row.get("messages")
         if self._is_text(row, "prompt", "completion"):
             return [self._text(row.text("prompt"), row.text("completion"))]
-        prompt, completion = row.messages("prompt", "user"), row.messages("completion", "assistant")
+        prompt = row.messages("prompt", "user")
+        completion = row.messages("completion", "assistant")
         return self._turns(row, prompt + completion, len(prompt))
 
     def _preferences(self, row: DatasetRow) -> list[Preference]:

@@ -126,7 +126,8 @@ class FineTuning(Generic[Item]):
 
     def _batches(self) -> list[list[Item]]:
         """Returns the batches of all epochs."""
-        size, batches = self._config.batch_size, []
+        size = self._config.batch_size
+        batches = []
         for epoch in range(self._config.epochs):
             order = list(range(len(self._items)))
             random.Random(f"{self._config.seed} {epoch}").shuffle(order)

@@ -29,8 +29,10 @@ from mlx_parallm.validation import check_ids
 Tokens = Sequence[int]
 Where = Checkpoints | Path | str
 
-WEIGHT, BIAS = "head.weight", "head.bias"
-KIND, NAME = "reward_model", "reward-model"
+WEIGHT = "head.weight"
+BIAS = "head.bias"
+KIND = "reward_model"
+NAME = "reward-model"
 MICRO_TOKENS = 256  # of a micro-batch
 LEAST_SHARED = 8  # tokens of a prefix that is worth a pass of its own
 
@@ -74,7 +76,9 @@ class RewardModel:
     def score_steps(self, texts: Sequence[Tokens]) -> Generator[None, None, list[float]]:
         """All by the parameters of the first step, whatever is learnt between the others."""
         self.check(texts)
-        parameters, scores, rows = self.parameters, [0.0] * len(texts), [list(text) for text in texts]
+        parameters = self.parameters
+        scores = [0.0] * len(texts)
+        rows = [list(text) for text in texts]
         for places in self.micro_batches([[row] for row in rows], self.microbatch_tokens):
             some = self.forward(parameters, [rows[place] for place in places])
             for place, score in zip(places, to_numpy(some).tolist(), strict=True):
@@ -219,7 +223,9 @@ def _shared(rows: Sequence[list[int]]) -> int:
     """How many tokens all begin with, each having at least one behind them."""
     if len(rows) < 2:
         return 0
-    low, high, most = min(rows), max(rows), min(map(len, rows)) - 1
+    low = min(rows)
+    high = max(rows)
+    most = min(map(len, rows)) - 1
     alike = next((place for place in range(most) if low[place] != high[place]), most)
     return alike if alike >= LEAST_SHARED else 0
 

@@ -68,7 +68,9 @@ class RewardTrainer:
         if not optimizer.learning_rate > 0:
             raise ConfigError(f"learning_rate must be above 0, and is {optimizer.learning_rate}")
         self.reward_model = reward_model
-        self._epochs, self._batch_size, self._budget = epochs, batch_size, microbatch_tokens
+        self._epochs = epochs
+        self._batch_size = batch_size
+        self._budget = microbatch_tokens
         self._seed = seed
         self._optimizer = optimizer
         self._learner: Learner | None = None
@@ -85,7 +87,8 @@ class RewardTrainer:
         """Metrics of the last epoch, each pair's from before it was learnt from. What fails leaves nothing behind."""
         if not pairs:
             raise InvalidRequestError("there are no pairs to learn from")
-        model, begun = self.reward_model, time.perf_counter()
+        model = self.reward_model
+        begun = time.perf_counter()
         model.check([text for pair in pairs for text in (pair.chosen, pair.rejected)])
         learner = self.learner
         learner.set_parameters(model.parameters)  # somebody may have loaded others
@@ -109,7 +112,8 @@ class RewardTrainer:
         random = np.random.default_rng(self._seed)
         totals = PairTotals()
         for _ in range(self._epochs):
-            totals, order = PairTotals(), random.permutation(len(pairs)).tolist()
+            totals = PairTotals()
+            order = random.permutation(len(pairs)).tolist()
             for start in range(0, len(order), self._batch_size):
                 batch = [pairs[place] for place in order[start : start + self._batch_size]]
                 self.learner.clear_gradient()

@@ -178,7 +178,8 @@ class Supervised(ABC, Generic[Item]):
         width = {place: max(len(row.tokens) for row in self._rows(item)) for place, item in enumerate(items)}
         rows = deque(sorted(self._packed(width), key=lambda row: sum(width[place] for place in row)))
         while rows:
-            limit, taken = budget(), [rows.popleft()]
+            limit = budget()
+            taken = [rows.popleft()]
             each = len(self._rows(items[taken[0][0]]))
             while rows and each * (len(taken) + 1) * sum(width[place] for place in rows[0]) <= limit:
                 taken.append(rows.popleft())
@@ -205,7 +206,8 @@ class Supervised(ABC, Generic[Item]):
         lines = [[parts[side] for parts in row] for side in range(len(each[0][0])) for row in each]
         length = max(sum(len(one.tokens) for one in line) for line in lines)
         length = round_up(length, ROUND_TOKENS) if self.rounded else length
-        tokens, mask = np.zeros((len(lines), length), np.int64), np.zeros((len(lines), length), np.float32)
+        tokens = np.zeros((len(lines), length), np.int64)
+        mask = np.zeros((len(lines), length), np.float32)
         texts = np.full((len(lines), length), -1, np.int64)
         for row, line in enumerate(lines):
             begin = 0
@@ -223,7 +225,8 @@ class Supervised(ABC, Generic[Item]):
         """(n, T - 1): of each token after the first, where it is learnt; else 0."""
         drops = self._learning and parameters is not self._start
         self.tree.set_parameters({name: array.astype(self.tree.dtype) for name, array in parameters.items()})
-        module, tokens = self.tree.module, mx.array(micro.tokens)
+        module = self.tree.module
+        tokens = mx.array(micro.tokens)
         caches = None
         if micro.texts is not None:
             texts = mx.array(micro.texts[:, :-1])

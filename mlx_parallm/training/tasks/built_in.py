@@ -114,7 +114,8 @@ class Format(Task):
     max_tokens = 24
 
     def problem(self, random: random.Random, level: int) -> Problem:
-        a, b = random.choice(WORDS), random.choice(WORDS)
+        a = random.choice(WORDS)
+        b = random.choice(WORDS)
         question = f"Which word is longer, {a} or {b}? Write only <answer>the word</answer>."
         return Problem(_asked(question), {})
 

@@ -116,7 +116,8 @@ class Episode:
 
     def add(self, tokens: Sequence[int]) -> None:
         """What others wrote."""
-        begin, version = len(self.tokens), self.spans[-1].version if self.spans else 0
+        begin = len(self.tokens)
+        version = self.spans[-1].version if self.spans else 0
         self.spans.append(PolicySpan(first=begin, end=begin + len(tokens), version=version))
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
@@ -354,7 +355,8 @@ class Calculator(Environment):
         ]
 
     def step(self, messages: list[Message]) -> tuple[list[Message], float, bool]:
-        content, right = messages[-1]["content"], sum(self.numbers)
+        content = messages[-1]["content"]
+        right = sum(self.numbers)
         if not self.metrics["call"] and (call := CALL.search(content)) is not None:
             result = evaluate(call[1])
             self.metrics["call"] = 1.0

@@ -88,7 +88,8 @@ class Adapters:
             )
         name = fields["name"].decode(errors="replace") if "name" in fields else None
         self._check_unnamed(name)
-        served, number = self._models.default, _version_field(fields.get("version"))
+        served = self._models.default
+        number = _version_field(fields.get("version"))
         users = 0 if name is None else sum(version.rows for version in served.adapters.versions(name))
         if users and number is None:
             raise InvalidRequestError(
@@ -111,7 +112,8 @@ class Adapters:
                 if key in fields:
                     with contextlib.suppress(ValueError):  # then the field is wrong as it is
                         fields[key] = read(fields[key])
-            body, data = validated(UpdateWeightsBody, fields | {"tensors": "raw"}), await request.body()
+            body = validated(UpdateWeightsBody, fields | {"tensors": "raw"})
+            data = await request.body()
         else:
             try:
                 fields = await request.json()

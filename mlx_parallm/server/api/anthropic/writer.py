@@ -50,7 +50,8 @@ class MessageWriter:
         return _event("message_start", message=self._message([], ended=False))
 
     def chunk(self, choice: ChoiceStream, update: ChoiceUpdate) -> bytes:
-        piece, parts = update.piece, []
+        piece = update.piece
+        parts = []
         if piece.reasoning:
             self._thoughts.update(piece.reasoning.encode("utf-8", "surrogatepass"))
             parts.append(self._opened(ThinkingOutput(type="thinking", thinking="", signature="")))
@@ -100,7 +101,8 @@ class MessageWriter:
 
     def _closed(self) -> bytes:
         """Closes the block that is open, if any."""
-        kind, self._open = self._open, None
+        kind = self._open
+        self._open = None
         if kind is None:
             return b""
         stop = _event("content_block_stop", index=self._blocks - 1)
@@ -141,7 +143,8 @@ class MessageWriter:
 
     def _usage(self) -> TokenUsage:
         """The prompt's whole blocks are kept in the prefix cache; what is left over is not."""
-        prompt, cached = self._generation.prompt_tokens, self._choice.cached_tokens
+        prompt = self._generation.prompt_tokens
+        cached = self._choice.cached_tokens
         size = self._generation.served.client.block_size
         kept = max(0, prompt // size * size - cached) if size else 0
         return {

@@ -128,7 +128,8 @@ class OwnWriter(GenerateWriter):
 
     def _version(self, choice: ChoiceStream) -> int:
         # A model without adapters has no versions: then the number is the client's own.
-        asked, registry = self.body.policy_version, self.served.adapters
+        asked = self.body.policy_version
+        registry = self.served.adapters
         return asked if asked is not None and not registry.names else choice.policy_version
 
     def _current(self) -> int:

@@ -199,7 +199,8 @@ class SglangWriter(GenerateWriter):
             if self._body.top_logprobs_num:
                 meta["output_top_logprobs"] = [[self._triple(*pair) for pair in score.top] for score in result.scores]
         if choice.prompt_logprobs is not None and self._body.logprob_start_len >= 0:
-            tokens, start = self.generation.prompts[choice.prompt], self._body.logprob_start_len
+            tokens = self.generation.prompts[choice.prompt]
+            start = self._body.logprob_start_len
             known = zip(tokens, choice.prompt_logprobs, strict=True)
             meta["input_token_logprobs"] = [
                 self._triple(token, None if one is None else one.logprob) for token, one in list(known)[start:]

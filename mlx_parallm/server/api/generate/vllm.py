@@ -19,7 +19,8 @@ from mlx_parallm.types import TokenLogprob
 
 def _read_vllm_prompt(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, dict):
-        ids, text = value.get("prompt_token_ids"), value.get("prompt")
+        ids = value.get("prompt_token_ids")
+        text = value.get("prompt")
         value = ids if isinstance(ids, list) else None
         if ids is None and isinstance(text, str):
             value = text

@@ -29,7 +29,8 @@ class ModelNames:
 
     def status(self, name: str) -> ModelStatus:
         """Returns the status of the model of this name, or of the one that the adapter of this name belongs to."""
-        own, statuses = self.own(name), self._models.visible_statuses()
+        own = self.own(name)
+        statuses = self._models.visible_statuses()
         if own == DEFAULT:
             own = next((one.name for one in statuses.values() if one.kind in GENERATING), own)
         return statuses[own] if own in statuses else statuses[self._models.find(own).name]

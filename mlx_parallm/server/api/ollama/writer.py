@@ -75,7 +75,8 @@ class LineWriter(ABC):
         return b""
 
     def chunk(self, choice: ChoiceStream, update: ChoiceUpdate) -> bytes:
-        piece, calls = update.piece, self._whole_calls(update.piece.calls)
+        piece = update.piece
+        calls = self._whole_calls(update.piece.calls)
         if update.finish_reason is not None and self._call is not None:
             calls.append(self._call)
         if not (piece.content or piece.reasoning or calls or (self._logprobs and update.logprobs)):
@@ -111,7 +112,9 @@ class LineWriter(ABC):
         return whole
 
     def _add_end(self, answer: OllamaResponse) -> None:
-        choice, watch, ended = self._generation.choices[0], self._watch, time.perf_counter()
+        choice = self._generation.choices[0]
+        watch = self._watch
+        ended = time.perf_counter()
         begun = choice.begun or ended
         answer["done_reason"] = "length" if choice.finish_reason == "length" else "stop"
         watch.add_to(answer)

@@ -22,6 +22,8 @@ ROUTES = (
 
 
 def router(context: ServerContext) -> APIRouter:
-    completions, chat = CompletionRoutes(context.service), ChatRoutes(context.service)
-    embeddings, models = EmbeddingRoutes(context), ModelRoutes(context.models, context.runtime.pool)
+    completions = CompletionRoutes(context.service)
+    chat = ChatRoutes(context.service)
+    embeddings = EmbeddingRoutes(context)
+    models = ModelRoutes(context.models, context.runtime.pool)
     return router_of("OpenAI", ROUTES, completions, chat, embeddings, models)

@@ -253,7 +253,8 @@ class ChatWriter(ResponseWriter[ChatChunkChoice, ChatChunk]):
     def _logprobs(self, entries: Sequence[tuple[TokenLogprob, int]]) -> ChatLogprobs | None:
         if not self.options.logprobs:
             return None
-        vocabulary, as_ids = self.served.vocabulary, self.options.tokens_as_ids
+        vocabulary = self.served.vocabulary
+        as_ids = self.options.tokens_as_ids
         content = [token_logprobs(vocabulary, entry, as_ids=as_ids) for entry, _ in entries]
         return {"content": content, "refusal": None}
 
@@ -264,7 +265,8 @@ class ChatRoutes:
 
     async def complete(self, body: ChatBody, request: Request) -> Response:
         """Answers the conversation, `n` times. With `stream`, chunks arrive as server-sent events."""
-        call, options = chat_call(body), options_of(body, body.logprobs)
+        call = chat_call(body)
+        options = options_of(body, body.logprobs)
         generation = await self._service.prepare(call, request, completion_name("chatcmpl-", request))
         echo = _last_words(body.messages) if body.echo else ""
         writer = ChatWriter(generation.completion_id, generation, options, echo)

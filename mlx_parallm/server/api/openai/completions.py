@@ -192,7 +192,8 @@ class CompletionWriter(ResponseWriter[CompletionChoice, CompletionChunk]):
     def _text(self, choice: ChoiceStream, result: Collected) -> CompletionChoice:
         echo = self._echo[choice.prompt] if self._echo is not None else ""
         answer = self._skeleton(choice, echo + "".join(result.content))
-        answer["finish_reason"], answer["stop_reason"] = choice.finish_reason, choice.stop_reason
+        answer["finish_reason"] = choice.finish_reason
+        answer["stop_reason"] = choice.stop_reason
         if self.options.logprobs:
             prompt = self._prompt_entries(choice) if self._echo is not None else []
             shifted = [(entry, place + self._start(choice)) for entry, place in result.logprobs]
@@ -212,7 +213,8 @@ class CompletionWriter(ResponseWriter[CompletionChoice, CompletionChunk]):
 
     def _prompt_entries(self, choice: ChoiceStream) -> list[tuple[TokenLogprob, int]]:
         """The prompt's tokens with their places; the first has nothing before it that could predict it."""
-        tokens, vocabulary = self.generation.prompts[choice.prompt], self.served.vocabulary
+        tokens = self.generation.prompts[choice.prompt]
+        vocabulary = self.served.vocabulary
         known = choice.prompt_logprobs or [None] * len(tokens)
         entries: list[tuple[TokenLogprob, int]] = []
         place = 0

@@ -99,7 +99,8 @@ def structure_of(body: StructureBody) -> Structure | None:
     if len(asked) > 1:
         first, second = list(asked)[:2]
         if first.split(".")[0] != second.split(".")[0]:
-            first, second = first.split(".")[0], second.split(".")[0]
+            first = first.split(".")[0]
+            second = second.split(".")[0]
         raise InvalidRequestError(f"{first} and {second} can't both shape the output", param=second)
     for param, (kind, value) in asked.items():
         return Structure(GRAMMARS[kind](value), param)
@@ -109,7 +110,8 @@ def structure_of(body: StructureBody) -> Structure | None:
 def _asked(body: StructureBody) -> dict[str, tuple[str, Any]]:
     """Fields that ask for a structure, each with its kind and value, in all spellings."""
     asked: dict[str, tuple[str, Any]] = {}
-    shape, wanted = body.response_format, body.structured_outputs
+    shape = body.response_format
+    wanted = body.structured_outputs
     if shape is not None and shape.type == "json_object":
         asked["response_format"] = "json", shape.schema_ or {"type": "object"}
     if shape is not None and shape.structural_tag is not None:

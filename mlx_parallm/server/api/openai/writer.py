@@ -109,7 +109,8 @@ class ResponseWriter(ABC, Generic[Choice, Chunk]):
         return event(error.body())
 
     def usage(self) -> Usage:
-        choices, prompt_tokens = self.generation.choices, self.generation.prompt_tokens
+        choices = self.generation.choices
+        prompt_tokens = self.generation.prompt_tokens
         completion_tokens = sum(choice.completion_tokens for choice in choices)
         return {
             "prompt_tokens": prompt_tokens,

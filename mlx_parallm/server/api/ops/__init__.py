@@ -141,7 +141,8 @@ class Operations:
 
     async def flush_cache(self) -> Response:
         """Forgets every cached block that no running request is using, and checks that the books balance."""
-        flushed, balanced = 0, True
+        flushed = 0
+        balanced = True
         for served in self._models:
             flushed += await asyncio.to_thread(served.client.flush_cache)
             try:

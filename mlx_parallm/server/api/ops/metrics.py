@@ -166,10 +166,12 @@ class EngineCollector(Collector):
 
     def _adapters(self) -> Iterator[Metric]:
         """Yields metrics of the adapter versions that are there now: of all that ever were, there would be no end."""
-        swaps, held = family(LORA_SWAPS, "model"), family(LORA_RESIDENT_BYTES, "model")
+        swaps = family(LORA_SWAPS, "model")
+        held = family(LORA_RESIDENT_BYTES, "model")
         policy = family(POLICY_VERSION, "model")
         labels = ("model", "adapter", "version")
-        requests, tokens = family(ADAPTER_REQUESTS, *labels), family(ADAPTER_TOKENS, *labels)
+        requests = family(ADAPTER_REQUESTS, *labels)
+        tokens = family(ADAPTER_TOKENS, *labels)
         arms: list[tuple[Sequence[str], ArmStats]] = []
         for served in self._models:
             registry = served.adapters

@@ -207,7 +207,8 @@ def _fits(state: SessionState, states: Mapping[str, Array]) -> bool:
 
 def restored(info: Any, call: ActCall, kept: Sequence[SessionState | None]) -> tuple[dict[str, Array], list[str]]:
     """The state of every row, and which sessions are new. Who says that an episode goes on must not get a new one."""
-    states, new = zeros(info, call.rows), []
+    states = zeros(info, call.rows)
+    new = []
     each = call.rows if len(call.sessions) == 1 else 1
     for place, (session, state) in enumerate(zip(call.sessions, kept, strict=True)):
         own = slice(place * each, (place + 1) * each)

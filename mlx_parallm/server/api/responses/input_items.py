@@ -93,7 +93,8 @@ def shortened(messages: Sequence[PromptMessage]) -> Shortened:
         return Shortened(messages, [])
     last = users[-1]
     answers = [place for place in range(last + 1, len(messages)) if messages[place].role == "assistant"]
-    kept, with_last = head, [*head, messages[last]]
+    kept = head
+    with_last = [*head, messages[last]]
     starts = [(kept, place) for place in users if place > len(head)]
     return Shortened(messages, [*starts, *((with_last, place) for place in answers[1:])])
 

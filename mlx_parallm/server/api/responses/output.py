@@ -204,7 +204,8 @@ class OutputBuilder:
         if not isinstance(self._open, OpenMessage) and not logprobs and not text.strip():
             self._space += text
             return
-        text, self._space = self._space + text, ""
+        text = self._space + text
+        self._space = ""
         self._message().write(text, logprobs)
 
     def _reasoning(self) -> OpenReasoning:

@@ -191,7 +191,8 @@ class ResponseStore:
             if count <= self._most and size <= self._most_bytes:
                 break
             gone.append((identity,))
-            count, size = count - 1, size - its_bytes
+            count = count - 1
+            size = size - its_bytes
         connection.executemany("DELETE FROM responses WHERE id = ?", gone)
 
     def _get(self, owner: str, identity: str) -> StoredResponse | None:

@@ -225,7 +225,9 @@ class ResponseRoutes:
             if body.truncation != "auto" or not len(cuts):
                 raise
         fitting: Generation | None = None
-        low, high = 0, len(cuts) - 1  # the first cut that fits is between them
+        # the first cut that fits is between them
+        low = 0
+        high = len(cuts) - 1
         while low <= high:
             middle = (low + high) // 2
             try:
@@ -241,7 +243,8 @@ class ResponseRoutes:
                 low = middle + 1
                 fitting = fitting or found
             else:
-                high, fitting = middle - 1, found
+                high = middle - 1
+                fitting = found
         assert fitting is not None, "the shortest was tried"
         return fitting
 

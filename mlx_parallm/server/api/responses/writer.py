@@ -150,9 +150,11 @@ def _event(kind: str, number: int, **fields: Any) -> bytes:
 
 def _envelope(body: ResponseBody, generation: Generation, stores: bool) -> ResponseObject:
     """The response before anything has been generated: mostly what was asked for."""
-    text, reasoning = body.text, body.reasoning
+    text = body.text
+    reasoning = body.reasoning
     shape = _plain(text.format) if text and text.format else {"type": "text"}
-    chosen, sampling = body.tool_choice, generation.call.sampling
+    chosen = body.tool_choice
+    sampling = generation.call.sampling
     return {
         "id": generation.completion_id,
         "object": "response",

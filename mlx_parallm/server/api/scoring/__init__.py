@@ -123,7 +123,8 @@ class ScoringRoutes:
         there is none."""
         if name not in (None, "default"):
             return name
-        caller, clients = current_caller.get(), self._context.runtime.predictors
+        caller = current_caller.get()
+        clients = self._context.runtime.predictors
         loaded = [(one, client.info) for one, client in clients.items() if caller.may_use_model(one)]
         return next((one for suits in suitable for one, info in loaded if suits(info)), None)
 

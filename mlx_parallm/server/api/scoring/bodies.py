@@ -104,7 +104,8 @@ class ScoreBody(RewardBody):
 
     @property
     def pairs(self) -> list[TextPair]:
-        firsts, seconds = self.text_1 or [], self.text_2 or []
+        firsts = self.text_1 or []
+        seconds = self.text_2 or []
         firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
         return [TextPair(text=first, text_pair=second) for first, second in zip(firsts, seconds, strict=True)]
 

@@ -89,7 +89,8 @@ def _type(token: Entity) -> str:
 
 
 def _entity(group: Sequence[Entity], found: EncodedText, tokenizer: Any) -> Entity:
-    first, last = group[0]["start"], group[-1]["end"]
+    first = group[0]["start"]
+    last = group[-1]["end"]
     span = None if first is None or last is None else (first, last)
     score = float(np.mean([token["score"] for token in group]))
     word, start, end = _word(span, [token["index"] for token in group], found, tokenizer)

@@ -73,8 +73,10 @@ class RewardModels:
             ) from None
 
     async def _by_trained(self, name: str, body: RewardBody) -> tuple[str, list[float], int]:
-        named, truncation = numbered(body.field, len(body.texts)), body.truncation()
-        limit, texts = self._served.context_length, []
+        named = numbered(body.field, len(body.texts))
+        truncation = body.truncation()
+        limit = self._served.context_length
+        texts = []
         for place, item in enumerate(body.texts):
             tokens = await self._tokens(item, named(place))
             check_ids(tokens, self._served.model.vocab_size, named(place))

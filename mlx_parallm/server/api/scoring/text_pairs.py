@@ -13,7 +13,9 @@ from mlx_parallm.server.generation.tokenizers import TokenizerPool
 from mlx_parallm.server.predictors import ServedPredictor
 from mlx_parallm.types import ClassifierInfo, EmbeddingInfo
 
-QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query",), ("document", "passage")  # names that sentence-transformers looks for
+# names that sentence-transformers looks for
+QUERY_PROMPTS = ("query",)
+DOCUMENT_PROMPTS = ("document", "passage")
 
 
 async def score_pairs(

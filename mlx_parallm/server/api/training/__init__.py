@@ -54,10 +54,16 @@ from mlx_parallm.server.model_table import ServedModel, adapter_names
 from mlx_parallm.types import RolloutCall, RolloutSample
 from mlx_parallm.validation import check_ids
 
-UPDATES, ROLLOUTS, FEEDBACK, CHECKPOINTS = 4, 16, 8, 2  # threads; updates of one adapter come one after another anyway
+# threads; updates of one adapter come one after another anyway
+UPDATES = 4
+ROLLOUTS = 16
+FEEDBACK = 8
+CHECKPOINTS = 2
 MAX_WAITING = 64  # feedback requests of one key that wait for responses that are being given; more are a 429
 WAIT_SECONDS = 10.0  # for which each does
-FIRST_LOOK, LAST_LOOK = 0.02, 0.5  # seconds between two looks at whether the response is there
+# seconds between two looks at whether the response is there
+FIRST_LOOK = 0.02
+LAST_LOOK = 0.5
 
 T = TypeVar("T")
 
@@ -166,7 +172,8 @@ class TrainingRoutes:
             self._waiting[key] -= 1
 
     async def _no_longer(self, pending: Callable[[], bool]) -> None:
-        seconds, deadline = FIRST_LOOK, time.monotonic() + WAIT_SECONDS
+        seconds = FIRST_LOOK
+        deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             await asyncio.sleep(seconds)
             if not await _run(self._feedback, pending):
@@ -188,7 +195,8 @@ class TrainingRoutes:
             raise InvalidRequestError(f"n must be at most {self._max_rows}", param="n")
         label = await self._models.checkpoint(body.model)
         adapter = self._adapter(body.model) if label is None else label.rpartition("@")[0]
-        prompts, caller = await self._prompts(body), current_caller.get()
+        prompts = await self._prompts(body)
+        caller = current_caller.get()
         call = RolloutCall(
             prompts=prompts,
             sampling=SamplingParams(

@@ -3,5 +3,6 @@
 from mlx_parallm.text.parsers.notation import Notation
 
 JSON = Notation()
-START, END = "<tool_call>", "</tool_call>"
+START = "<tool_call>"
+END = "</tool_call>"
 NOTATIONS = {"json_tools": JSON}

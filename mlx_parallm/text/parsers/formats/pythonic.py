@@ -38,7 +38,9 @@ _PUNCTUATION = re.compile(r"""["'()\[\]{},]""")
 
 def _closed(text: str) -> tuple[str, bool]:
     """A list that is cut off, closed after its last complete argument, and whether that leaves a call unfinished."""
-    keep, depth, at = 0, 0, 0
+    keep = 0
+    depth = 0
+    at = 0
     while mark := _PUNCTUATION.search(text, at):
         at = mark.end()
         if mark[0] in "\"'":

@@ -66,7 +66,8 @@ def _group(group: Any, max_token_len: int) -> list[Trajectory]:
 def _trajectory(
     tokens: Any, mask: Any, score: Any, advantage: Any, logprobs: Any, max_token_len: int = 0
 ) -> Trajectory:
-    tokens, mask = _integers(tokens, "tokens"), _integers(mask, "masks")
+    tokens = _integers(tokens, "tokens")
+    mask = _integers(mask, "masks")
     if len(tokens) != len(mask) or min(tokens, default=0) < 0:
         raise InvalidRequestError(f"{len(tokens)} tokens with a mask of {len(mask)}, or a negative token")
     if 0 < max_token_len < len(tokens):

@@ -103,7 +103,8 @@ class AtroposClient:
 
     def run(self, on_batch: Callable[[list[Trajectory]], None], stop: threading.Event) -> None:
         """Hands batches to `on_batch` until `stop`, or until it raises. The next is asked for when it has returned."""
-        delay, failures = 0.0, 0
+        delay = 0.0
+        failures = 0
         while not stop.wait(delay):
             try:
                 trajectories = self.poll()
@@ -182,7 +183,8 @@ class AtroposClient:
         self.register()
 
     def _state(self) -> ApiState:
-        size, step = self._json("GET", "/info").get("batch_size"), self._json("GET", "/status").get("current_step")
+        size = self._json("GET", "/info").get("batch_size")
+        step = self._json("GET", "/status").get("current_step")
         if not isinstance(size, int) or not isinstance(step, int):
             raise self._failure(f"what answers at {self.url} is no Atropos API")
         return ApiState(batch_size=size, step=step)
@@ -215,7 +217,8 @@ class AtroposClient:
 
     def _body(self, response: httpx.Response) -> bytes:
         """httpx has a limit for each piece, not for their sum."""
-        until, content = time.monotonic() + self.config.timeout, bytearray()
+        until = time.monotonic() + self.config.timeout
+        content = bytearray()
         for piece in response.iter_bytes():
             content += piece
             if len(content) > self.config.max_bytes:

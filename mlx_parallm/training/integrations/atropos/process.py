@@ -151,7 +151,8 @@ class AtroposProcess:
                 log.info("the environment %s has finished its steps", self.config.command)
                 return
             delay = FIRST_WAIT if time.monotonic() - began > LONGEST_WAIT else delay
-            name, output = self.config.command, self.config.log
+            name = self.config.command
+            output = self.config.log
             log.warning("the environment %s has ended with %d, see %s; again in %.0f s", name, code, output, delay)
             self._stop.wait(delay)
             delay = min(LONGEST_WAIT, 2 * delay)
@@ -171,7 +172,8 @@ class AtroposProcess:
         except OSError as error:
             log.error("the environment %s can't be started: %s", config.command, error)
             return -1
-        self.starts, self.pid = self.starts + 1, process.pid
+        self.starts = self.starts + 1
+        self.pid = process.pid
         log.info("the environment %s runs as %d, with its output in %s", config.command, process.pid, config.log)
         try:
             while not self._stop.wait(LOOK_SECONDS):

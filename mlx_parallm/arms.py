@@ -91,7 +91,7 @@ class Decision:
 
 
 def _score(better: ArmStats, other: ArmStats) -> float:
-    """How many standard errors the means are apart."""
+    """Returns how many standard errors the means are apart."""
     difference = better.reward_mean - other.reward_mean
     error = math.sqrt(max(0.0, better.error + other.error))
     if error:

@@ -45,7 +45,7 @@ def histogram(help: str, *, name: str = "") -> Any:
 
 
 def metrics_of(kind: type, prefix: str = "") -> dict[str, Declared]:
-    """What the fields of a class declare, by the field's name."""
+    """Returns what the fields of a class declare, by the field's name."""
     found = {}
     for one in fields(kind):
         if (said := one.metadata.get("metric")) is not None:

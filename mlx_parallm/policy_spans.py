@@ -37,7 +37,7 @@ def spans_between(starts: Sequence[tuple[int, int]], end: int) -> Spans:
 
 
 def within(spans: Iterable[PolicySpan], tokens: int) -> Spans:
-    """What they say of the first so many tokens; spans without a token are left out."""
+    """Returns what they say of the first so many tokens; spans without a token are left out."""
     cut = (replace(span, end=min(span.end, tokens)) for span in spans)
     return tuple(span for span in cut if span.first < span.end)
 

@@ -121,7 +121,7 @@ def specs(args: argparse.Namespace) -> list[LoadSpec]:
 
 
 def _sizes(args: argparse.Namespace, clients: int) -> dict[str, Any]:
-    """What depends on the number of clients."""
+    """Returns what depends on the number of clients."""
     requests = max(32, 4 * clients) if args.num_requests is None else args.num_requests
     warmup = clients if args.warmup is None else args.warmup
     return {"concurrency": clients, "warmup": warmup, "requests": None if args.duration is not None else requests}

@@ -50,7 +50,7 @@ def _watch(remote: Remote, console: "Console", args: argparse.Namespace) -> int:
 
 
 def view(url: str, before: dict[str, Any], now: dict[str, Any], seconds: float) -> "Table":
-    """What happened between two looks at a server's counters."""
+    """Returns what happened between two looks at a server's counters."""
     from rich.table import Table
 
     def rate(*path: str) -> float:

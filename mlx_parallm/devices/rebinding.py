@@ -49,7 +49,7 @@ def cache_first_class(original: type) -> type | None:
 
 
 def attend_by_cache(queries: mx.array, cache: Any, scale: float, mask: Any, sinks: mx.array | None) -> mx.array | None:
-    """What the cache computes itself; None where it can't, or not for this pass."""
+    """Returns what the cache computes itself; None where it can't, or not for this pass."""
     if sinks is not None or not hasattr(cache, "attend"):
         return None
     attended: mx.array | None = cache.attend(queries, scale, mask)

@@ -159,7 +159,7 @@ def _port(port: int) -> Finding:
 
 
 def _disk(folder: Path) -> Finding:
-    """How fast the tier for cached prompts writes and reads, with files of its own."""
+    """Returns how fast the tier for cached prompts writes and reads, with files of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="doctor-") as scratch:
         tier = DiskTier(Path(scratch), "doctor", 1 << 40, 86400.0)

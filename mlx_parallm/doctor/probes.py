@@ -149,7 +149,7 @@ class Probe:
         return Finding("prefill", found, "slow" if slow else "ok", "see BLAS and kernels above", {"rate": rate})
 
     def _ratio(self, rows: int, options: Mapping[str, object]) -> float:
-        """How much longer a step takes with these options, alternating with steps without."""
+        """Returns how much longer a step takes with these options, alternating with steps without."""
         pairs = [(self.decode_rate(rows), self.decode_rate(rows, **options)) for _ in range(3)]
         return statistics.median(plain / other for plain, other in pairs)
 
@@ -184,7 +184,7 @@ class Probe:
         return Finding("adapters", found, "slow" if ratio > 1.4 else "ok", "adapt fewer layers", {"ratio": ratio})
 
     def _joins(self) -> Finding:
-        """How long rows that run wait for their next token when another joins."""
+        """Returns how long rows that run wait for their next token when another joins."""
         joined: list[float] = []
 
         def join() -> None:

@@ -20,7 +20,7 @@ def looks_like_a_path(source: str) -> bool:
 
 
 def is_hub_id(source: str | None) -> bool:
-    """Whether it can only be a name on the hub: no file or folder here is called so."""
+    """Returns whether it can only be a name on the hub: no file or folder here is called so."""
     if source is None or looks_like_a_path(source) or source.endswith(".gguf"):
         return False
     try:
@@ -38,7 +38,7 @@ def download(source: str) -> Path:
 
 
 def load_error(source: str, error: Exception) -> ModelLoadError:
-    """What is wrong with a folder, or a name on the hub."""
+    """Returns what is wrong with a folder, or a name on the hub."""
     if isinstance(error, LocalEntryNotFoundError):
         return ModelLoadError(f"{source} is no local folder, and the model hub can't be reached")
     if isinstance(error, HFValidationError):

@@ -128,7 +128,7 @@ def _embedded_file() -> Path:
 
 
 def _folder(path: str, source: str | None, tell: Tell) -> str:
-    """What mlx-lm can load: GGUF files are converted first."""
+    """Returns what mlx-lm can load: GGUF files are converted first."""
     if path.endswith(".gguf"):
         if not Path(path).is_file():
             raise ModelLoadError(f"there is no file {path}")
@@ -187,7 +187,7 @@ def _quantized_bits(module: nn.Module) -> set[int]:
 
 
 def _scale_dtype(module: nn.Module) -> mx.Dtype:
-    """What quantised layers compute in. The other weights must agree, or all activations become float32."""
+    """Returns what quantised layers compute in. The other weights must agree, or all activations become float32."""
     dtypes = {layer.scales.dtype for layer in module.modules() if "scales" in layer}
     floats = [dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)]
     return floats[0] if floats else mx.bfloat16

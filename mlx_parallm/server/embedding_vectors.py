@@ -10,7 +10,7 @@ Vector = npt.NDArray[np.float32]
 
 
 def prompt_text(name: str | None, info: EmbeddingInfo) -> str:
-    """What stands before each text: the prompt of this name, or the model's default."""
+    """Returns what stands before each text: the prompt of this name, or the model's default."""
     if name is None:
         return info.prompts.get(info.default_prompt or "", "")
     if name not in info.prompts:

@@ -185,11 +185,12 @@ class Prefixes:
         return best
 
     def held(self, text: str) -> int:
-        """How many characters at the end must wait, since one of the strings may have begun there."""
+        """Returns how many characters at the end must wait, since one of the strings may have begun there."""
         return max(self.matched([0] * len(self.strings), text), default=0)
 
     def matched(self, before: Sequence[int], text: str) -> list[int]:
-        """How many characters of each string the end of the text is, where the text before it ended with `before`."""
+        """Returns how many characters of each string the end of the text is, where the text before it ended with
+        `before`."""
         columns = zip(self.strings, self._failures, before, strict=True)
         return [_matched(string, failure, size, text) for string, failure, size in columns]
 
@@ -308,7 +309,7 @@ class TextStream:
         return self._until_stop(text) if self._stops is not None else text
 
     def finish(self) -> str:
-        """What was withheld, once no token can follow."""
+        """Returns what was withheld, once no token can follow."""
         if self.stopped is not None:
             return ""
         text = self._decoder.flush()

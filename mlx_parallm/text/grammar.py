@@ -256,7 +256,7 @@ class GrammarCompiler:
             return self._compiled.get(grammar)
 
     def _try_out(self, grammar: str, param: str, quick: bool) -> str:
-        """What is wrong with it, in words for its client; empty: nothing."""
+        """Returns what is wrong with it, in words for its client; empty: nothing."""
         if len(grammar) > MAX_GRAMMAR:
             return f"it is too large, with {len(grammar)} characters of at most {MAX_GRAMMAR}"
         error = self._text_tools(param)[1].try_out(grammar, QUICK_SECONDS if quick else SECONDS)

@@ -47,7 +47,7 @@ class GrammarProcess:
         self._lock = threading.Lock()
 
     def try_out(self, grammar: str, seconds: float = SECONDS) -> str | None:
-        """What is wrong with a grammar, empty if nothing is; None where it takes longer or too much memory."""
+        """Returns what is wrong with a grammar, empty if nothing is; None where it takes longer or too much memory."""
         number = next(self._numbers)
         response: Future[str | None] = Future()
         with self._lock:

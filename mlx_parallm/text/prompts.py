@@ -119,7 +119,8 @@ class Prompts:
         return prompt
 
     def common_prefix(self) -> list[int]:
-        """What the template puts before every conversation: the tokens that two different ones have in common."""
+        """Returns what the template puts before every conversation: the tokens that two different ones have in
+        common."""
         try:
             one, other = (self.chat(Conversation([{"role": "user", "content": text}])).tokens for text in ("a", "Z"))
         except InvalidRequestError:  # no template, or one that wants more than a user's message

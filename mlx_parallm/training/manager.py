@@ -175,7 +175,7 @@ class TrainingManager:
         return session
 
     def _initial(self, name: str) -> Adapter | None:
-        """What --lora-path has for an adapter that is trained."""
+        """Returns what --lora-path has for an adapter that is trained."""
         path = self.config.named_adapters().get(name)
         return None if path is None else read_adapter(path, self.config.adapters.max_lora_bytes)[0]
 
@@ -230,7 +230,7 @@ class TrainingManager:
     # Where trajectories come from.
 
     def default_scorer(self, metadata: Mapping[str, Any]) -> str | None:
-        """What --environment names, for completions whose metadata have what it needs."""
+        """Returns what --environment names, for completions whose metadata have what it needs."""
         name = self.config.training.built_in_scorer
         return name if name is not None and not SCORERS[name].lacks(metadata) else None
 
@@ -268,7 +268,7 @@ class TrainingManager:
             self.engine.adapters.note_reward(one.record.policy, version, one.reward)
 
     def _is_first(self, key: ChoiceKey) -> bool:
-        """Whether this completion has no reward yet that counted for its arm."""
+        """Returns whether this completion has no reward yet that counted for its arm."""
         with self._counting:
             if key in self._counted:
                 return False

@@ -115,7 +115,7 @@ class PackedCache:
 
 
 def can_pack(module: nn.Module, vocab_size: int) -> bool:
-    """Whether texts in one row are computed as if each were alone, by the look of it and by trying."""
+    """Returns whether texts in one row are computed as if each were alone, by the look of it and by trying."""
     if not all(type(cache) is KVCache for cache in make_prompt_cache(module)):
         return False
     texts = [[(7 * place + length) % vocab_size for place in range(length)] for length in (5, 3)]
@@ -240,7 +240,7 @@ class TrainableModel:
             self.module.eval()
 
     def parameters(self) -> dict[str, mx.array]:
-        """What learns, by name."""
+        """Returns what learns, by name."""
         return dict(tree_flatten(self.module.trainable_parameters()))
 
     def set_parameters(self, parameters: dict[str, mx.array]) -> None:

@@ -118,7 +118,7 @@ class GroupMember:
             end_at_once(1)
 
     def _settings(self, model: LanguageModel) -> dict[str, Any]:
-        """What must be the same for all ranks."""
+        """Returns what must be the same for all ranks."""
         cache = self._config.cache
         batch = self._config.batch
         assert self._split is not None

@@ -146,7 +146,7 @@ class SharedState:
         self._paused.pop(change.model, None)
 
     def replay(self) -> list[Change]:
-        """What brings a replica that has just started to where all others are."""
+        """Returns what brings a replica that has just started to where all others are."""
         changes = [*self._models.values()]
         for (model, name), history in self._adapters.items():
             changes += _replay(model, name, history)

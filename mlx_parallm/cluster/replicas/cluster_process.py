@@ -146,7 +146,7 @@ class FrontServer(InnerServer):
         say("\n".join([*kept, f"  {'URL':<10} {url}  (described at {url}/docs)"]))
 
     def _join_command(self, scheme: str, port: int) -> str:
-        """What to type on another machine. Ray's token is shown only where the front tells it to nobody."""
+        """Returns what to type on another machine. Ray's token is shown only where the front tells it to nobody."""
         route = self._front.join_route
         if not isinstance(route, JoinRoute) or route.is_open:
             return f"RAY_AUTH_TOKEN={ray_token()} mlx_parallm_serve --connect-to {self._cluster.address}"

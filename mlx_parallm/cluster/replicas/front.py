@@ -379,7 +379,7 @@ async def _incoming(receive: Receive) -> AsyncIterator[bytes]:
 
 
 def _ending(content_type: str) -> bytes | None:
-    """What ends an event of a stream; None: the response is no stream."""
+    """Returns what ends an event of a stream; None: the response is no stream."""
     return {"text/event-stream": b"\n\n", "application/x-ndjson": b"\n"}.get(content_type)
 
 

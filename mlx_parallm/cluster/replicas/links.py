@@ -62,5 +62,5 @@ def read_error(body: bytes) -> ParallmError:
 
 
 def login_secret(secret: str) -> bytes:
-    """What replicas sign sessions of browsers with, so that one holds on all of them."""
+    """Returns what replicas sign sessions of browsers with, so that one holds on all of them."""
     return hashlib.sha256(b"logins of " + secret.encode()).digest()

@@ -57,7 +57,7 @@ class Members:
     # What replicas say.
 
     async def join(self, member: Member, position: int) -> list[Change] | None:
-        """What it has to make before it serves; None: it has to start anew."""
+        """Returns what it has to make before it serves; None: it has to start anew."""
         async with self._changes:
             changes = self.state.since(position)
             if changes is not None:
@@ -65,7 +65,7 @@ class Members:
             return changes
 
     async def make_ready(self, name: str, position: int, hashes: Sequence[int]) -> bool:
-        """Whether it has all changes; if not, it has to start anew."""
+        """Returns whether it has all changes; if not, it has to start anew."""
         async with self._changes:
             if position != self.state.position or name not in self._members:
                 return False
@@ -209,7 +209,7 @@ def _after_check(change: Change) -> Change:
 
 
 def _opposite(change: Change) -> Change | None:
-    """What takes a change back, where that leaves no trace."""
+    """Returns what takes a change back, where that leaves no trace."""
     if change.kind == "load_model":
         return Change("unload_model", change.model, fields={"timeout": 30.0})
     if change.kind == "pause":

@@ -73,7 +73,8 @@ class FrontLink:
         return next(decode(response.content))
 
     def join(self, fields: dict[str, object]) -> tuple[list[Change], int] | None:
-        """What has to be made before it serves, and the position that it then has; None: it has to start anew."""
+        """Returns what has to be made before it serves, and the position that it then has; None: it has to start
+        anew."""
         response = self._client.post("/join", json={"name": self.name, **fields}, timeout=600)
         if response.status_code == 409:
             return None

@@ -16,8 +16,8 @@ class Scaling:
         self._needed: deque[tuple[float, int]] = deque()  # when, and how many replicas were needed
 
     def wanted(self, in_flight: int, current: int, now: float) -> int:
-        """How many there should be; called every few seconds. More than `current` when more were needed throughout
-        `UP_SECONDS`; fewer when fewer were enough throughout `down_seconds`."""
+        """Returns how many there should be; called every few seconds. More than `current` when more were needed
+        throughout `UP_SECONDS`; fewer when fewer were enough throughout `down_seconds`."""
         needed = min(self._most, max(self._least, math.ceil(in_flight / self._requests_each)))
         self._needed.append((now, needed))
         oldest = now - max(UP_SECONDS, self._down_seconds)
@@ -28,7 +28,7 @@ class Scaling:
         return up if up > current else min(current, down)
 
     def _within(self, seconds: float, now: float) -> list[int]:
-        """What was needed at each call of the last `seconds`; empty before calls go back that far."""
+        """Returns what was needed at each call of the last `seconds`; empty before calls go back that far."""
         if self._needed[0][0] > now - seconds:
             return []
         return [needed for second, needed in self._needed if second >= now - seconds]

@@ -22,7 +22,7 @@ MANY_ROWS = 192  # from here on a BLAS is faster; on x86 it always is
 
 
 def has_lane_products() -> bool:
-    """Whether the processor multiplies a vector by one element of another, which the kernel is written for."""
+    """Returns whether the processor multiplies a vector by one element of another, which the kernel is written for."""
     return platform.machine() in ("aarch64", "arm64")
 
 

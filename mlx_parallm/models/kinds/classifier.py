@@ -45,7 +45,7 @@ def recognises(config: dict[str, Any]) -> bool:
 
 
 def is_reward_model(config: dict[str, Any]) -> bool:
-    """Whether it is a decoder with one label for a text."""
+    """Returns whether it is a decoder with one label for a text."""
     labels = config.get("id2label")
     one = len(labels) == 1 if isinstance(labels, dict) else config.get("num_labels") == 1
     return one and _architecture(config).endswith(SEQUENCES) and not is_encoder(config)

@@ -27,7 +27,7 @@ class Window(Layer):
         return value * self.axes if len(value) == 1 else value
 
     def places(self, shape: Shape, stride: tuple[int, ...]) -> tuple[int, ...]:
-        """How often the kernel fits, along each axis."""
+        """Returns how often the kernel fits, along each axis."""
         check_rank(shape, self.axes + 2, LAYOUTS[self.axes])
         options = zip(
             shape[2:], self.each("kernel_size"), stride, self.each("padding"), self.each("dilation"), strict=True

@@ -107,7 +107,7 @@ def export(state: Mapping[str, Array], layers: LayerList, folder: Path, allow_un
 
 
 def source_names(tensors: Mapping[str, Shape], free: Mapping[str, Shape], layers: LayerList) -> dict[str, str]:
-    """What each tensor is called in the state_dict."""
+    """Returns what each tensor is called in the state_dict."""
     found = {}
     for name in tensors:
         layer, _, leaf = name.rpartition(".")

@@ -105,7 +105,7 @@ class Recurrent(Layer, ABC):
 
     @abstractmethod
     def _step(self, inward: mx.array, onward: mx.array, state: State) -> State:
-        """What the step's input and the state before it make of the state; both are products with all gates."""
+        """Returns what the step's input and the state before it make of the state; both are products with all gates."""
 
 
 class LSTM(Recurrent):

@@ -39,7 +39,7 @@ class StorageType:
 
 
 def read_torch(path: Path) -> Any:
-    """What was saved, with arrays in place of tensors; ModelLoadError."""
+    """Returns what was saved, with arrays in place of tensors; ModelLoadError."""
     try:
         with zipfile.ZipFile(path) as archive:
             return _read(archive)

@@ -36,7 +36,7 @@ def has_image_encoder(config: dict[str, Any]) -> bool:
 
 
 def why_text_only(config: dict[str, Any]) -> str | None:
-    """Why such a model can't read images here; None: it can."""
+    """Returns why such a model can't read images here; None: it can."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         return f"models of type {kind} are not served with images; those of type {', '.join(FAMILIES)} are"

@@ -37,7 +37,7 @@ class ImageTextModel(nn.Module):
         return head(hidden)
 
     def _features(self, tokens: mx.array, inputs: RowInputs) -> dict[str, Any]:
-        """What mlx-vlm's language models take beside tokens."""
+        """Returns what mlx-vlm's language models take beside tokens."""
         if inputs.features is None or inputs.replaced is None:
             return {}
         language = self.language_model

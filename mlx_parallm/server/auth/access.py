@@ -89,7 +89,7 @@ class AccessControl:
         return Caller(key, self.rates.usage(key) if key.limits else None)
 
     def role_of_anybody(self) -> Role | None:
-        """What may be done without a key; None: nothing."""
+        """Returns what may be done without a key; None: nothing."""
         if self.ring.guards("user"):
             return None
         return "user" if self.ring.guards("admin") else "admin"
@@ -290,7 +290,7 @@ def is_loopback_address(name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether listening there is heard by this machine alone."""
+    """Returns whether listening there is heard by this machine alone."""
     if is_loopback_address(host):
         return True
     try:

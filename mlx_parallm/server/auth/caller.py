@@ -55,7 +55,7 @@ class Caller:
         return Path(source).name if is_path and self.key is not None and self.key.role == "user" else source
 
     def visible_error(self, error: str) -> str:
-        """Why something has failed, which may name a path."""
+        """Returns why something has failed, which may name a path."""
         hidden = self.key is not None and self.key.role == "user" and "/" in error
         return "it can't be loaded; the server's log says why" if hidden else error
 

@@ -35,7 +35,7 @@ def read_document(path: Path) -> Document:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong and where, without the line itself: a key may stand in it."""
+    """Returns what is wrong and where, without the line itself: a key may stand in it."""
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark or error.context_mark) is not None:

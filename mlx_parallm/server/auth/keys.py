@@ -231,7 +231,7 @@ class KeyRing:
         return [key.name for key in self._from_file if not key.salt]
 
     def guards(self, role: Role) -> bool:
-        """Whether routes of a role need a key. An admin's key alone, on a flag, leaves users' routes open."""
+        """Returns whether routes of a role need a key. An admin's key alone, on a flag, leaves users' routes open."""
         if role == "user":
             return self.path is not None or any(key.role != "admin" for key in self.fixed)
         return self.path is not None or bool(self.fixed)

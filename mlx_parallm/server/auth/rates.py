@@ -69,7 +69,7 @@ class SlidingWindow:
 
     @staticmethod
     def _end(step: int) -> float:
-        """When the whole of a step is so long ago that it is not counted."""
+        """Returns when the whole of a step is so long ago that it is not counted."""
         return (step + 1) * STEP + SECONDS
 
 

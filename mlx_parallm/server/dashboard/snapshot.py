@@ -236,7 +236,7 @@ def memory(engines: Sequence[EngineMetrics]) -> dict[str, int]:
 
 
 def points(snapshot: ServerSnapshot) -> dict[str, Any]:
-    """What the charts keep of a snapshot."""
+    """Returns what the charts keep of a snapshot."""
     return {
         "time": snapshot["time"],
         "queue": snapshot["queue"],

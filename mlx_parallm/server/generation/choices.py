@@ -114,7 +114,7 @@ class ChoiceStream:
         return len(self.spans) > 1
 
     def take(self, delta: Delta) -> ChoiceUpdate | None:
-        """What there is to tell, or None while there is nothing."""
+        """Returns what there is to tell, or None while there is nothing."""
         if self.finish_reason is not None:
             return None
         self.begun = self.begun or delta.begun or time.perf_counter()

@@ -37,7 +37,7 @@ class TextPair(Body):
 
 
 def _form(value: Any) -> str | None:
-    """Which kind of input it is. A list of two texts is a pair only inside a list of inputs."""
+    """Returns which kind of input it is. A list of two texts is a pair only inside a list of inputs."""
     if isinstance(value, str):
         return "<text>"
     if isinstance(value, dict | TextPair):

@@ -161,7 +161,8 @@ def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
 
 
 def _is_absent(error: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
-    """Whether the last name is a field that should be there, and not a member of a union that the body is not."""
+    """Returns whether the last name is a field that should be there, and not a member of a union that the body is
+    not."""
     return bool(error["type"] == "missing" or error["input"] != body)
 
 

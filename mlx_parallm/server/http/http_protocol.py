@@ -94,7 +94,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def uvicorn_config(app: Any, *, lifespan: Literal["on", "off"] = "on", **more: Any) -> uvicorn.Config:
-    """How every HTTP server of ours is run: uvicorn writes no log and installs no handlers of its own."""
+    """Returns how every HTTP server of ours is run: uvicorn writes no log and installs no handlers of its own."""
     return uvicorn.Config(
         app,
         loop="uvloop",

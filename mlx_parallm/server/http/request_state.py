@@ -67,6 +67,6 @@ def known_state(scope: Scope) -> RequestState | None:
 
 
 def route_name(scope: Scope) -> str:
-    """What logs call a request's path."""
+    """Returns what logs call a request's path."""
     state = known_state(scope)
     return str(scope["path"]) if state is None else state.route.name or UNKNOWN

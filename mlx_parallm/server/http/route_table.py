@@ -115,8 +115,8 @@ class RouteTable:
 
 
 def _unknown(neighbours: Sequence[Route]) -> Route:
-    """What is true of a path that is not there, by those beside it: their shape of errors, where all have one, and a
-    role above a user's, where all that change something need one."""
+    """Returns what is true of a path that is not there, by those beside it: their shape of errors, where all have one,
+    and a role above a user's, where all that change something need one."""
     shapes = {route.error_shape for route in neighbours}
     roles = [route.role for route in neighbours if route.changes] or [route.role for route in neighbours]
     least = min(ROLES.index(role or "user") for role in roles)

@@ -23,7 +23,7 @@ def known_fields(annotation: Any) -> frozenset[str]:
 
 
 def warning(names: Iterable[str], known: frozenset[str]) -> str | None:
-    """What is said of fields that nobody knows, in ASCII; None where all are known."""
+    """Returns what is said of fields that nobody knows, in ASCII; None where all are known."""
     unknown = [name for name in names if name not in known]
     if not unknown:
         return None

@@ -51,7 +51,7 @@ class Scanner:
         self.mark = ""  # the end mark that was found
 
     def scan(self, text: str) -> tuple[int, Event]:
-        """How much of the text is understood, and what comes then.
+        """Returns how much of the text is understood, and what comes then.
 
         "closed": the outermost bracket was closed there; "end": an end mark begins there; None: more text is needed.
         """
@@ -91,7 +91,7 @@ class Scanner:
         return self._depth == 0
 
     def _withheld(self, rest: str, marks: Prefixes) -> int:
-        """How much at the end may be the start of a mark or of an escaped character."""
+        """Returns how much at the end may be the start of a mark or of an escaped character."""
         if self._closing and self._quoting.escapes and rest.endswith("\\"):
             return 1
         return marks.held(rest)
@@ -99,7 +99,7 @@ class Scanner:
 
 @lru_cache(maxsize=256)
 def _pattern(quoting: Quoting, ends: tuple[str, ...], closing: str, broken: bool) -> tuple[re.Pattern[str], Prefixes]:
-    """What to look for inside a string or, with no `closing` mark, outside."""
+    """Returns what to look for inside a string or, with no `closing` mark, outside."""
     marks = [closing] if closing else [opening for opening, _ in quoting.strings]
     if broken or not closing:
         marks += ends

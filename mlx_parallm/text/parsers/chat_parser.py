@@ -57,7 +57,7 @@ class Parser(Protocol):
     def push(self, text: str) -> Piece: ...
 
     def finish(self, *, cut_off: bool = False) -> Piece:
-        """What is left once the text has ended; `cut_off`: by a limit, not by the model or a stop string."""
+        """Returns what is left once the text has ended; `cut_off`: by a limit, not by the model or a stop string."""
 
 
 def chat_parser(

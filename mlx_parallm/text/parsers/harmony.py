@@ -100,7 +100,7 @@ class HarmonyParser:
         return piece
 
     def finish(self, *, cut_off: bool = False) -> Piece:
-        """What is left once the text has ended; `cut_off`: not by the model itself."""
+        """Returns what is left once the text has ended; `cut_off`: not by the model itself."""
         piece = Piece()
         rest = self._buffer
         self._buffer = ""

@@ -24,7 +24,7 @@ class PolicyMonitor:
         self.deviations: deque[float] = deque(maxlen=kept)  # … and the standard deviation
 
     def alarm(self, metrics: Mapping[str, float]) -> str:
-        """What is wrong with the policy that the trajectories of an update came from; empty: nothing."""
+        """Returns what is wrong with the policy that the trajectories of an update came from; empty: nothing."""
         limits = self.alarms
         if limits.kl and metrics.get("kl", 0.0) > limits.kl:
             return f"its KL divergence to the reference is {metrics['kl']:.3g}, over {limits.kl:g}"
@@ -37,7 +37,7 @@ class PolicyMonitor:
         return self._fall(limits.reward_drop) if limits.reward_drop else ""
 
     def _fall(self, limit: float) -> str:
-        """How far rewards have fallen below those of the updates before, where that is too far."""
+        """Returns how far rewards have fallen below those of the updates before, where that is too far."""
         earlier = list(self.rewards)[:-RECENT]
         if len(earlier) < RECENT:
             return ""
@@ -55,7 +55,7 @@ class PolicyMonitor:
         return float(np.median(recent)) if len(recent) == RECENT else -np.inf
 
     def improves(self) -> bool:
-        """Whether recent rewards are better than ever before; the first ones say nothing."""
+        """Returns whether recent rewards are better than ever before; the first ones say nothing."""
         recent = self._recent
         best = self.best_reward
         self.best_reward = max(best, recent)

@@ -245,7 +245,7 @@ class Batch:
         return shape.rounded() if rounded else shape
 
     def _most(self, places: Sequence[int], limit: int, rounded: bool) -> int:
-        """How many completions to one prompt are within the limit; one at least."""
+        """Returns how many completions to one prompt are within the limit; one at least."""
         prompt, completion = self._lengths(places)
         for count in range(len(places), 1, -1):
             shape = Shape(prompts=1, prompt=prompt, completions=count, completion=completion)
@@ -254,7 +254,8 @@ class Batch:
         return 1
 
     def _together(self, parts: Sequence[Sequence[int]], limit: int, rounded: bool) -> bool:
-        """Whether completions to several prompts may be one micro-batch: within the limit and with little padding."""
+        """Returns whether completions to several prompts may be one micro-batch: within the limit and with little
+        padding."""
         together = self._shape(parts, rounded).tokens
         if rounded:
             apart = self._shape(parts[:-1], rounded).tokens + self._shape(parts[-1:], rounded).tokens + LAUNCH_TOKENS
@@ -320,7 +321,7 @@ def _parts(groups: Integers, size: int) -> list[list[int]]:
 
 
 def _allowed(one: Trajectory) -> int:
-    """How many tokens the completion could have had, where that is known."""
+    """Returns how many tokens the completion could have had, where that is known."""
     return one.max_tokens or len(one.completion_ids)
 
 

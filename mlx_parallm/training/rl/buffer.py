@@ -120,7 +120,7 @@ class Buffer:
             self._changed.notify_all()
 
     def freeze(self, work: Callable[[], T]) -> FrozenBuffer[T]:
-        """What waits, the counts, and what `work` returns, with nothing added in between."""
+        """Returns what waits, the counts, and what `work` returns, with nothing added in between."""
         with self._changed:
             waiting = [one for group in self._groups.values() for one in group]
             return FrozenBuffer(waiting, asdict(self.counts), work())
@@ -142,7 +142,7 @@ class Buffer:
             return sum(len(group) for group in self._groups.values() if _comparable(group))
 
     def wait(self, count: int, timeout: float) -> bool:
-        """Whether so many are ready, within that time, or once somebody calls `wake`."""
+        """Returns whether so many are ready, within that time, or once somebody calls `wake`."""
         with self._changed:
             woken = self._woken
             self._changed.wait_for(lambda: self.ready() >= count or self._woken != woken, timeout)

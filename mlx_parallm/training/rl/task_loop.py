@@ -139,7 +139,7 @@ class TaskSampler:
         return self._prompts.chat(Conversation([dict(message) for message in problem.messages])).tokens
 
     def misfit(self, problem: Problem, completions: int) -> str:
-        """Why so many completions to a problem can't be had: its prompt is too long. Empty: they can."""
+        """Returns why so many completions to a problem can't be had: its prompt is too long. Empty: they can."""
         tokens = self.tokens(problem)
         try:
             if len(tokens) >= self._engine.model.context_length:
@@ -187,7 +187,7 @@ class TaskSampler:
 
 
 def _scorer(component: Component) -> str:
-    """What it is called among the scoring functions."""
+    """Returns what it is called among the scoring functions."""
     return f"reward/{component.name}"
 
 

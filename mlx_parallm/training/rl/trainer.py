@@ -289,7 +289,7 @@ class Trainer:
         self.activation_bytes = max(self.activation_bytes, nbytes)
 
     def _is_known(self, micro: Micro) -> bool:
-        """Whether the time that it took tells how many tokens to take: a new shape's was for its plans, too."""
+        """Returns whether the time that it took tells how many tokens to take: a new shape's was for its plans, too."""
         shape = micro.prompts.tokens.shape, micro.completions.shape
         known = not self.rounded or shape in self._shapes
         self._shapes.add(shape)

@@ -181,7 +181,7 @@ class Checkpoints:
                 os.rename(path, target)
 
     def _by_time(self) -> list[tuple[float, str]]:
-        """When each was written, with its name; those that can't be read come first."""
+        """Returns when each was written, with its name; those that can't be read come first."""
         written = []
         for name in self.names():
             try:

@@ -102,7 +102,7 @@ def captured(
     seed: int,
     extra: Mapping[str, Any],
 ) -> Captured:
-    """What the parts of a session hold now. `frozen`: its buffer, with the number of the journal's new file."""
+    """Returns what the parts of a session hold now. `frozen`: its buffer, with the number of the journal's new file."""
     version = versions.current
     good = _other(None if good_version is None else good_version.state, policy.state)
     served = _other(versions.state_of(version), policy.state)

@@ -226,7 +226,8 @@ class DatasetReader:
 
 
 def _alike(prefix: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many tokens both begin with: all of the prefix, unless its last characters are part of a longer token."""
+    """Returns how many tokens both begin with: all of the prefix, unless its last characters are part of a longer
+    token."""
     places = range(min(len(prefix), len(tokens)))
     return next((place for place in places if prefix[place] != tokens[place]), len(places))
 

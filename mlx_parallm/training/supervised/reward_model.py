@@ -220,7 +220,7 @@ def _cost(rows: Sequence[list[int]], shares: bool) -> int:
 
 
 def _shared(rows: Sequence[list[int]]) -> int:
-    """How many tokens all begin with, each having at least one behind them."""
+    """Returns how many tokens all begin with, each having at least one behind them."""
     if len(rows) < 2:
         return 0
     low = min(rows)

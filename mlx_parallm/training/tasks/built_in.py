@@ -55,7 +55,7 @@ class Scorer(ABC):
         return [self.score(completion, facts) for completion, facts in zip(completions, metadata, strict=True)]
 
     def lacks(self, metadata: Mapping[str, Any]) -> str:
-        """What is missing in these facts, for an error; empty: nothing."""
+        """Returns what is missing in these facts, for an error; empty: nothing."""
         for name in self.needs:
             if name not in metadata:
                 return f"metadata.{name}"

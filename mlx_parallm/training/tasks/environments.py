@@ -59,7 +59,7 @@ class Environment(ABC):
 
     @abstractmethod
     def step(self, messages: list[Message]) -> tuple[list[Message], float, bool]:
-        """What is said to the newest message, the model's; what that was worth; whether the episode is done.
+        """Returns what is said to the newest message, the model's; what that was worth; whether the episode is done.
 
         The newest message has `content`, `tool_calls` where the model called tools, and `finish_reason`.
         """
@@ -141,7 +141,7 @@ class Episode:
 def make_task_sampler(
     engine: Engine, rollouts: RolloutSource, rewards: Rewards, task: Task, components: Sequence[Component] = ()
 ) -> TaskSampler:
-    """What puts a task's problems to a policy: episodes for an environment, single answers for all others."""
+    """Returns what puts a task's problems to a policy: episodes for an environment, single answers for all others."""
     if isinstance(task, EnvironmentTask):
         return EpisodeSampler(engine, rollouts, task)
     return TaskSampler(engine, rollouts, rewards, task, components)

@@ -50,7 +50,7 @@ class Adapters:
         self._client = context.runtime.adapters
 
     def _predicts(self, name: str) -> bool:
-        """Whether it is a model of its own, loaded or not, and no adapter."""
+        """Returns whether it is a model of its own, loaded or not, and no adapter."""
         return any(one.name == name and one.kind not in GENERATING for one in self._runtime.pool.statuses())
 
     async def adapters(self) -> Response:

@@ -26,7 +26,7 @@ from mlx_parallm.types import TokenLogprob
 
 
 def _read_yes_or_no(value: Any) -> int | None:
-    """Whether log-probabilities are wanted, or of how many of the likeliest tokens too."""
+    """Returns whether log-probabilities are wanted, or of how many of the likeliest tokens too."""
     if isinstance(value, bool):
         return 0 if value else None
     if type(value) is int and 0 <= value <= MAX_LOGPROBS:
@@ -133,7 +133,7 @@ class OwnWriter(GenerateWriter):
         return asked if asked is not None and not registry.names else choice.policy_version
 
     def _current(self) -> int:
-        """What the name of the request's own adapter means now; 0 for the model alone."""
+        """Returns what the name of the request's own adapter means now; 0 for the model alone."""
         version = self.generation.version
         return 0 if version is None else self.served.adapters.newest(version).number
 

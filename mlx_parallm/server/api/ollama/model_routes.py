@@ -41,7 +41,7 @@ class OllamaModels:
         self._names = names
 
     async def root(self) -> Response:
-        """What clients look for before they ask for anything."""
+        """Returns what clients look for before they ask for anything."""
         return PlainTextResponse("Ollama is running")
 
     async def version(self) -> Response:
@@ -67,7 +67,7 @@ class OllamaModels:
         return JSONResponse(OllamaProcesses(models=running))
 
     async def show(self, body: OllamaShowBody) -> Response:
-        """What is known of a model; of one that is not loaded, little."""
+        """Returns what is known of a model; of one that is not loaded, little."""
         status = self._names.status(body.model)
         served = next((one for one in self._models if one.name == status.name), None)
         architecture = _architecture(status, served)

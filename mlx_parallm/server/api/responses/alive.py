@@ -35,7 +35,7 @@ class ServerLock:
 
 
 def is_alive(folder: Path, name: str) -> bool:
-    """Whether the server of this name runs."""
+    """Returns whether the server of this name runs."""
     try:
         descriptor = os.open(folder / FOLDER / name, os.O_RDONLY)
     except OSError:

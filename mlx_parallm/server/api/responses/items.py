@@ -26,7 +26,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 def problem(text: str) -> PydanticCustomError:
-    """What is wrong with a value, in words that may hold braces."""
+    """Returns what is wrong with a value, in words that may hold braces."""
     return PydanticCustomError("value", text.replace("{", "{{").replace("}", "}}"))
 
 

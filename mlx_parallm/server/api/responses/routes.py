@@ -105,7 +105,7 @@ class ResponseRoutes:
                 del self._unwritten[next(iter(self._unwritten))]
 
     async def count(self, body: ResponseBody, request: Request) -> HttpResponse:
-        """How many tokens an input has, with its instructions, tools and all that it continues."""
+        """Returns how many tokens an input has, with its instructions, tools and all that it continues."""
         owner = owner_of(request)
         items = await self._input(body, owner)
         generation = await self._prepare(body, await self._context(body, owner, items), request)

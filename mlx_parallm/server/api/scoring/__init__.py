@@ -70,8 +70,8 @@ class ScoringRoutes:
         return JSONResponse(_scored(name, "reward", scores, count))
 
     async def score(self, body: ScoreBody, request: Request) -> Response:
-        """How well two texts fit, by a cross-encoder or by the cosine of embeddings. With `input` or `messages` in
-        place of two texts, it is /v1/rewards/score."""
+        """Returns how well two texts fit, by a cross-encoder or by the cosine of embeddings. With `input` or `messages`
+        in place of two texts, it is /v1/rewards/score."""
         if not body.compares:
             return await self.reward(body, request)
         name = self._first(body.model, _compares, _embeds)

@@ -24,7 +24,7 @@ _BARE_PYTHON = regex.compile(r"\s*\[\s{0,32}(?P<name>[A-Za-z_][\w.]{0,127})\(")
 
 
 def bare_call(text: str, names: set[str]) -> bool | None:
-    """Whether the text begins with a call of one of these tools; None as long as it may become one."""
+    """Returns whether the text begins with a call of one of these tools; None as long as it may become one."""
     for pattern in (BARE_JSON, _BARE_PYTHON):
         found = pattern.match(text, partial=True)
         if found is not None and (found["name"] is None or found["name"] in names):

@@ -51,7 +51,7 @@ class Prospect:
     name: str
     weights: int
     row: int  # of one answer with a full CONTEXT
-    completions: int  # of that length at once
+    answers: int  # of that length at once
     speed: float
     good_for: str
 
@@ -121,6 +121,6 @@ def _print(device: str, limit: int, rate: float, found: list[Prospect]) -> None:
         return
     table = Table("model", "weights", f"responses of {CONTEXT} tokens at once", "tokens/s of one", "good for")
     for one in found:
-        table.add_row(one.name, f"{one.weights / GIB:.1f} GiB", str(one.completions), f"{one.speed:.0f}", one.good_for)
+        table.add_row(one.name, f"{one.weights / GIB:.1f} GiB", str(one.answers), f"{one.speed:.0f}", one.good_for)
     console.print(table)
     console.print(f"parallm pull {found[0].name}", style="dim", highlight=False)

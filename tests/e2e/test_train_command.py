@@ -293,7 +293,7 @@ def test_a_run_whose_answers_get_no_reward_is_an_error(tiny_folder: Path, tmp_pa
     shown = " ".join((done.stderr + done.stdout).split())
     assert done.returncode == 1
     assert "the row has no field answer or reference" in shown
-    assert "no answer got a reward up to the end of step 1" in shown
+    assert "no completion got a reward up to the end of step 1" in shown
     assert "Traceback" not in shown
 
 

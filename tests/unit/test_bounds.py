@@ -211,7 +211,7 @@ def test_recommendations_fit_and_are_as_fast_as_the_memory() -> None:
         (model,) = [model for model in MODELS if model.name == one.name]
         assert one.weights == int(model.parameters * 1e9 * BITS / 8)
         assert one.row == model.kv * 2 * 8192
-        assert one.completions == int((0.9 * (8 << 30) - one.weights) // one.row) >= 1
+        assert one.answers == int((0.9 * (8 << 30) - one.weights) // one.row) >= 1
         assert one.speed == pytest.approx(EFFICIENCY * 100e9 / (model.active * 1e9 * BITS / 8))
     (wide, *_) = prospects(8 << 30, 100e9, 32.0)
     (narrow,) = [one for one in prospects(8 << 30, 100e9, 16.0) if one.name == wide.name]

@@ -1,5 +1,6 @@
 """How much memory this process may hold: of the machine, of its control groups, of a Mac's working set."""
 
+import logging
 import os
 import platform
 import re
@@ -16,29 +17,50 @@ UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 SYSTEM_SHARE = 8  # a Mac keeps one part in so many for itself, and at least …
 SYSTEM_BYTES = 2 << 30
 
+log = logging.getLogger(__name__)
+
 
 def usable_memory(device: Device) -> int:
-    """Bytes that this process should hold at most, what it holds already included."""
-    info = mx.device_info()
-    held = mx.get_active_memory()
-    if device.kind == "metal":
-        working_set = int(info["max_recommended_working_set_size"])
-        free = mac_available_memory()
-        return min(working_set * 8 // 10, held + free * 9 // 10) if free is not None else working_set * 8 // 10
-    if device.kind == "cuda":
-        return int(info.get("total_memory", info.get("memory_size", 16 << 30))) * 8 // 10
-    return held + available_memory() // 2
+    """Bytes that this process should hold at most, what it holds already included.
+
+    On a GPU that is four fifths of its memory, whatever is free just now: other programs' memory is compressed or
+    swapped when ours is used. On the CPU it is half of what is available.
+    """
+    if device.kind == "cpu":
+        return mx.get_active_memory() + available_memory() // 2
+    return largest_memory(device) * 8 // 10
 
 
 def largest_memory(device: Device) -> int:
     """Bytes that it can hold, with nothing left for anybody else."""
     info = mx.device_info()
-    held = mx.get_active_memory()
     if device.kind == "metal":
         return int(info["max_recommended_working_set_size"])
     if device.kind == "cuda":
         return int(info.get("total_memory", info.get("memory_size", 16 << 30)))
-    return held + available_memory()
+    return mx.get_active_memory() + available_memory()
+
+
+def room_at_hand() -> int:
+    """Bytes that the next piece of work may take, where no limit is given. Cheap: it may be asked for each piece."""
+    device = this_device()
+    if device.kind == "cpu":
+        return available_memory() // 2
+    return max(0, usable_memory(device) - mx.get_active_memory())
+
+
+def check_free_memory(needed: int) -> None:
+    """Warns where fewer bytes are free than a model needs: it will load, and other programs will be swapped out."""
+    if this_device().kind != "metal":
+        return
+    free = mac_available_memory()
+    if free is not None and free < needed:
+        log.warning(
+            "%.1f GiB of memory are free and the model needs %.1f GiB: macOS will compress or swap out the memory of "
+            "other programs, and the first requests will be slow; close programs, or choose a smaller model",
+            free / (1 << 30),
+            needed / (1 << 30),
+        )
 
 
 def wire_memory() -> int:

@@ -1,6 +1,6 @@
 """How much memory the process may hold, and how it is divided. One budget for all models, made once they are loaded.
 
-The limit is what the machine leaves us: on a Mac the GPU's working set and what is free, on CUDA the card's memory, on
+The limit is what the machine leaves us: on a Mac four fifths of the GPU's working set, on CUDA of the card's memory, on
 the CPU half of what is available, within the limits of the container (cgroups v2 and v1). Of what the weights leave,
 parts go to training, to adapters on the device and to freed memory that MLX keeps; the rest is shared by the models,
 two thirds for running rows and one third for cached blocks. The engine and `server_process` call this.

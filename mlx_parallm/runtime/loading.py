@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.freed_memory import give_memory_back
+from mlx_parallm.devices.machine_memory import check_free_memory
 from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
@@ -158,6 +159,7 @@ class Loader:
             size //= self._ranks.size
             if kind is not None or memory.engines:
                 raise ConflictError("a group of ranks serves one model that generates; start another server for others")
+        check_free_memory(size)
         where = ", the embedded model" if source is None else f" from {origin or source}"
         with ExitStack() as undo:
             undo.callback(memory.divide)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.devices.machine_memory import available_memory
+from mlx_parallm.devices.machine_memory import room_at_hand
 
 # tokens
 MIN_MICRO = 32
@@ -53,7 +53,7 @@ class Budget:
     ) -> None:
         """`seconds` that a micro-batch should take while somebody waits; `fixed`: it has always so many tokens;
         `at_hand`: bytes that it may take."""
-        self._at_hand = at_hand or (lambda: available_memory() // 2)
+        self._at_hand = at_hand or room_at_hand
         self._paces = {
             busy: Pace(times * seconds, fixed, least, 2 * times * least) for busy, times in ((True, 1), (False, ALONE))
         }

@@ -201,7 +201,7 @@ def test_an_adapter_of_another_shape_is_refused() -> None:
 
 
 def test_a_micro_batch_may_take_half_of_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervised, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(supervised, "room_at_hand", lambda: 1 << 19)
     free, limited = SFT(tiny(), LORA, config()), SFT(tiny(), LORA, config(), memory=1 << 30)
     for trainer in (free, limited):
         trainer.budget.largest = MemoryUse(1 << 20, 100)  # as if one of a hundred tokens had taken so much

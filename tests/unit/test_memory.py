@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_parallm.cli import recommend
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices import machine_memory
 from mlx_parallm.devices.device import DEVICES
@@ -147,8 +148,55 @@ def test_a_mac_keeps_some_memory_for_itself(monkeypatch: pytest.MonkeyPatch) -> 
     info["max_recommended_working_set_size"] = 15 * GIB
     assert machine_memory.wire_memory() == 14 * GIB
     assert wired == [12 * GIB, 14 * GIB]
-    monkeypatch.setattr(machine_memory.mx, "get_active_memory", lambda: GIB)
-    monkeypatch.setattr(machine_memory, "mac_available_memory", lambda: 4 * GIB)
-    assert machine_memory.usable_memory(DEVICES["metal"]) == GIB + 4 * GIB * 9 // 10
-    monkeypatch.setattr(machine_memory, "mac_available_memory", lambda: 100 * GIB)
-    assert machine_memory.usable_memory(DEVICES["metal"]) == 12 * GIB
+
+
+# Memory and recommended working set in GiB: two thirds up to 36 GiB, three quarters above, as macOS has it.
+MACS = {8: 5.3, 16: 10.7, 32: 21.3, 64: 48.0, 128: 96.0}
+
+
+@pytest.mark.parametrize("free", [GIB // 4, 100 * GIB], ids=["busy", "idle"])
+@pytest.mark.parametrize("size", MACS)
+def test_a_busy_mac_serves_what_an_idle_one_does(size: int, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fits into four fifths of the working set is planned for; so is all that `recommend` lists."""
+    metal = DEVICES["metal"]
+    working_set = int(MACS[size] * GIB)
+    info = {"memory_size": size * GIB, "max_recommended_working_set_size": working_set}
+    monkeypatch.setattr(machine_memory, "this_device", lambda: metal)
+    monkeypatch.setattr(memory, "this_device", lambda: metal)
+    monkeypatch.setattr(machine_memory.mx, "device_info", lambda: info)
+    monkeypatch.setattr(machine_memory, "mac_available_memory", lambda: free)
+    config = ServeConfig.of()
+    limit = memory.memory_limit(config)
+    assert limit == working_set * 8 // 10
+    fitting = [model for model in recommend.MODELS if model.parameters * 1e9 * recommend.BITS / 8 < limit]
+    listed = {found.name for found in recommend.prospects(limit, 1e11, metal.weight_bits(recommend.BITS))}
+    assert listed and listed <= {model.name for model in fitting}
+    for model in fitting:
+        weights = int(model.parameters * 1e9 * recommend.BITS / 8)
+        (plan,) = plan_memory([weights], [weights // 200], config)
+        assert plan.rows > 0
+        assert total([plan]) <= limit
+        if model.name in listed:
+            assert plan.rows + plan.blocks > model.kv * 2 * 1024, "a text of a thousand tokens has room"
+
+
+def test_little_free_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(machine_memory, "mac_available_memory", lambda: GIB)
+    machine_memory.check_free_memory(5 * GIB)
+    assert not caplog.records, "only a Mac's memory is shared with a GPU"
+    monkeypatch.setattr(machine_memory, "this_device", lambda: DEVICES["metal"])
+    machine_memory.check_free_memory(GIB)
+    assert not caplog.records
+    machine_memory.check_free_memory(5 * GIB)
+    assert "1.0 GiB of memory are free and the model needs 5.0 GiB" in caplog.text
+
+
+def test_work_on_a_gpu_asks_the_system_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch asks for its room each time: no process is started for that."""
+    monkeypatch.setattr(machine_memory, "this_device", lambda: DEVICES["metal"])
+    monkeypatch.setattr(machine_memory.mx, "device_info", lambda: {"max_recommended_working_set_size": 10 * GIB})
+    monkeypatch.setattr(machine_memory.mx, "get_active_memory", lambda: 3 * GIB)
+    monkeypatch.setattr(machine_memory.subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    assert machine_memory.room_at_hand() == 5 * GIB
+    monkeypatch.setattr(machine_memory.mx, "get_active_memory", lambda: 9 * GIB)
+    assert machine_memory.room_at_hand() == 0

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.devices.device import this_device
-from mlx_parallm.devices.machine_memory import available_memory
+from mlx_parallm.devices.machine_memory import room_at_hand
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.adapter import Adapter
@@ -297,7 +297,7 @@ class Trainer:
 
     def _at_hand(self) -> int:
         """Bytes for a micro-batch."""
-        return available_memory() // 2 if self._memory is None else self._memory - self.working_bytes
+        return room_at_hand() if self._memory is None else self._memory - self.working_bytes
 
     def warm_up(self) -> None:
         """Updates that are forgotten: where kernels are built at their first use, nobody should wait for that later."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from mlx_parallm.config.training import LoRAConfig, UpdateConfig
 from mlx_parallm.devices.device import this_device
-from mlx_parallm.devices.machine_memory import available_memory
+from mlx_parallm.devices.machine_memory import room_at_hand
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.adapter import Adapter
@@ -237,7 +237,7 @@ class Supervised(ABC, Generic[Item]):
 
     def _at_hand(self) -> int:
         if self._memory is None:
-            return available_memory() // 2
+            return room_at_hand()
         held = 2 * self.learner.nbytes + sum(array.nbytes for array in self.learner.stacks.values())
         return self._memory - held
 

@@ -38,6 +38,7 @@ LAZY = {
 }
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss PyTorch, which nobody needs here
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # float32 is float32: GPUs and an M5 would multiply it with 10 bits
 # For MLX on CUDA, at its first use. Over a server's life come more shapes than it lets its caches miss, and then every
 # pass would fail. A plan for attention takes 0.3 s to make: the more of them are kept, the better.
 os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")

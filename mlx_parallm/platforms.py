@@ -1,11 +1,16 @@
-"""What the operating system must allow before MLX is loaded. Called by the commands; imports no MLX."""
+"""What the operating system must allow: a Python that MLX has a build for, open files, no sleep. Imports no MLX."""
 
+import logging
+import os
 import platform
 import subprocess
+from collections.abc import Callable
 
 from mlx_parallm.errors import ConfigError
 
 OPEN_FILES = 8192
+
+log = logging.getLogger(__name__)
 
 
 def check_python() -> None:
@@ -60,3 +65,22 @@ def raise_open_files() -> int:
     except (ValueError, OSError):
         return soft
     return wanted
+
+
+def hold_off_sleep() -> Callable[[], None]:
+    """Keeps a Mac from sleeping while nobody touches it, until the function that is returned is called or this process
+    ends, however it does. Does nothing elsewhere. The lid and the menu still send it to sleep."""
+    if platform.system() != "Darwin":
+        return lambda: None
+    command = ["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        log.warning("the machine may go to sleep while it serves: caffeinate can't be started: %s", error)
+        return lambda: None
+
+    def allow_sleep() -> None:
+        process.terminate()
+        process.wait()
+
+    return allow_sleep

@@ -62,6 +62,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             (cache / "mlx-parallm").mkdir()
             (cache / "mlx-parallm" / "native").symlink_to(built)
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield
 

@@ -40,6 +40,12 @@ class HttpConfig:
     )
     tls_cert: str | None = option(None, "PEM file of the certificate chain to serve https with; needs --tls-key")
     tls_key: str | None = option(None, "PEM file of the certificate's private key, without a password")
+    allow_sleep: bool = option(
+        False,
+        "let a Mac go to sleep while nobody touches it, although it serves or trains (default: caffeinate holds it off; "
+        "of no effect elsewhere)",
+        parse=parse_bool,
+    )
     insecure: bool = option(False, "listen beyond this machine without any key", parse=parse_bool)
     allowed_host: tuple[str, ...] = option(
         (),
@@ -61,7 +67,7 @@ class HttpConfig:
     responses_dir: str | None = option(
         None,
         "folder that keeps completions of /v1/responses for requests that continue them, private to the user (default: "
-        "responses in the user's cache folder)",
+        "responses in the user's data folder)",
     )
     responses_max_bytes: int = option(
         1_000_000_000,

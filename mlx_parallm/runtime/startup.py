@@ -15,7 +15,8 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.ranks import Ranks
 from mlx_parallm.errors import ConfigError, UnavailableError
 from mlx_parallm.lora.adapter_files import read_adapter
-from mlx_parallm.paths import user_cache
+from mlx_parallm.paths import user_data
+from mlx_parallm.platforms import hold_off_sleep
 from mlx_parallm.progress import StartProgress, silent
 from mlx_parallm.runtime.adapters import LocalAdapters, SplitFile
 from mlx_parallm.runtime.pool import ModelPool
@@ -38,6 +39,7 @@ class Runtime:
         self._config = config
         self._trained = set(config.training.adapters) if learn and config.trains else set()
         self._manager: TrainingManager | None = None
+        self.resources = ExitStack()  # what ends with it
         pool.listen(self._follow)
 
     @property
@@ -78,7 +80,7 @@ class Runtime:
         """The default model's own name serves what a rule has come to, over restarts; `adapters` tells of decisions."""
         engine = self.engine
         config = self._config
-        folder = Path(config.checkpoints.checkpoint_dir).expanduser() if config.trains else user_cache() / "splits"
+        folder = Path(config.checkpoints.checkpoint_dir).expanduser() if config.trains else user_data("splits")
         self._split = SplitFile(folder, engine.model.name)
         self._split.restore(engine.adapters, lambda name: self.adapters.checkpoint(engine.model.name, name))
         self._split.follow(engine.adapters)
@@ -92,7 +94,7 @@ class Runtime:
     def close(self) -> None:
         """Writes training's state and ends the engines; what still runs is cut off."""
         self.training.close()
-        self.pool.stop()
+        self.resources.close()
 
 
 def start(
@@ -112,6 +114,8 @@ def start(
     pool = ModelPool(config, deliver, ranks)
     runtime = Runtime(config, pool, learn)
     with ExitStack() as undo:
+        if not config.http.allow_sleep:
+            undo.callback(hold_off_sleep())
         undo.callback(pool.stop)
         pool.start(progress)
         if learn and runtime.models:
@@ -119,5 +123,5 @@ def start(
             runtime.follow_split()
         elif not runtime.models and (config.trains or config.named_adapters()):
             raise ConfigError("training and adapters need a model that generates text: name it with --model-path")
-        undo.pop_all()
+        runtime.resources = undo.pop_all()
     return runtime

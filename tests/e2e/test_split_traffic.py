@@ -57,7 +57,7 @@ def test_the_better_arm_gets_all_requests_and_keeps_them_over_a_restart(
     tiny_folder: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     def begun() -> ServerProcess:
-        environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        environment = {"XDG_DATA_HOME": str(tmp_path / "data")}
         return ours(str(tiny_folder), flags(folders, tmp_path), environment=environment)
 
     with running(begun()) as server:

@@ -26,6 +26,47 @@ def test_the_cache_is_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPa
     assert paths.user_cache() == tmp_path / "x/mlx-parallm"
 
 
+def test_data_is_not_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    assert paths.user_data("responses") == tmp_path / "Library/Application Support/mlx-parallm/responses"
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    assert paths.user_data("responses") == tmp_path / ".local/share/mlx-parallm/responses"
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "x"))
+    assert paths.user_data("splits") == tmp_path / "x/mlx-parallm/splits"
+
+
+def test_data_of_earlier_versions_is_moved_out_of_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    earlier = paths.user_cache() / "responses"
+    earlier.mkdir(parents=True)
+    (earlier / "kept").write_text("a response")
+    (tmp_path / "data").write_text("a file is in the way")
+    assert paths.user_data("responses") == earlier, "nothing is lost where it can't be moved"
+    assert "can't be moved" in caplog.text
+    (tmp_path / "data").unlink()
+    folder = paths.user_data("responses")
+    assert (folder / "kept").read_text() == "a response"
+    assert not earlier.exists()
+    earlier.mkdir()
+    assert paths.user_data("responses") == folder, "what is there already is never replaced"
+    assert (folder / "kept").exists()
+
+
+def test_sockets_have_short_paths() -> None:
+    folder = paths.socket_folder()
+    try:
+        assert len(str(folder)) < 30
+        assert folder.stat().st_mode & 0o77 == 0
+    finally:
+        folder.rmdir()
+
+
 @pytest.mark.parametrize(("arm", "said"), [("1", "runs under Rosetta"), ("0", "Intel processor")])
 def test_an_intel_python_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch, arm: str, said: str) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
@@ -72,6 +113,32 @@ def test_a_checkpoint_reaches_the_drive_itself(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(os, "fsync", synced.append)
     checkpoints._write(tmp_path / "file", b"content")
     assert len(synced) == 1
+
+
+def test_a_mac_is_kept_awake_until_it_need_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    original = subprocess.Popen
+
+    def popen(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        started.append(command)
+        return original(["sleep", "60"])
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    platforms.hold_off_sleep()()
+    assert not started, "only a Mac has caffeinate"
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    allow_sleep = platforms.hold_off_sleep()
+    assert started == [["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]]
+    allow_sleep()
+
+
+def test_a_mac_that_can_not_be_kept_awake_serves_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")  # here without a caffeinate
+    platforms.hold_off_sleep()()
+    assert "may go to sleep" in caplog.text
 
 
 @pytest.mark.long

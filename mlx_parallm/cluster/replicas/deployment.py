@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from ray.serve.schema import LoggingConfig
 from mlx_parallm.cluster.replicas.replica import FrontLink, Replica
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.paths import socket_folder
 from mlx_parallm.progress import say
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class RayCluster:
         self.shared = config.cluster.share_model
         self.address = ""
         self._head: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.mkdtemp(prefix="parallm-ray-")
+        self._folder = str(socket_folder())
         self._deployed = 0
         self._stopped = False
 
@@ -160,7 +160,7 @@ class RayCluster:
 def join(config: ServeConfig) -> int:
     """Offers this machine to a cluster, until a signal comes or the cluster ends."""
     assert config.cluster.connect_to is not None
-    folder = tempfile.mkdtemp(prefix="parallm-ray-")
+    folder = str(socket_folder())
     process = _ray_start([f"--address={config.cluster.connect_to}"], config.cluster.replicas, folder)
     asked = False
 

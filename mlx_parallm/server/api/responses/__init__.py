@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from mlx_parallm.paths import user_cache
+from mlx_parallm.paths import user_data
 from mlx_parallm.server.api.responses.response_store import ResponseStore
 from mlx_parallm.server.api.responses.response_types import (
     InputItemList,
@@ -60,7 +60,7 @@ ROUTES = (
 
 def router(context: ServerContext) -> APIRouter:
     config = context.config.http
-    folder = Path(config.responses_dir).expanduser() if config.responses_dir else user_cache() / "responses"
+    folder = Path(config.responses_dir).expanduser() if config.responses_dir else user_data("responses")
     store = ResponseStore(folder, config.responses_max_bytes)
 
     @asynccontextmanager

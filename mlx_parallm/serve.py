@@ -32,7 +32,7 @@ def serve(
     `companion` works beside it, on a thread, once it serves; the server stops when that returns a code. `ranks` have
     the other parts of the model.
     """
-    logs.set_up(config.http.log_level, config.http.log_json)
+    logs.set_up(config.http)
     check_access(config)
     raise_open_files()
     listener = listen(config.http.host, config.http.port)

@@ -1,8 +1,12 @@
-# Homebrew formula for a checkout: `python -m build` first. A tap sets `homepage`, and `url` and `sha256` of a release:
-#   brew install --build-from-source ./packaging/mlx-parallm.rb
+# Homebrew formula. Homebrew installs formulae from taps alone, not from a file: for a checkout, make a tap of your own:
+#   python -m build
+#   brew tap-new local/parallm
+#   cp packaging/mlx-parallm.rb "$(brew --repository local/parallm)/Formula/"
+#   HOMEBREW_PARALLM_DIST="$PWD/dist" brew install --build-from-source local/parallm/mlx-parallm
+# A tap of a release sets `homepage`, `url` and `sha256` instead.
 class MlxParallm < Formula
   desc "LLM server for Apple Silicon that also trains what it serves"
-  url "file://#{File.expand_path("../dist/mlx_parallm-0.1.0.tar.gz", __dir__)}"
+  url "file://#{ENV.fetch("HOMEBREW_PARALLM_DIST")}/mlx_parallm-0.1.0.tar.gz"
   license "Apache-2.0"
 
   depends_on arch: :arm64
@@ -18,10 +22,8 @@ class MlxParallm < Formula
   end
 
   service do
-    run [opt_bin/"mlx_parallm_serve"]
+    run [opt_bin/"mlx_parallm_serve", "--log-file", var/"log/mlx-parallm.log"]
     keep_alive successful_exit: false
-    log_path var/"log/mlx-parallm.log"
-    error_log_path var/"log/mlx-parallm.log"
   end
 
   test do

@@ -126,7 +126,7 @@ def serve(args: argparse.Namespace) -> int:
         return serve_replicas(settings)
     from mlx_parallm.server.http import logs
 
-    logs.set_up(settings.http.log_level, settings.http.log_json)
+    logs.set_up(settings.http, helper=True)
     with progress("importing MLX and what else is needed", unknown):  # seconds
         from mlx_parallm.cluster.parallel.rank_process import serve_rank
 

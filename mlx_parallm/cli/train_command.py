@@ -36,7 +36,7 @@ def _run_alone(config: TrainConfig, work: "Callable[[TrainingManager, TrainConfi
     from mlx_parallm.runtime.startup import start
     from mlx_parallm.server.http import logs
 
-    logs.set_up(config.http.log_level, config.http.log_json)
+    logs.set_up(config.http)
     learns = config.mode == "rl"  # other modes make a trainer of their own
     runtime = start(config, lambda events: None, learn=learns, progress=progress)
     try:

@@ -42,7 +42,7 @@ class HttpConfig:
     tls_key: str | None = option(None, "PEM file of the certificate's private key, without a password")
     allow_sleep: bool = option(
         False,
-        "let a Mac go to sleep while nobody touches it, although it serves or trains (default: caffeinate holds it off; "
+        "let a Mac go to sleep while nobody touches it, although it serves or trains (default: caffeinate prevents it; "
         "of no effect elsewhere)",
         parse=parse_bool,
     )
@@ -93,13 +93,18 @@ class HttpConfig:
     log_level: str = option(
         "INFO", "least level of what is logged: DEBUG, INFO, WARNING, ERROR or CRITICAL", parse=str.upper
     )
+    log_file: str | None = option(
+        None,
+        "file that the log is written to; at 10 MB the next one begins, and the last four are kept as FILE.1 to FILE.4 "
+        "(default: standard error)",
+    )
     log_json: bool = option(False, "write one JSON object per log line", parse=parse_bool)
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_body_size")
         check_at_least(self, 0, "drain_timeout_seconds", "responses_max_bytes")
         check_finite(self, "drain_timeout_seconds")
-        for name in ("api_key", "admin_key", "keys_file", "audit_log", "tls_cert", "tls_key"):
+        for name in ("api_key", "admin_key", "keys_file", "audit_log", "log_file", "tls_cert", "tls_key"):
             if (value := getattr(self, name)) is not None and not value.strip():
                 raise ConfigError(f"{name} is empty: give it a value, or leave it out (unset PARALLM_{name.upper()})")
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -1,11 +1,16 @@
 """`--check-logs` finds what it looks for: a search that finds nothing must be able to find something."""
 
+import argparse
 import logging
+import plistlib
 from pathlib import Path
 
 import httpx
 import pytest
 
+from mlx_parallm.config.http import HttpConfig
+from mlx_parallm.config.serve_config import add_serve_flags
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.http import logs
 from tests.support.log_check import LogCheck
 
@@ -66,9 +71,46 @@ def test_libraries_say_what_is_wrong_and_no_more(level: str, others: str, monkey
     libraries = [logging.getLogger(name) for name in ("httpx", "asyncio", "filelock", "urllib3", "uvicorn.error")]
     before = [(logger, logger.level) for logger in (root, *libraries)]
     try:
-        logs.set_up(level, as_json=False)
+        logs.set_up(HttpConfig(log_level=level))
         assert logging.getLevelName(root.level) == level
         assert {logging.getLevelName(logger.level) for logger in libraries} == {others}
     finally:
         for logger, was in before:
             logger.setLevel(was)
+
+
+def test_a_log_file_is_rotated_and_errors_name_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(logs, "FILE_BYTES", 2000)
+    file = tmp_path / "logs" / "server.log"
+    before = root.level
+    try:
+        logs.set_up(HttpConfig(log_file=str(file)), helper=True)
+        logging.getLogger("test").warning("of a helper")
+        assert not file.exists(), "the process that it helps writes the file"
+        logs.set_up(HttpConfig(log_file=str(file)))
+        for number in range(200):
+            logging.getLogger("test").warning("line %d", number)
+        assert "line 199" in file.read_text()
+        names = [path.name for path in file.parent.iterdir()]
+        assert sorted(names) == ["server.log", *(f"server.log.{number}" for number in range(1, 5))]
+        assert all(path.stat().st_size <= 2000 for path in file.parent.iterdir())
+        (tmp_path / "taken").write_text("")
+        with pytest.raises(ConfigError, match=r"--log-file .*taken/server\.log can't be written"):
+            logs.set_up(HttpConfig(log_file=str(tmp_path / "taken" / "server.log")))
+        logging.getLogger("test").warning("goes on")
+        assert "goes on" in file.read_text()
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.setLevel(before)
+
+
+def test_the_launch_agent_starts_a_server_with_a_log_that_is_rotated() -> None:
+    plist = plistlib.loads((Path(__file__).parents[2] / "packaging" / "mlx-parallm.plist").read_bytes())
+    program, *flags = plist["ProgramArguments"]
+    assert program.endswith("mlx_parallm_serve")
+    parser = argparse.ArgumentParser()
+    add_serve_flags(parser)
+    assert parser.parse_args(flags).log_file == "~/Library/Logs/mlx-parallm.log"

@@ -170,7 +170,8 @@ def test_a_busy_mac_serves_what_an_idle_one_does(size: int, free: int, monkeypat
     assert limit == working_set * 8 // 10
     fitting = [model for model in recommend.MODELS if model.parameters * 1e9 * recommend.BITS / 8 < limit]
     listed = {found.name for found in recommend.prospects(limit, 1e11, metal.weight_bits(recommend.BITS))}
-    assert listed and listed <= {model.name for model in fitting}
+    assert listed
+    assert listed <= {model.name for model in fitting}
     for model in fitting:
         weights = int(model.parameters * 1e9 * recommend.BITS / 8)
         (plan,) = plan_memory([weights], [weights // 200], config)

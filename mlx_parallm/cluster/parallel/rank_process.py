@@ -12,7 +12,7 @@ from mlx_parallm.training.manager import TrainingManager
 
 def serve_rank(config: ServeConfig, companion: Callable[[TrainingManager], int | None] | None = None) -> int:
     """What this process does until it ends: it serves alone, unless it is one of several ranks."""
-    logs.set_up(config.http.log_level, config.http.log_json)
+    logs.set_up(config.http, helper=True)
     member = join_group(config)
     if member is None:
         return serve(config, companion)

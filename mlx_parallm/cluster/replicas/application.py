@@ -74,7 +74,7 @@ class FrontIngress:
         return self._front
 
     async def _start(self) -> Front:
-        logs.set_up(self._config.http.log_level, self._config.http.log_json)
+        logs.set_up(self._config.http, helper=True)
         secret = new_secret()
         host = ray.util.get_node_ip_address()
 

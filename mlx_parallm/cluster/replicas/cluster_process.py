@@ -41,7 +41,7 @@ LOOK_SECONDS = 2.0
 
 def serve_replicas(config: ServeConfig) -> int:
     """Serves until a signal; returns the exit code."""
-    logs.set_up(config.http.log_level, config.http.log_json)
+    logs.set_up(config.http)
     if config.cluster.connect_to is not None:
         return join(config)
     check_access(config)
@@ -51,7 +51,7 @@ def serve_replicas(config: ServeConfig) -> int:
     cluster = RayCluster(config)
     say(f"  starting Ray and {config.cluster.replicas} replicas ...")
     cluster.open()
-    logs.set_up(config.http.log_level, config.http.log_json)  # Ray has a way of its own
+    logs.set_up(config.http)  # Ray has a way of its own
     try:
         server = FrontServer(config, listener, cluster)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

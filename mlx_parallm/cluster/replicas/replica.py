@@ -200,7 +200,7 @@ class Replica:
 
     def _start(self) -> None:
         config = self._config
-        logs.set_up(config.http.log_level, config.http.log_json)
+        logs.set_up(config.http, helper=True)
         raise_open_files()
         if self._sharing > 1:
             config = config.but(memory_limit=memory_limit(config) // self._sharing)

@@ -4,25 +4,46 @@ import logging
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import TextIO
 
 import orjson
+
+from mlx_parallm.config.http import HttpConfig
+from mlx_parallm.errors import ConfigError
+
+FILE_BYTES = 10_000_000  # of a log file, before the next one begins
+OLD_FILES = 4
 
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 _BUILT_IN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "color_message", "asctime", "taskName"}
 
 
-def set_up(level: str, as_json: bool) -> None:
-    handler = StderrHandler()
-    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+def set_up(options: HttpConfig, *, helper: bool = False) -> None:
+    """`helper`: this process works for another one, which has the log file; its own lines go to standard error."""
+    file = None if helper else options.log_file
+    handler = StderrHandler() if file is None else _file_handler(Path(file).expanduser())
+    handler.setFormatter(JsonFormatter() if options.log_json else TextFormatter())
     handler.addFilter(_add_request_id)
     root = logging.getLogger()
+    for earlier in root.handlers:
+        if isinstance(earlier, RotatingFileHandler):
+            earlier.close()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(options.log_level)
     for name in ("httpx", "asyncio", "filelock", "urllib3"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))  # we say what it says
+
+
+def _file_handler(file: Path) -> RotatingFileHandler:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--log-file {file} can't be written: {error.strerror or error}") from error
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:

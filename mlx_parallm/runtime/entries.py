@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -87,8 +88,11 @@ class PoolEntry:
         for path in list(paths):
             with contextlib.suppress(OSError, ValueError, RuntimeError):  # not every string is a path
                 paths.append(str(Path(path).expanduser().resolve()))
-        for path in sorted(paths, key=len, reverse=True):
-            message = message.replace(path, repr(self.name))
+        for path in sorted(set(paths) - {self.name}, key=len, reverse=True):
+            # A folder's name may also be a part of the words around it.
+            begin = r"\b" if path[:1].isalnum() else ""
+            end = r"\b" if path[-1:].isalnum() else ""
+            message = re.sub(begin + re.escape(path) + end, lambda _: repr(self.name), message)
         return message
 
     def failure(self) -> ParallmError:

@@ -370,6 +370,9 @@ def test_messages_for_the_log_name_the_model_and_no_path(tmp_path: Path) -> None
     assert entry.without_path(f"{tmp_path / 'link'}: {tmp_path / 'real'} is broken") == "'m': 'm' is broken"
     assert PoolEntry("m", None, "chat").without_path("it is broken") == "it is broken"
     assert PoolEntry("m", "a\0b", "chat").without_path("a\0b is none") == "'m' is none"
+    said = "'c' is no local folder, and the hub can't be reached"
+    assert PoolEntry("c", "c", "chat").without_path(said) == said, "its name is no secret"
+    assert PoolEntry("m", "c", "chat").without_path(said) == said.replace("'c'", "''m''"), "words stay whole"
 
 
 def test_a_load_leaves_no_user_and_no_error(

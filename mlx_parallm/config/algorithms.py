@@ -34,3 +34,8 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "rloo": Algorithm("others", "none", "product", "completions", CLIPPED),
     "reinforce": Algorithm("group", "none", "product", "completions", "plain"),
 }
+
+
+def unscaled() -> list[str]:
+    """The algorithms that leave rewards as they are behind their baseline."""
+    return [name for name, one in ALGORITHMS.items() if one.normalise == "none"]

@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mlx_parallm.config.algorithms import ALGORITHMS, CLIPPED, SCALINGS, RewardScaling
+from mlx_parallm.config.algorithms import ALGORITHMS, CLIPPED, SCALINGS, RewardScaling, unscaled
 from mlx_parallm.config.model_config import named_path
 from mlx_parallm.config.options import check_at_least, check_positive, group, option, parse_bool, parse_list
 from mlx_parallm.errors import ConfigError
@@ -112,7 +112,7 @@ class Objective:
     reward_scaling: RewardScaling | None = option(
         None,
         "what rewards are divided by after their baseline: none, the standard deviation of their group, or of all of "
-        "the update (batch) (default: group; none with dr_grpo, rloo and reinforce)",
+        f"the update (batch) (default: group; none with {', '.join(unscaled())})",
         choices=SCALINGS,
     )
     kl_estimator: KLEstimator = option(
@@ -194,8 +194,11 @@ class UpdateConfig(OptimizerConfig):
     microbatch_tokens: int = option(
         0, "tokens of a piece of an update; 0: as many as --microstep-seconds allows", parse=int
     )
-    gradient_checkpointing: bool = option(
-        False, "compute blocks twice in an update, to hold fewer activations", parse=parse_bool
+    gradient_checkpointing: bool | None = option(
+        None,
+        "compute blocks twice in an update, to hold fewer activations (default: on a Mac, where memory for attention "
+        "grows with the square of a text, and without --lora-dropout)",
+        parse=parse_bool,
     )
     seed: int = option(0, "seed of all that is random in training", name="train_seed", key="seed", parse=int)
 

@@ -1,7 +1,9 @@
 """What MLX runs on here, as one object: whoever must know what differs between the CPU, Metal and CUDA reads it."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 
@@ -19,6 +21,10 @@ class Device:
     native: bool = False  # C kernels of our own, where there is a compiler
     cuda: bool = False  # CUDA kernels of our own
     builds_kernels: bool = False  # at their first use, so that a start uses them once
+    fused_gradient: bool = (
+        False  # attention's backward pass keeps no scores: its memory grows with a text's length alone
+    )
+    recomputes: bool = False  # blocks are computed again in a backward pass, unless a run says otherwise
     plans_shapes: bool = False  # each new shape costs tens of milliseconds
     kept_share: int = 6  # one part in so many of the memory at hand is kept for what comes next,
     kept_of_rows: int = 4  # and no more than one part in so many of what rows may hold
@@ -32,13 +38,21 @@ class Device:
 
 DEVICES: Mapping[DeviceKind, Device] = {
     "cpu": Device("cpu", DeviceProfile.of("cpu"), float32=True, native=True, kept_share=12, kept_of_rows=8),
-    "metal": Device("metal", DeviceProfile.of("metal"), keeps_quantised=True, builds_kernels=True),
-    "cuda": Device("cuda", DeviceProfile.of("cuda"), cuda=True, builds_kernels=True, plans_shapes=True),
+    "metal": Device("metal", DeviceProfile.of("metal"), keeps_quantised=True, builds_kernels=True, recomputes=True),
+    "cuda": Device(
+        "cuda", DeviceProfile.of("cuda"), cuda=True, builds_kernels=True, plans_shapes=True, fused_gradient=True
+    ),
 }
+
+
+FORCED = "TEST_DEVICE"  # the environment variable with which tests have MLX's CPU backend worked on as another kind
 
 
 def this_device() -> Device:
     """MLX's default device."""
+    forced = os.environ.get(FORCED)
+    if forced is not None:
+        return DEVICES[cast(DeviceKind, forced)]
     if mx.default_device().type == mx.DeviceType.cpu:
         return DEVICES["cpu"]
     return DEVICES["metal" if mx.metal.is_available() else "cuda"]

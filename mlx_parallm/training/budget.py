@@ -3,6 +3,7 @@
 Trainers ask before each micro-batch and report what it took. Engine thread only.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,10 +50,17 @@ class MemoryUse:
 
 class Budget:
     def __init__(
-        self, seconds: float, fixed: int = 0, *, least: int = MIN_MICRO, at_hand: Callable[[], int] | None = None
+        self,
+        seconds: float,
+        fixed: int = 0,
+        *,
+        least: int = MIN_MICRO,
+        at_hand: Callable[[], int] | None = None,
+        score_bytes: int = 0,
     ) -> None:
         """`seconds` that a micro-batch should take while somebody waits; `fixed`: it has always so many tokens;
-        `at_hand`: bytes that it may take."""
+        `at_hand`: bytes that it may take; `score_bytes`: of a token and another that it attends to."""
+        self._score_bytes = score_bytes
         self._at_hand = at_hand or room_at_hand
         self._paces = {
             busy: Pace(times * seconds, fixed, least, 2 * times * least) for busy, times in ((True, 1), (False, ALONE))
@@ -67,6 +75,16 @@ class Budget:
         if largest.nbytes <= 0:
             return self._pace.budget(MAX_MICRO)
         return self._pace.budget(max(1, int(self._at_hand() * largest.tokens / largest.nbytes)))
+
+    def room(self, length: int) -> int:
+        """Returns for how many tokens there is memory, where the longest text has so many: one text at least."""
+        if not self._score_bytes:
+            return MAX_MICRO
+        return max(length, self._at_hand() // (self._score_bytes * max(1, length)))
+
+    def longest_text(self) -> int | None:
+        """Returns how many tokens a text may have at most; None where memory does not grow with its square."""
+        return math.isqrt(max(0, self._at_hand()) // self._score_bytes) if self._score_bytes else None
 
     def run(self, tokens: int, work: Callable[[], None], timed: bool = True) -> int:
         """Does the work of a micro-batch and notes what it took; returns the bytes. `timed`: its time tells how many

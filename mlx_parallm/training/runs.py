@@ -140,6 +140,7 @@ def fine_tune(manager: TrainingManager, config: TrainConfig) -> None:
     )
     steps = epochs.steps(len(data.learnt))
     trainer = _make_trainer(engine, config, steps)
+    trainer.check_lengths([*data.learnt, *data.held_out])
     if run.packing and not trainer.packs:
         console.print(f"{engine.model.name} can't be packed: each example is computed in a row of its own")
     log_folder = folder.with_name(f"{folder.name}-log")

@@ -21,6 +21,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_parallm.config.reading import nearest
 from mlx_parallm.config.training import ALL_LINEAR, LoRAConfig
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.adapter import Adapter, Part
@@ -213,11 +214,21 @@ def _checkpointed(kind: type) -> Callable[..., mx.array]:
     return call
 
 
+SCORES = 3  # arrays of attention's scores that a block's backward pass holds, beside one for each block in between
+
+
 class TrainableModel:
     """A shared tree whose chosen layers have LoRA parameters."""
 
-    def __init__(self, model: LanguageModel, lora: LoRAConfig, *, checkpointing: bool = False) -> None:
+    def __init__(self, model: LanguageModel, lora: LoRAConfig, *, checkpointing: bool | None = False) -> None:
+        """`checkpointing`: whether blocks are computed again in a backward pass; None: as the device has it."""
         self.lora = lora
+        if checkpointing is None:
+            checkpointing = this_device().recomputes and not lora.dropout
+        heads = int(model.config.get("num_attention_heads") or 0)
+        layers = 1 if checkpointing else len(model.module.layers)
+        # Bytes that a token and one that it attends to take in a backward pass; 0 where no scores are kept.
+        self.score_bytes = 0 if this_device().fused_gradient else (layers + SCORES) * heads * 4
         self.module = shared_tree(model)
         self.dtype = _dtype(self.module)
         self.shares_prompts = can_share_prompts(self.module, model.vocab_size, [5])

@@ -125,7 +125,7 @@ class TrainingService:
     def _numbered(self, sent: TrajectoryInput, session: Session, number: int) -> Trajectory:
         """Errors say which trajectory and which of its fields is wrong."""
         try:
-            return self._trajectory(sent, session)
+            return session.trainer.checked_length(self._trajectory(sent, session))
         except ParallmError as error:
             error.message = f"trajectory {number}: {error.message}"
             error.param = f"trajectories.{number}" + (f".{error.param}" if error.param else "")

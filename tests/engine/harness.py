@@ -17,9 +17,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.freed_memory import AllocatorCache, process_allocator_cache
 from mlx_parallm.devices.profile import DeviceProfile
-from mlx_parallm.engine.compute.patch import use_native_kernels
+from mlx_parallm.engine.compute.patch import use_device_kernels
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.start import start_engine
@@ -113,7 +114,7 @@ def no_engine_runs() -> bool:
 def as_served(kind: str) -> LanguageModel:
     """A tiny model with the CPU's own kernels, as the loader would hand it over."""
     model = tiny(kind)
-    use_native_kernels(model.module)
+    use_device_kernels(model.module, this_device().profile)
     return model
 
 

@@ -205,8 +205,15 @@ class Batch:
             mask_truncated=rules.mask_truncated,
         )
 
-    def micros(self, budget: Callable[[], int], several: bool = True, rounded: bool = False) -> Iterator[Micro]:
-        """`budget`: tokens that the next may have; one completion may have more. `several`: prompts in one.
+    def micros(
+        self,
+        budget: Callable[[], int],
+        several: bool = True,
+        rounded: bool = False,
+        room: Callable[[int], int] | None = None,
+    ) -> Iterator[Micro]:
+        """`budget`: tokens that the next may have; one completion may have more. `several`: prompts in one. `room`:
+        tokens for which there is memory where the longest text has so many.
 
         `rounded`: filled up to few shapes, for devices where each new one costs as much as thousands of tokens.
         """
@@ -222,6 +229,8 @@ class Batch:
         while left:
             limit = budget()
             places = left.popleft()
+            if room is not None:
+                limit = min(limit, room(sum(self._lengths(places))))
             pieces = -(-len(places) // self._most(places, limit, rounded))
             count = -(-len(places) // pieces)  # even ones: the prompt goes through the model with each
             parts = [places[:count]]

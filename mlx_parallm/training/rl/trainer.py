@@ -6,6 +6,7 @@ the parameters and the optimiser are then what they were. Its two halves, `forwa
 run apart. Sessions call it.
 """
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import numpy as np
 from mlx_parallm.config.training import LoRAConfig, RLConfig
 from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.machine_memory import room_at_hand
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, ContextLengthError
 from mlx_parallm.host import to_numpy
 from mlx_parallm.lora.adapter import Adapter
 from mlx_parallm.models.language import LanguageModel
@@ -37,6 +38,8 @@ from mlx_parallm.training.rl.policy_loss import LOGPROBS, LossTotals, PolicyLoss
 from mlx_parallm.training.rl.trajectories import Trajectory
 from mlx_parallm.training.rl.update_check import CheckSample, UpdateCheck
 from mlx_parallm.training.trainable_model import TrainableModel, shared_tree
+
+log = logging.getLogger(__name__)
 
 MIN_ROUNDED = 1024  # where shapes are rounded: smaller micro-batches would take no less time
 
@@ -80,7 +83,13 @@ class Trainer:
         # CUDA plans attention anew for every shape, forwards and back: that takes longer than to compute some padding.
         self.rounded = this_device().plans_shapes and self.tree.mixes_prompts
         least = MIN_ROUNDED if self.rounded else MIN_MICRO
-        self.budget = Budget(config.microstep_seconds, config.microbatch_tokens, least=least, at_hand=self._at_hand)
+        self.budget = Budget(
+            config.microstep_seconds,
+            config.microbatch_tokens,
+            least=least,
+            at_hand=self._at_hand,
+            score_bytes=self.tree.score_bytes,
+        )
 
     @property
     def parameters(self) -> Parameters:
@@ -138,6 +147,7 @@ class Trainer:
         """`busy`: whether anybody waits meanwhile; while nobody does, micro-batches are larger."""
         self._busy = busy
         begun = time.perf_counter()
+        trajectories = self._fitting(trajectories)
         if self.lora.dropout:  # a run that goes on after a restart leaves out what it would have
             mx.random.seed(self.config.seed + self.updates)
         facts = _facts(trajectories)
@@ -165,6 +175,27 @@ class Trainer:
         outcome.metrics["tokens_per_second"] = tokens / max(outcome.seconds, 1e-6)
         outcome.adapter = self.adapter()
         return outcome
+
+    def checked_length(self, trajectory: Trajectory) -> Trajectory:
+        """Returns it, unless it is too long to learn from: the memory for attention grows with its square."""
+        tokens = len(trajectory.prompt_ids) + len(trajectory.completion_ids)
+        longest = self.budget.longest_text()
+        if longest is not None and tokens > longest:
+            raise ContextLengthError(
+                f"a text of {tokens} tokens is too long to learn from: attention's backward pass keeps its scores on "
+                f"this device, and there is memory for {longest} tokens; give a larger --memory-limit, or shorter texts"
+            )
+        return trajectory
+
+    def _fitting(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """Leaves out those that are too long to learn from."""
+        fitting = []
+        for one in trajectories:
+            try:
+                fitting.append(self.checked_length(one))
+            except ContextLengthError as error:
+                log.warning("a trajectory is left out: %s", error.message)
+        return fitting
 
     def _learn(
         self, batches: Sequence[Batch], before: LearnerState, metrics: dict[str, float]
@@ -282,7 +313,7 @@ class Trainer:
 
     def _micros(self, batch: Batch, budget: Callable[[], int] | None = None) -> Iterator[Micro]:
         budget = budget or (lambda: self.budget.tokens(self._busy()))
-        return batch.micros(budget, self.tree.mixes_prompts, self.rounded)
+        return batch.micros(budget, self.tree.mixes_prompts, self.rounded, self.budget.room)
 
     def _measured(self, micro: Micro, work: Callable[[], None]) -> None:
         nbytes = self.budget.run(micro.tokens, work, self._is_known(micro))

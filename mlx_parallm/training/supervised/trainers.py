@@ -99,7 +99,9 @@ class Supervised(ABC, Generic[Item]):
         self.learner = Learner(self.tree.parameters(), config, self.tree.set_parameters)
         self.packs = config.packing and can_pack(self.tree.module, model.vocab_size)
         self.rounded = this_device().plans_shapes  # where each new shape costs as much as thousands of tokens
-        self.budget = Budget(config.microstep_seconds, config.microbatch_tokens, at_hand=self._at_hand)
+        self.budget = Budget(
+            config.microstep_seconds, config.microbatch_tokens, at_hand=self._at_hand, score_bytes=self.tree.score_bytes
+        )
 
     def start_from(self, adapter: Adapter) -> None:
         """Goes on from an adapter; before the first step."""
@@ -108,6 +110,17 @@ class Supervised(ABC, Generic[Item]):
     def adapter(self) -> Adapter:
         """Returns the adapter as it is now. Waits for it."""
         return self.tree.adapter()
+
+    def check_lengths(self, items: Sequence[Item]) -> None:
+        """Raises where a text is too long to learn from: the memory for attention grows with its square."""
+        longest = self.budget.longest_text()
+        length = max((len(row.tokens) for item in items for row in self._rows(item)), default=0)
+        if longest is not None and length > longest:
+            raise ConfigError(
+                f"a text of {length} tokens is too long to learn from: attention's backward pass keeps its scores on "
+                f"this device, and there is memory for {longest} tokens; give --max-length {longest}, or a larger "
+                "--memory-limit"
+            )
 
     def step(self, items: Sequence[Item], busy: Callable[[], bool] = lambda: False) -> Generator[None, None, Metrics]:
         """One step of the optimiser; metrics of the batch from before it. What fails leaves nothing behind."""
@@ -178,8 +191,8 @@ class Supervised(ABC, Generic[Item]):
         width = {place: max(len(row.tokens) for row in self._rows(item)) for place, item in enumerate(items)}
         rows = deque(sorted(self._packed(width), key=lambda row: sum(width[place] for place in row)))
         while rows:
-            limit = budget()
             taken = [rows.popleft()]
+            limit = min(budget(), self.budget.room(sum(width[place] for place in taken[0])))
             each = len(self._rows(items[taken[0][0]]))
             while rows and each * (len(taken) + 1) * sum(width[place] for place in rows[0]) <= limit:
                 taken.append(rows.popleft())

@@ -35,6 +35,7 @@ class JointProjections:
         self._layers = tuple(layers)
         self._hooks: list[LoRAHook] = [layer.hook for layer in layers]
         self.active = self._hooks[0].active
+        self.active.joint_inputs.append(tuple((hook.group, hook.number) for hook in self._hooks))
 
     def __call__(self, x: mx.array) -> list[mx.array]:
         """Each layer's output for x with the rows' adapters."""
@@ -122,6 +123,8 @@ class FusedMLP:
         self._gate_kernel = fused.gate if fused is not None and self._swiglu is mlx_swiglu else None
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        if _takes_rows(self._gate_and_up, x):
+            return self._down(self._gated(x.reshape(len(x), -1)), residual).reshape(x.shape)
         return self._down(self._gated(x), residual)
 
     def _gated(self, x: mx.array) -> mx.array:
@@ -158,7 +161,10 @@ class FusedAttention:
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
         attended = self._attend(queries, keys, values, cache=cache, scale=self._scale, mask=mask)
-        return self._output(attended.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1), residual)
+        attended = attended.transpose(0, 2, 1, 3)
+        if _takes_rows(self._projections, x):
+            return self._output(attended.reshape(len(x), -1), residual).reshape(x.shape)
+        return self._output(attended.reshape(*x.shape[:2], -1), residual)
 
     def _rotated_heads(self, x: mx.array, offset: Any) -> Sequence[mx.array]:
         """Queries, keys and values (B, heads, T, width), the first two at their positions."""
@@ -170,8 +176,11 @@ class FusedAttention:
                 return heads
             ys = projections.add(x, ys)
         else:
-            ys = projections(x)
-        queries, keys, values = map(self._split, ys, self._heads, self._norms)
+            ys = projections(x.reshape(len(x), -1) if _takes_rows(projections, x) else x)
+        tokens = x.shape[1]
+        queries, keys, values = (
+            self._split(y, tokens, heads, norm) for y, heads, norm in zip(ys, self._heads, self._norms, strict=True)
+        )
         return self._rope(queries, offset=offset), self._rope(keys, offset=offset), values
 
     def _can_rotate_by_kernel(self, x: mx.array, offset: Any) -> bool:
@@ -187,9 +196,9 @@ class FusedAttention:
         return self._rope_kernel(x, outputs, row_adapters, self._rope_params, offsets)
 
     @staticmethod
-    def _split(y: mx.array, heads: int, norm: Any) -> mx.array:
-        """(B, T, heads * width) -> (B, heads, T, width)"""
-        split = y.reshape(*y.shape[:2], heads, -1)
+    def _split(y: mx.array, tokens: int, heads: int, norm: Any) -> mx.array:
+        """(B, T, heads * width), or (B, heads * width) for one token, -> (B, heads, T, width)"""
+        split = y.reshape(len(y), tokens, heads, -1)
         return (split if norm is None else norm(split)).transpose(0, 2, 1, 3)
 
 
@@ -235,6 +244,12 @@ def fused_class(original: Any) -> type:
         return output
 
     return type(original.__name__, (original,), {"__call__": call})
+
+
+def _takes_rows(projections: JointProjections, x: mx.array) -> bool:
+    """Returns whether layers compute x (B, 1, K), one token of each row, without an axis for tokens: each product of
+    MLX's would take that axis away, and put it back."""
+    return projections.active.kernels.by_operations and x.shape[1] == 1
 
 
 def _have_hooks(layer: nn.Module, names: Sequence[str]) -> bool:

@@ -7,7 +7,7 @@ it did before. `compute.patch` gives layers their hooks; `blocks` computes sever
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from mlx_parallm.lora.row_adapters import BASE, GroupedLoRA, RowAdapters
 
+LayerPlace = tuple[int, int]  # a layer's group, its number there
 LayerOutput = tuple[mx.array, int, int]  # y (B, T, out_features) without adapters, the layer's group, its number there
 LayerWeights = tuple[nn.Module, int, int]  # the layer, its group, its number there
 
@@ -52,6 +53,12 @@ class AdapterKernels:
     add: Adder | None = None
     multiply: Multiplier | None = None
     fused: FusedKernels | None = None
+    by_operations: bool = False  # `add` is made of MLX's operations: few of them count, and so does a stack's width
+
+    @property
+    def has_adder(self) -> bool:
+        """Whether a kernel of ours adds."""
+        return self.add is not None and not self.by_operations
 
     def __bool__(self) -> bool:
         return self.add is not None or self.multiply is not None or self.fused is not None
@@ -63,6 +70,7 @@ class ActiveAdapters:
 
     kernels: AdapterKernels = AdapterKernels()
     row_adapters: RowAdapters = BASE
+    joint_inputs: list[tuple[LayerPlace, ...]] = field(default_factory=list)  # layers that are computed together
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,8 +4,9 @@ Layers of a group share an array, so that an adapter comes and goes in a few lar
 adapters on any thread and has them placed on the device on the engine's; `compute.patch` gives the layers their hooks.
 """
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ import numpy as np
 
 from mlx_parallm.lora.adapter import Adapter, AdapterError, Array, Target
 from mlx_parallm.lora.hooks import ActiveAdapters, LoRAHook
-from mlx_parallm.lora.row_adapters import Groups, Resident
+from mlx_parallm.lora.joint_products import JointStack, Layers
+from mlx_parallm.lora.row_adapters import AdapterStack, Groups, Resident
 from mlx_parallm.lora.split import Split
 
 RANK_STEP = 8  # ranks are padded to multiples of this
@@ -84,6 +86,26 @@ class Layout:
         """Each layer and the hook that it should have."""
         for path, layer in self._layers.items():
             yield layer, LoRAHook(self.active, *self._places[path])
+
+    def stack(self, members: Sequence[Resident], columns: int = 0) -> AdapterStack:
+        """Puts the adapters of a batch side by side, at least so many columns wide."""
+        kept = tuple(dict.fromkeys(members))
+        if self.active.kernels.by_operations:
+            return JointStack(kept, columns, inputs=self._inputs)
+        return AdapterStack(kept, columns)
+
+    @functools.cached_property
+    def _inputs(self) -> Sequence[Layers]:
+        """All linear layers, by the inputs that they share."""
+        joint = list(self.active.joint_inputs)
+        known = {place for layers in joint for place in layers}
+        every = [
+            (group, number)
+            for group, one in enumerate(self.groups)
+            if one.kind == "linear"
+            for number in range(len(one.paths))
+        ]
+        return joint + [(place,) for place in every if place not in known]
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
         """NumPy alone: on any thread."""

@@ -18,7 +18,7 @@ from mlx_parallm.arms import AutoSplit
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.lora.adapter import Adapter, AdapterError, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.lora.layout import Layout, PackedAdapter
-from mlx_parallm.lora.row_adapters import AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
+from mlx_parallm.lora.row_adapters import AdapterStack, GroupedLoRA, Resident, RowAdapters, width_of
 from mlx_parallm.lora.traffic import Traffic
 from mlx_parallm.types import AdapterRoute, AdapterVersion
 
@@ -343,17 +343,17 @@ class Registry:
             return GroupedLoRA(rows)
         members = tuple(residents.values())
         # A kernel reads a row's own columns alone: width costs nothing.
-        steady = self._layout.active.kernels.add is not None
+        steady = self._layout.active.kernels.has_adder
         if steady and width_of(members) > self._columns:
             self._columns = width_of(members)
             self._stacks.clear()
         if members not in self._stacks:
             self.joins += 1
-            self._stacks[members] = AdapterStack(members, self._columns)
+            self._stacks[members] = self._layout.stack(members, self._columns)
             while len(self._stacks) > STACKS_KEPT:
                 self._stacks.popitem(last=False)
         self._stacks.move_to_end(members)
-        return StackedLoRA.of(self._stacks[members], rows, steady)
+        return self._stacks[members].for_rows(rows, steady)
 
     def reset_device(self) -> None:
         """Takes every adapter off the device; the next pass that needs one uploads it again."""

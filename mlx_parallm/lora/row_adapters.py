@@ -56,6 +56,21 @@ class RowAdapters(Protocol):
         ...
 
 
+class TracedLoRA(RowAdapters, Protocol):
+    """The same for passes that are traced."""
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for those that a traced pass can take in turn."""
+        ...
+
+    def arrays(self) -> list[mx.array]: ...
+
+    def maker(self) -> "Callable[[Sequence[mx.array]], RowAdapters]":
+        """Makes the same of other arrays, given in the order of `arrays`; holds on to none of this one's."""
+        ...
+
+
 class Base:
     """No row has an adapter: the base model alone."""
 
@@ -119,6 +134,12 @@ class AdapterStack:
         sides = (a[0], b[0]) if len(a) == 1 else (mx.concatenate(a, axis=1), mx.concatenate(b, axis=1))
         return *sides, mx.concatenate(factors, axis=1) if scaled else None
 
+    def for_rows(self, rows: Rows, masked: bool = False) -> "TracedLoRA":
+        """`masked`: also where all columns are every row's, so that a traced pass is the same for both."""
+        max_rank = max(member.rank for member in self.members)
+        spans = mx.array(self.spans(rows))
+        return StackedLoRA(self.groups, self.mask(rows, masked), self.numbers(rows), spans, max_rank)
+
     def mask(self, rows: Rows, always: bool = False) -> mx.array | None:
         """(B, 1, C): which columns are a row's own; None where all are every row's."""
         if not always and len(self.members) == 1 and all(row is self.members[0] for row in rows):
@@ -157,13 +178,6 @@ class StackedLoRA:
     spans: mx.array | None = None  # (B, 2): where each row's own columns begin, and how many there are
     max_rank: int = 0  # of the adapters
 
-    @classmethod
-    def of(cls, stack: AdapterStack, rows: Rows, masked: bool = False) -> "StackedLoRA":
-        """`masked`: also where all columns are every row's, so that a traced pass is the same for both."""
-        max_rank = max(member.rank for member in stack.members)
-        spans = mx.array(stack.spans(rows))
-        return cls(stack.groups, stack.mask(rows, masked), stack.numbers(rows), spans, max_rank)
-
     def has(self, group: int) -> bool:
         return group in self.groups
 
@@ -172,19 +186,19 @@ class StackedLoRA:
 
     def add_to_linear(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
         a, b, factors = self.groups[group]
-        z = self._masked(x @ a[number].T) @ b[number]
+        z = self._masked(x @ _of_layer(a, number).T) @ _of_layer(b, number)
         if factors is None:
             return y + z
         assert self.numbers is not None
-        return _scaled(y, z, bias, factors[number][self.numbers][:, None])  # (B, 1, out_features)
+        return _scaled(y, z, bias, _of_layer(factors, number)[self.numbers][:, None])  # (B, 1, out_features)
 
     def add_to_embedding(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
         a, b, factors = self.groups[group]
-        z = self._masked(_embedding_columns(b[number], tokens)) @ a[number]
+        z = self._masked(_embedding_columns(_of_layer(b, number), tokens)) @ _of_layer(a, number)
         if factors is None:
             return y + z
         assert self.numbers is not None
-        flat = factors[number].reshape(-1)  # (adapters + 1) * out_features
+        flat = _of_layer(factors, number).reshape(-1)  # (adapters + 1) * out_features
         first = (self.numbers * factors.shape[2])[:, None]
         return _scaled(y, z, None, flat[first + tokens][..., None])
 
@@ -247,16 +261,16 @@ class GroupedLoRA:
     def add_to_linear(self, group: int, number: int, x: mx.array, y: mx.array, bias: mx.array | None) -> mx.array:
         def adapted(part: Arrays, x: mx.array, y: mx.array) -> mx.array:
             a, b, factors = part
-            z = (x @ a[number].T) @ b[number]
-            return y + z if factors is None else _scaled(y, z, bias, factors[number])
+            z = (x @ _of_layer(a, number).T) @ _of_layer(b, number)
+            return y + z if factors is None else _scaled(y, z, bias, _of_layer(factors, number))
 
         return self._gathered(group, x, y, adapted)
 
     def add_to_embedding(self, group: int, number: int, tokens: mx.array, y: mx.array) -> mx.array:
         def adapted(part: Arrays, tokens: mx.array, y: mx.array) -> mx.array:
             a, b, factors = part
-            z = _embedding_columns(b[number], tokens) @ a[number]
-            return y + z if factors is None else _scaled(y, z, None, factors[number][tokens][..., None])
+            z = _embedding_columns(_of_layer(b, number), tokens) @ _of_layer(a, number)
+            return y + z if factors is None else _scaled(y, z, None, _of_layer(factors, number)[tokens][..., None])
 
         return self._gathered(group, tokens, y, adapted)
 
@@ -294,6 +308,11 @@ class GroupedLoRA:
 
     def row(self, number: int) -> "GroupedLoRA":
         return GroupedLoRA(self.rows[number : number + 1])
+
+
+def _of_layer(array: mx.array, number: int) -> mx.array:
+    """Returns one layer's part of a group's array: a view, where `array[number]` would copy it."""
+    return array[number : number + 1].reshape(array.shape[1:])
 
 
 def _address(array: mx.array) -> int:

@@ -26,6 +26,7 @@ from mlx_parallm.lora import kernel
 from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.lora.adapter_files import from_peft, parse, parse_config, read_folder, usual_config
 from mlx_parallm.lora.hooks import AdapterKernels, FusedKernels, RopeParams
+from mlx_parallm.lora.joint_products import BY_OPERATIONS
 from mlx_parallm.lora.kernel_check import adds_right, checked_adder, checked_fused
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.row_adapters import BASE, AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
@@ -88,7 +89,7 @@ def written(folder: Path, name: str, **changes: Any) -> Path:
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("length", [12, 1])
-@pytest.mark.parametrize("way", ["apart", "in the product", "side by side", "by a kernel"])
+@pytest.mark.parametrize("way", ["apart", "in the product", "side by side", "by a kernel", "jointly"])
 def test_rows_with_different_adapters_equal_models_with_them(
     tmp_path: Path, bits: int | None, tied: bool, length: int, way: str
 ) -> None:
@@ -102,14 +103,12 @@ def test_rows_with_different_adapters_equal_models_with_them(
         assert not mx.allclose(expected[name], expected[None], atol=0.1)
 
     module = base(**changes)
-    layout = with_adapters(
-        module,
-        AdapterKernels(
-            add=low_rank_adder() if way == "apart" else added_by_hand if way == "by a kernel" else None,
-            multiply=adapted_products() if way == "in the product" else None,
-        ),
-        traced=way in ("side by side", "by a kernel"),
+    by_hand = AdapterKernels(
+        add=low_rank_adder() if way == "apart" else added_by_hand if way == "by a kernel" else None,
+        multiply=adapted_products() if way == "in the product" else None,
     )
+    traced = way in ("side by side", "by a kernel", "jointly")
+    layout = with_adapters(module, BY_OPERATIONS if way == "jointly" else by_hand, traced=traced)
     residents = {name: layout.place(layout.pack(read(folder, layout))) for name, folder in folders.items()}
     assert mx.allclose(module(tokens), expected[None], atol=1e-5 if way == "in the product" else 0)
     mixtures: list[list[str | None]] = [
@@ -120,7 +119,7 @@ def test_rows_with_different_adapters_equal_models_with_them(
     ]
     for rows in mixtures:
         chosen = [residents[name] if name else None for name in rows]
-        layout.active.row_adapters = chosen_by(chosen, way)
+        layout.active.row_adapters = chosen_by(layout, chosen, way)
         found = module(tokens)
         for row, name in enumerate(rows):
             assert mx.allclose(found[row], expected[name][row], atol=2e-4), f"row {row}: {name} among {rows}"
@@ -137,10 +136,10 @@ def with_adapters(module: nn.Module, kernels: AdapterKernels, traced: bool = Fal
     return layout
 
 
-def chosen_by(rows: Sequence[Resident | None], way: str) -> RowAdapters:
+def chosen_by(layout: Layout, rows: Sequence[Resident | None], way: str) -> RowAdapters:
     if way in ("apart", "in the product"):
         return GroupedLoRA(rows)
-    return StackedLoRA.of(AdapterStack(tuple(dict.fromkeys(row for row in rows if row))), rows)
+    return layout.stack([row for row in rows if row]).for_rows(rows)
 
 
 def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
@@ -162,7 +161,7 @@ def test_layers_of_the_same_inputs_are_added_to_at_once(tmp_path: Path) -> None:
         stack = AdapterStack(tuple(dict.fromkeys(chosen)))
         columns = next(iter(stack.groups.values()))[0].shape[1]
         assert columns & (columns - 1) == 0, "few widths, since each is traced"
-        layout.active.row_adapters = StackedLoRA.of(stack, chosen)
+        layout.active.row_adapters = stack.for_rows(chosen)
         calls.clear()
         found = module(tokens)
         for row, name in enumerate(rows):
@@ -236,7 +235,7 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
     for names in (ATTENTION, ALL, ["mlp.up_proj", "mlp.down_proj"]):
         one, other = (layout.place(layout.pack(random_adapter(layout, tuple(names), seed))) for seed in range(2))
         mixtures += [
-            StackedLoRA.of(AdapterStack(members), rows, masked=True)
+            AdapterStack(members).for_rows(rows, masked=True)
             for members, rows in (((one,), [one] * 4), ((other, one), [other, None, one, one]))
         ]
 

@@ -38,7 +38,6 @@ from mlx_parallm.kv.slots import SlotCache, SlotMethod
 from mlx_parallm.kv.snapshots import SnapshotPrefix, can_be_restored
 from mlx_parallm.lora.kernel import MOST_READ
 from mlx_parallm.lora.layout import RANK_STEP, Layout
-from mlx_parallm.lora.row_adapters import AdapterStack, StackedLoRA
 from mlx_parallm.metrics import MemoryPlan
 from mlx_parallm.models.fingerprint import fingerprint
 from mlx_parallm.models.forward import Forward
@@ -162,20 +161,20 @@ def _try_adapters(forward: Forward, layout: Layout, cache: BatchCache) -> None:
     one = layout.blank()
     other = layout.blank()
     for rows in ((one, one), (one, other), (one, None)):
-        row_adapters = StackedLoRA.of(AdapterStack(tuple(dict.fromkeys(row for row in rows if row))), rows)
+        row_adapters = layout.stack([row for row in rows if row]).for_rows(rows)
         staged = cache.stage(len(rows), len(PROBE[0]))
         mx.eval(forward.at(mx.array([PROBE[0]] * 2), staged, mx.array([4, 4]), row_adapters))
         positions = cache.join(staged, [(number, len(PROBE[0])) for number in range(2)])
         by_position = dict(zip(positions, rows, strict=True))
         placed = [by_position.get(position) for position in range(cache.positions)]
-        row_adapters = StackedLoRA.of(AdapterStack(tuple(dict.fromkeys(row for row in placed if row))), placed)
+        row_adapters = layout.stack([row for row in placed if row]).for_rows(placed)
         mx.eval(cache.decode(forward, mx.zeros((len(placed),), mx.int32), [len(PROBE[0])] * len(placed), row_adapters))
         for position in positions:
             cache.leave(position)
         cache.compact(0)
-    if layout.active.kernels.add is not None:  # prompts so long that MLX adds them
+    if layout.active.kernels.has_adder:  # prompts so long that MLX adds them
         length = MOST_READ // RANK_STEP
-        row_adapters = StackedLoRA.of(AdapterStack((one,)), (one, one))
+        row_adapters = layout.stack([one]).for_rows((one, one))
         mx.eval(forward.at(mx.zeros((2, length), mx.int32), cache.stage(2, length), mx.array([0, 0]), row_adapters))
 
 

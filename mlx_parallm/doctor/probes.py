@@ -33,13 +33,14 @@ class Measured:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # when each piece arrived
+    cached: int = 0  # tokens of the prompt that were found in the cache
 
 
 class Probe:
     """Asks an engine of its own."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._ids = itertools.count()
         vocab = engine.model.vocab_size
         random = np.random.default_rng(7)
@@ -52,10 +53,14 @@ class Probe:
         prompts: Sequence[list[int]],
         *,
         adapter: str | None = None,
+        adapters: Sequence[str | None] = (),
+        salt: str | None = None,
         midway: Callable[[], None] | None = None,
         **sampling: object,
     ) -> list[Measured]:
-        """All at one moment; what comes back, in their order. `midway` is called when each has some tokens."""
+        """All at one moment; what comes back, in their order. `adapter` is all prompts', `adapters` are each one's own.
+        `salt`: prompts with the same one may find each other's prefixes in the cache. `midway` is called when each has
+        some tokens."""
         settings = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": STEPS, **sampling})  # type: ignore[arg-type]
         inbox: SimpleQueue[Delta] = SimpleQueue()
         requests = [
@@ -64,21 +69,22 @@ class Probe:
                 prompt,
                 settings,
                 stream=True,
-                adapter=adapter,
-                cache_salt=f"doctor {next(self._ids)}",  # nothing is found in the cache
+                adapter=adapters[number] if adapters else adapter,
+                cache_salt=salt or f"doctor {next(self._ids)}",
             )
-            for prompt in prompts
+            for number, prompt in enumerate(prompts)
         ]
         numbers = {request.id: number for number, request in enumerate(requests)}
         completions = [Measured() for _ in prompts]
         open_ = len(prompts)
-        self._engine.submit_all(requests, inbox.put)
+        self.engine.submit_all(requests, inbox.put)
         while open_:
             delta = inbox.get(timeout=300)
             if delta.error is not None:
                 raise delta.error
             number = numbers[delta.request_id]
             completions[number].tokens += delta.tokens
+            completions[number].cached += delta.cached_tokens
             completions[number].logprobs += [score.logprob for score in delta.logprobs or []]
             completions[number].times += [time.perf_counter()] * len(delta.tokens)
             open_ -= delta.finish_reason is not None
@@ -97,7 +103,7 @@ class Probe:
 
     def examine(self) -> Iterator[Finding]:
         self.ask(self.prompts[:2])  # the first time takes longer
-        yield look("parity", self._parity)
+        yield look("parity", self.parity)
         rates: dict[int, float] = {}
         yield look("decode", lambda: self._decode(rates))
         yield look("prefill", self._prefill)
@@ -105,7 +111,7 @@ class Probe:
         yield look("adapters", self._adapters)
         yield look("joins", self._joins)
 
-    def _parity(self) -> Finding:
+    def parity(self) -> Finding:
         """Batched completions equal those of each prompt alone."""
         prompts = [self.prompts[0], self.prompts[5], self.long[:80], self.prompts[2]]
         together = self.ask(prompts, logprobs=0)
@@ -118,7 +124,7 @@ class Probe:
             if s == t
         ]
         largest = max(gaps, default=0.0)
-        precision = self._engine.model.precision
+        precision = self.engine.model.precision
         found = f"{same} of {len(prompts)} completions are the same together as alone, "
         found += f"log-probabilities within {largest:.1e} in {precision}"
         numbers = {"same": same, "of": len(prompts), "largest_gap": largest, "precision": precision}
@@ -163,7 +169,7 @@ class Probe:
         random = np.random.default_rng(1)
         targets = [
             (path, target)
-            for path, target in self._engine.adapters.targets.items()
+            for path, target in self.engine.adapters.targets.items()
             if target.kind == "linear" and path.endswith(("q_proj", "v_proj"))
         ]
         if not targets:
@@ -175,11 +181,11 @@ class Probe:
             )
             for path, target in targets
         }
-        self._engine.adapters.publish(ADAPTER, Adapter(parts), "doctor")
+        self.engine.adapters.publish(ADAPTER, Adapter(parts), "doctor")
         try:
             ratio = self._ratio(8, {"adapter": ADAPTER})
         finally:
-            self._engine.adapters.unload(ADAPTER)
+            self.engine.adapters.unload(ADAPTER)
         found = f"one of rank 16 on q and v takes {ratio - 1:+.0%} of a step of 8 rows"
         return Finding("adapters", found, "slow" if ratio > 1.4 else "ok", "adapt fewer layers", {"ratio": ratio})
 
@@ -190,7 +196,7 @@ class Probe:
         def join() -> None:
             joined.append(time.perf_counter())
             request = Request("doctor-join", self.long[:64], SamplingParams(max_tokens=1), cache_salt="join")
-            self._engine.submit(request, lambda delta: None)
+            self.engine.submit(request, lambda delta: None)
 
         completions = self.ask(self.prompts[:8], max_tokens=3 * STEPS, midway=join)
         before = _longest_gap([[time for time in completion.times if time < joined[0]] for completion in completions])

@@ -275,6 +275,11 @@ class Engine:
         in_flight = bool(self._parts.pipeline.in_flight)
         return self._parts.accounts.imbalance(self._parts.base.live, self.adapters, in_flight)
 
+    @property
+    def batches(self) -> bool:
+        """Whether a step computes its rows together."""
+        return self._parts.compute.runner.cache.batches
+
     def describe(self) -> list[tuple[str, str]]:
         """Returns what start-up tells people: label and value."""
         compute = self._parts.compute

@@ -13,7 +13,7 @@ from mlx_parallm.doctor import machine
 from mlx_parallm.doctor.findings import Finding, look
 from tests.support import forked
 
-MACHINE = ["platform", "chip", "memory", "versions", "BLAS", "kernels", "open files", "faults", "cache", "port", "disk"]
+MACHINE = ["platform", "chip", "memory", "versions", "BLAS", "kernels", "faults", "open files", "cache", "port", "disk"]
 MODEL = ["model", "parity", "decode", "prefill", "sampler", "adapters", "joins"]
 
 

@@ -25,14 +25,17 @@ class Bounds:
     low: float
     high: float = INT64
     above: bool = False  # `low` itself is not allowed
+    below: bool = False  # `high` itself is not allowed
 
     def allow(self, value: float) -> bool:
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
+        high_enough = self.low < value if self.above else self.low <= value
+        return high_enough and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
-        if self.above:
-            return f"above {self.low:g} and at most {self.high:g}"
-        return f"between {self.low:g} and {self.high:g}"
+        if not self.above and not self.below:
+            return f"between {self.low:g} and {self.high:g}"
+        low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
+        return f"{low} and {'below' if self.below else 'at most'} {self.high:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class Sampler:
         self._top_count = max((params[i].logprobs or 0 for i in self.logprob_rows), default=0)
         self._recorded = any(row.recorded for row in rows if row)
         self.grammar_rows = [(i, row) for i, row in enumerate(rows) if row and row.matcher is not None]
-        changed = self._any_min_p or cut or self._bias or self._stops or self.penalized or self.grammar_rows
+        changed: object = self._any_min_p or cut or self._bias or self._stops or self.penalized or self.grammar_rows
         self._kernel = None if changed else kernel
         if self._kernel is not None:
             self._heats = np.array([0.0 if p.greedy else p.temperature for p in params], np.float32)

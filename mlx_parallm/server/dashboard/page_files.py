@@ -82,6 +82,6 @@ def sampling_script() -> str:
         step = 1 if one.whole else 0.01
         limits = {"min": one.bounds.low + step if one.bounds.above else max(one.bounds.low, -1), "step": step}
         if one.bounds.high < INT64:
-            limits["max"] = one.bounds.high
+            limits["max"] = one.bounds.high - step if one.bounds.below else one.bounds.high
         described.append({"name": name, "meaning": one.meaning, "initial": one.default, "limits": limits})
     return f"// What the server declares in sampling_params.py.\nexport const PARAMETERS = {json.dumps(described)};\n"

@@ -24,7 +24,7 @@ def _limits(parameter: Parameter) -> dict[str, float]:
     bounds = parameter.bounds
     if bounds is None:
         return {}
-    return {"gt" if bounds.above else "ge": bounds.low, "le": bounds.high}
+    return {"gt" if bounds.above else "ge": bounds.low, "lt" if bounds.below else "le": bounds.high}
 
 
 def _type(name: str, field: FieldInfo) -> Any:

@@ -10,6 +10,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Two processes share the tests, file by file, with a thread each for their matrix products. The longest files come first.
 TESTS = MKL_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# On MLX's CPU backend, worked on as if it were Metal: traced steps, weights as they are stored, adapters by MLX's operations.
+AS_METAL = TEST_DEVICE=metal $(TESTS)
+METAL_SAMPLE = tests/engine/test_adapters.py tests/engine/test_trainer.py tests/unit/test_slots.py
+METAL_ALL = tests/engine tests/unit/test_adapters.py tests/unit/test_registry.py tests/unit/test_slots.py \
+  tests/unit/test_block_prefix.py --ignore tests/engine/test_embedded_parity.py --ignore tests/engine/test_extending.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --constraint constraints.txt
 
 .PHONY: help serve chat test test-fast test-all mutate check format bench rl-demo rl-demo-long clean
@@ -36,9 +41,11 @@ test-fast: $(VENV)/.installed-dev
 
 test: $(VENV)/.installed-dev
 	$(TESTS) -m "not slow" $(ARGS)
+	$(AS_METAL) -m "not slow and not long" $(METAL_SAMPLE)
 
 test-all: $(VENV)/.installed-dev
 	$(TESTS) $(ARGS)
+	$(AS_METAL) $(METAL_ALL)
 
 mutate: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.mutation $(ARGS)

@@ -168,7 +168,7 @@ def device_parts(
     check_room(cache, plan, model.context_length)
     warm_up(forward, layout, cache, model.vocab_size, profile)
     prefix = prefix_cache(model, cache, config, plan.blocks, profile)
-    if prefix is not None and prefix.store is not None and this_device().plans_shapes:
+    if layout.traced and prefix is not None and prefix.store is not None:
         warm_blocks(forward, cache, prefix, PROMPT_STEP)
     return DeviceParts(forward, cache, prefix)
 

@@ -3,10 +3,15 @@
 from collections import Counter
 from functools import cache
 
+import mlx.core as mx
 import pytest
 
+from mlx_parallm.engine.compute.batching import sampling_probes
+from mlx_parallm.engine.compute.sampling import History, Sampler
+from mlx_parallm.engine.rows import Row
 from mlx_parallm.lora.adapter import Adapter
-from tests.support.graph_nodes import DecodeGraph
+from mlx_parallm.sampling_params import SamplingParams
+from tests.support.graph_nodes import DecodeGraph, nodes_of
 from tests.unit.test_adapters import random_adapter
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -40,3 +45,27 @@ def test_adapters_on_all_layers_add_few_operations(model_type: str, rows: int) -
 
 def gathers(nodes: Counter[str]) -> int:
     return sum(count for kind, count in nodes.items() if "Gather" in kind)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_p=0.5),
+        SamplingParams(temperature=0.7, top_k=3),
+        SamplingParams(temperature=0.7, top_k=3, top_p=0.5),
+        SamplingParams(temperature=0.7, min_p=0.1),
+        SamplingParams(logit_bias={1: 2.0}, logprobs=3),
+        SamplingParams(presence_penalty=0.1, repetition_penalty=1.2),
+        SamplingParams(temperature=0.7, min_tokens=2, logprobs=1, processed_logprobs=True),
+    ],
+)
+def test_a_start_uses_every_operation_that_sampling_is_made_of(params: SamplingParams) -> None:
+    """Where kernels are built at their first use, no request waits for that."""
+    used: Counter[str] = Counter()
+    for arrays in sampling_probes(96):
+        used += nodes_of(*arrays)
+    rows = [Row([1, 2, 3], params, 0, seed=0, max_tokens=8, stop_ids=frozenset({2})) for _ in range(2)]
+    sampler = Sampler(rows, 96)
+    history = History(rows) if sampler.penalized else None
+    assert set(nodes_of(*sampler(mx.zeros((2, 96)), [0, 1], history).arrays())) <= set(used)

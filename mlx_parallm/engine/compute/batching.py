@@ -25,6 +25,7 @@ from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.native.functions import slot_attention
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.runner import Runner
+from mlx_parallm.engine.compute.sampling import History, Sampler
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.errors import MemoryLimitError, ModelLoadError
@@ -48,7 +49,7 @@ from mlx_parallm.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-WARM_UP_SECONDS = 25.0
+WARM_UP_SECONDS = 25.0  # of prompts' shapes; what comes before takes a few
 WARM_UP_TOKENS = 8192  # of one pass
 PROBE = ([3, 1, 4, 1, 5], [9, 2, 6])  # two short prompts; any ids do
 
@@ -86,11 +87,38 @@ def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int
     """Uses kernels once where they are built at their first use: no request should wait for that."""
     if not layout.traced:
         return
+    begun = time.perf_counter()
     _warm_up_rows(Runner(DeviceParts(forward, cache, None), vocab_size, lambda: None, profile.round_prompts))
+    for arrays in sampling_probes(vocab_size):
+        mx.eval(arrays)
     if profile.round_prompts and cache.sides and this_device().plans_shapes:
         warm_prompt_shapes(forward, cache, profile.match_step)
     if cache.sides and cache.free >= 2:
         _try_adapters(forward, layout, cache)
+    log.info("warmed up in %.1f s", time.perf_counter() - begun)
+
+
+def sampling_probes(vocab_size: int) -> Iterator[list[mx.array]]:
+    """Samples in every way that a request can ask for, of equal logits; gives what is to be computed."""
+    everything = SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.01,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        logit_bias={1: 1.0},
+        min_tokens=2,
+        logprobs=2,
+        processed_logprobs=True,
+    )
+    for params in (everything, SamplingParams(temperature=0.8, top_k=20), SamplingParams(temperature=0.8, top_p=0.9)):
+        rows = [Row(PROBE[0], params, 0, seed=0, max_tokens=8, stop_ids=frozenset({2})) for _ in range(2)]
+        sampler = Sampler(rows, vocab_size)
+        masks = mx.full((len(rows), -(-vocab_size // 32)), 0xFFFFFFFF, mx.uint32)  # a grammar that allows all
+        history = History(rows) if sampler.penalized else None
+        yield sampler(mx.zeros((len(rows), vocab_size)), [0, 1], history, masks).arrays()
 
 
 def _warm_up_rows(runner: Runner) -> None:

@@ -14,7 +14,8 @@ TESTS = MKL_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocess
 AS_METAL = TEST_DEVICE=metal $(TESTS)
 METAL_SAMPLE = tests/engine/test_adapters.py tests/engine/test_trainer.py tests/unit/test_slots.py
 METAL_ALL = tests/engine tests/unit/test_adapters.py tests/unit/test_registry.py tests/unit/test_slots.py \
-  tests/unit/test_block_prefix.py --ignore tests/engine/test_embedded_parity.py --ignore tests/engine/test_extending.py
+  tests/unit/test_block_prefix.py --ignore tests/engine/test_embedded_parity.py --ignore tests/engine/test_extending.py \
+  --ignore tests/engine/test_selftest.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --constraint constraints.txt
 
 .PHONY: help serve chat test test-fast test-all mutate check format bench rl-demo rl-demo-long clean

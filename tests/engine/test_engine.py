@@ -325,7 +325,8 @@ def test_freed_memory_that_nobody_uses_goes_back() -> None:
             mx.set_cache_limit(limit)
             running.ask(PROMPT, max_tokens=2, ignore_eos=True)
             mx.clear_cache()
-            stale = [mx.zeros((size << 18,)) for size in (8, 9, 10)]  # 27 of 32 MB, in sizes that no step has
+            part = limit // 128  # float32 numbers: 27 of them are 27 of 32 parts, in sizes that no step has
+            stale = [mx.zeros((size * part,)) for size in (8, 9, 10)]
             mx.eval(stale)
             del stale
             assert mx.get_cache_memory() > limit // 4 * 3

@@ -1,9 +1,9 @@
-# Everything a user or a contributor types. Needs Python 3.11 or later and make, nothing else.
+# Everything a user or a contributor types. Needs Python 3.11 to 3.14 and make, nothing else.
 #   make serve ARGS="--port 9000"
 
 # The newest Python that fits: Apple's own python3 is 3.9. Another one: make PYTHON=/path/to/python3.12
-PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
-  "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
+PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
+  "$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
 ARGS ?=
 PIP_FLAGS ?= --quiet
 VENV := .venv
@@ -89,7 +89,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "No Python 3.11 or later was found as python3, python3.13, python3.12 or python3.11."; \
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.14 was found as python3, python3.14, python3.13, python3.12 or python3.11."; \
 	  echo "Install one (macOS: brew install python@3.12; Debian: apt install python3), or make PYTHON=/path/to/it"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is older than 3.11: name a newer one with make PYTHON=python3.12"; exit 1; }

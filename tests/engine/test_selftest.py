@@ -112,6 +112,7 @@ def wrong_operations(only: str) -> set[str]:
     return {finding.name for finding in operations.examine([only]) if finding.verdict == "wrong"}
 
 
+@pytest.mark.long
 def test_a_random_model_is_served_as_it_should_be() -> None:
     for bits in (None, 4):
         found = findings(selftest.RandomModelTest("model", bits, stand_in()))
@@ -125,6 +126,7 @@ def wrong_engines() -> set[str]:
     return {finding.name for finding in found.values() if finding.verdict == "wrong"}
 
 
+@pytest.mark.long
 def test_a_stale_block_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     original = block_store.BlockStore.read
 
@@ -135,11 +137,13 @@ def test_a_stale_block_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong_engines() == {"prefix model"}
 
 
+@pytest.mark.slow
 def test_a_prefix_that_is_never_found_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix.BlockPrefix, "commit", lambda *_, **__: None)
     assert wrong_engines() == {"prefix model"}
 
 
+@pytest.mark.slow
 def test_another_rows_adapter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Registry.row_adapters
 
@@ -150,6 +154,7 @@ def test_another_rows_adapter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong_engines() == {"LoRA model"}
 
 
+@pytest.mark.slow
 def test_a_row_that_reads_beyond_its_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     original = SlotCache.decode
 
@@ -160,6 +165,7 @@ def test_a_row_that_reads_beyond_its_end_is_named(monkeypatch: pytest.MonkeyPatc
     assert "rows model" in wrong_engines()
 
 
+@pytest.mark.slow
 def test_a_trace_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     original = mx.compile
 
@@ -176,6 +182,7 @@ def test_a_trace_that_computes_something_else_is_named(monkeypatch: pytest.Monke
     assert wrong_engines() == {"traced model"}
 
 
+@pytest.mark.slow
 def test_memory_beyond_the_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert selftest._memory_limit(stand_in()).verdict == "ok"
     original = selftest.start_engine

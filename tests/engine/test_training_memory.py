@@ -45,11 +45,12 @@ def test_a_text_too_long_for_the_memory_is_refused_with_the_length_that_fits() -
     with pytest.raises(ContextLengthError, match=f"a text of {longest + 1} tokens .* memory for {longest} tokens"):
         trainer.checked_length(long)
     assert trainer._fitting([short, long]) == [short], "what came before that was known is left out"
-    assert trainer.budget.room(longest) == longest, "one at a time"
+    assert longest <= trainer.budget.room(longest) < 2 * longest, "one at a time"
     assert trainer.budget.room(longest // 4) >= 4 * longest - 8
 
 
 def test_blocks_are_computed_again_on_a_mac_unless_there_is_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainable_model, "this_device", lambda: DEVICES["cpu"])
     few, many = (TrainableModel(tiny(), LORA, checkpointing=asked).score_bytes for asked in (True, False))
     assert few < many
     assert TrainableModel(tiny(), LORA, checkpointing=None).score_bytes == many

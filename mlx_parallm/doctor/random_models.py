@@ -91,7 +91,7 @@ class Reference:
         merged._module = copy.deepcopy(self._module)
         layers = dict(merged._module.named_modules())
         for path, part in adapter.parts.items():
-            layers[path].weight = layers[path].weight + mx.array(np.asarray(part.b) @ np.asarray(part.a))
+            layers[path].weight = layers[path].weight + mx.array(part.b @ part.a)
         return merged
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:

@@ -153,8 +153,11 @@ def warm_prompt_shapes(forward: Forward, cache: BatchCache, step: int) -> None:
 
 
 def warm_blocks(forward: Forward, cache: BatchCache, prefix: Prefix, step: int) -> None:
-    """Keeps made-up texts as blocks and reads them back, one and several at a time; then forgets them."""
+    """Keeps made-up texts as blocks and reads them back, one and several at a time; then forgets them. Not where they
+    have no room: what is never found costs nothing."""
     texts = [[token] * (2 * step + 1) for token in (3, 4)]
+    if prefix.store is None or prefix.store.total < len(texts) * (len(texts[0]) // prefix.block_size + 1):
+        return
     chains = [prefix.chain(tokens, "warm-up") for tokens in texts]
     for tokens, chain in zip(texts, chains, strict=True):
         staged = cache.stage(1, 3 * step)

@@ -45,7 +45,7 @@ DEVICES: Mapping[DeviceKind, Device] = {
 }
 
 
-FORCED = "TEST_DEVICE"  # the environment variable with which tests have MLX's CPU backend worked on as another kind
+FORCED = "MLX_PARALLM_TEST_DEVICE"  # the environment variable with which tests have MLX's CPU backend worked on as another kind
 
 
 def this_device() -> Device:

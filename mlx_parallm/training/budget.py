@@ -1,6 +1,6 @@
 """How many tokens a micro-batch may have: by how long the last ones took, and by the memory at hand.
 
-Trainers ask before each micro-batch and report what it took. Engine thread only.
+Trainers ask before each micro-batch and report what it took. Engine thread only, but for `longest_text`.
 """
 
 import math

@@ -183,7 +183,8 @@ class Trainer:
         if longest is not None and tokens > longest:
             raise ContextLengthError(
                 f"a text of {tokens} tokens is too long to learn from: attention's backward pass keeps its scores on "
-                f"this device, and there is memory for {longest} tokens; give a larger --memory-limit, or shorter texts"
+                f"this device, and there is memory for {longest} tokens; give --gradient-checkpointing, a larger "
+                "--memory-limit or shorter texts"
             )
         return trajectory
 

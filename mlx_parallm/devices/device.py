@@ -21,9 +21,7 @@ class Device:
     native: bool = False  # C kernels of our own, where there is a compiler
     cuda: bool = False  # CUDA kernels of our own
     builds_kernels: bool = False  # at their first use, so that a start uses them once
-    fused_gradient: bool = (
-        False  # attention's backward pass keeps no scores: its memory grows with a text's length alone
-    )
+    fused_gradient: bool = False  # attention's backward pass keeps no scores, which grow with the square of a text
     recomputes: bool = False  # blocks are computed again in a backward pass, unless a run says otherwise
     plans_shapes: bool = False  # each new shape costs tens of milliseconds
     kept_share: int = 6  # one part in so many of the memory at hand is kept for what comes next,
@@ -45,7 +43,8 @@ DEVICES: Mapping[DeviceKind, Device] = {
 }
 
 
-FORCED = "MLX_PARALLM_TEST_DEVICE"  # the environment variable with which tests have MLX's CPU backend worked on as another kind
+# The environment variable with which tests have MLX's CPU backend worked on as another kind of device.
+FORCED = "MLX_PARALLM_TEST_DEVICE"
 
 
 def this_device() -> Device:

@@ -20,6 +20,7 @@ class Device:
     keeps_quantised: bool = False  # quantised weights are its fast form; else they are expanded
     native: bool = False  # C kernels of our own, where there is a compiler
     cuda: bool = False  # CUDA kernels of our own
+    metal: bool = False  # Metal kernels of our own, where they are right and worth it
     builds_kernels: bool = False  # at their first use, so that a start uses them once
     fused_gradient: bool = False  # attention's backward pass keeps no scores, which grow with the square of a text
     recomputes: bool = False  # blocks are computed again in a backward pass, unless a run says otherwise
@@ -36,7 +37,9 @@ class Device:
 
 DEVICES: Mapping[DeviceKind, Device] = {
     "cpu": Device("cpu", DeviceProfile.of("cpu"), float32=True, native=True, kept_share=12, kept_of_rows=8),
-    "metal": Device("metal", DeviceProfile.of("metal"), keeps_quantised=True, builds_kernels=True, recomputes=True),
+    "metal": Device(
+        "metal", DeviceProfile.of("metal"), metal=True, keeps_quantised=True, builds_kernels=True, recomputes=True
+    ),
     "cuda": Device(
         "cuda", DeviceProfile.of("cuda"), cuda=True, builds_kernels=True, plans_shapes=True, fused_gradient=True
     ),

@@ -11,6 +11,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.devices.device import this_device
+from mlx_parallm.devices.metal import kernels
+from mlx_parallm.devices.metal.token_cuts import cut_limits
 from mlx_parallm.doctor.findings import Finding, look
 from mlx_parallm.host import to_numpy
 
@@ -231,6 +233,58 @@ def mx_top(numbers: mx.array, count: int) -> Array:
     return found
 
 
+def _own_kernels(name: str) -> Finding:
+    """The Metal kernels, whether a start would choose them or not."""
+    if not this_device().metal:
+        return Finding(name, "not needed here")
+    return compared(_kernel_cases, name)
+
+
+def _kernel_cases(random: np.random.Generator) -> Iterator[Case]:
+    for dtype in DTYPES:
+        yield from _lora_cases(random, dtype)
+        yield from _slot_cases(random, dtype)
+    logits, known = _normal(random, mx.float32, 4, 5000)
+    cuts = [(0.9, 5000), (2.0, 20), (0.5, 40), (0.3, 5000)]
+    limits = cut_limits(*zip(*cuts, strict=True))
+    least = []
+    for line, (top_p, top_k) in zip(known, cuts, strict=True):
+        ordered = np.sort(line)[::-1][:top_k]
+        weights = np.exp(ordered - ordered[0])
+        before = (np.cumsum(weights) - weights) / weights.sum()
+        least.append([ordered[max(1, int((before < top_p).sum())) - 1]])
+    yield "the least logit that is kept", kernels.least_kept(logits, limits), np.array(least)
+
+
+def _lora_cases(random: np.random.Generator, dtype: mx.Dtype) -> Iterator[Case]:
+    x, known_x = _normal(random, dtype, 4, 256)
+    a, known_a = _normal(random, dtype, 2 * 32, 256)
+    outputs = [(_normal(random, dtype, 4, count), _normal(random, dtype, 32, count)) for count in (96, 700)]
+    spans = np.array([[0, 8], [8, 16], [0, 0], [24, 8]], np.int32)
+    sums = kernels.add_own_lora(x, a, [(y, b) for (y, _), (b, _) in outputs], mx.array(spans))
+    for layer, ((_, known_y), (_, known_b)) in enumerate(outputs):
+        expected = known_y.copy()
+        for row, (begin, rank) in enumerate(spans):
+            own = known_a[32 * layer + begin : 32 * layer + begin + rank]
+            expected[row] += known_x[row] @ own.T @ known_b[begin : begin + rank]
+        if sums is not None:
+            yield f"rows' own adapters, layer {layer + 1}", sums[layer], expected
+
+
+def _slot_cases(random: np.random.Generator, dtype: mx.Dtype) -> Iterator[Case]:
+    for width, shared, capacity in ((64, 2, 256), (128, 1, 2048)):
+        q, known_q = _normal(random, dtype, 3, 4, 1, width)
+        k, known_k = _normal(random, dtype, 3, shared, capacity, width)
+        v, known_v = _normal(random, dtype, 3, shared, capacity, width)
+        lengths = np.array([capacity, 1, 200])
+        offsets = mx.array(np.pad(lengths - 1, (0, kernels.SMALLEST - 3)).astype(np.int32))
+        found = kernels.attend(q, k, v, offsets, width**-0.5)
+        own = (np.arange(capacity) < lengths[:, None])[:, None, None]
+        if found is not None:
+            expected = attended(known_q, known_k, known_v, np.where(own, 0.0, -np.inf))
+            yield f"attention over slots of {capacity}, heads of {width}", found, expected
+
+
 def _random(name: str) -> Finding:
     """Samples are functions of seed and position: the same key gives the same numbers, another one others."""
     first, again, other = (to_numpy(mx.random.uniform(shape=(20000,), key=mx.random.key(key))) for key in (7, 7, 8))
@@ -261,4 +315,5 @@ CHECKS: Mapping[str, Callable[[str], Finding]] = {
     "gather": partial(compared, _gather),
     "sort": partial(compared, _sort),
     "random": _random,
+    "our kernels": _own_kernels,
 }

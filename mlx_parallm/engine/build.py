@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.freed_memory import AllocatorCache
+from mlx_parallm.devices.metal.token_cuts import cut_kernel
 from mlx_parallm.devices.native.token_sampling import sample_kernel
 from mlx_parallm.devices.profile import PROMPT_STEP, DeviceProfile
 from mlx_parallm.engine.accounts import Accounts
@@ -16,6 +17,7 @@ from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.compute.batching import batch_cache, check_room, prefix_cache, warm_blocks, warm_up
 from mlx_parallm.engine.compute.pass_contexts import PassContexts
 from mlx_parallm.engine.compute.runner import Runner
+from mlx_parallm.engine.compute.sampling import SamplingKernels
 from mlx_parallm.engine.delivery import Delivery, Outbox, Recording
 from mlx_parallm.engine.intake import Admission, Intake
 from mlx_parallm.engine.live_requests import LiveRequests
@@ -137,7 +139,7 @@ def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> Co
         model.vocab_size,
         before_wait=base.outbox.flush,
         round_prompts=profile.round_prompts,
-        sample_kernel=sample_kernel() if this_device().native and not profile.compiled else None,
+        kernels=_sampling_kernels(profile, model.vocab_size),
         contexts=PassContexts(
             adapters, None if model.vision is None else model.vision.encoder, base.metrics.adapter_seconds.observe
         ),
@@ -171,6 +173,14 @@ def device_parts(
     if layout.traced and prefix is not None and prefix.store is not None:
         warm_blocks(forward, cache, prefix, PROMPT_STEP)
     return DeviceParts(forward, cache, prefix)
+
+
+def _sampling_kernels(profile: DeviceProfile, vocab_size: int) -> SamplingKernels:
+    device = this_device()
+    return SamplingKernels(
+        sample=sample_kernel() if device.native and not profile.compiled else None,
+        cut=cut_kernel(vocab_size) if device.metal else None,
+    )
 
 
 def _registry(base: BaseParts, layout: Layout) -> Registry:

@@ -20,6 +20,10 @@ class RowContext(Protocol):
 # many tokens each row has, the scale -> (S, H, 1, D), with the new ones put in place; None where it can't.
 Attend = Callable[[mx.array, mx.array, mx.array, tuple[mx.array, mx.array], mx.array, float], mx.array | None]
 
+# The same over slots that hold the new ones already: queries, slots' keys and values, how many tokens each row had, of
+# more rows maybe, the scale.
+AttendWritten = Callable[[mx.array, mx.array, mx.array, mx.array, float], mx.array | None]
+
 
 class Traceable(RowContext, Protocol):
     """The same, where passes are traced."""

@@ -14,12 +14,13 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from mlx_parallm.devices.cuda_placing import Placer, placer
-from mlx_parallm.kv.batch import Attend, ForwardPass, RowContext, Traceable
+from mlx_parallm.kv.batch import Attend, AttendWritten, ForwardPass, RowContext, Traceable
 from mlx_parallm.kv.block_store import Side, groups_of
 
 SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CAPACITY_STEP = 256
 MAX_TRACES = 64
+LEAST_OFFSETS = 8
 
 
 class PromptLayer:
@@ -74,16 +75,19 @@ class PromptLayer:
 class _Step:
     """The state that all layers share in one decode step: where each row writes, and how far is read."""
 
-    __slots__ = ("_mask_shape", "attend", "index", "length", "mask", "offset")
+    __slots__ = ("_mask_shape", "attend", "attend_written", "index", "length", "mask", "offset", "offsets")
 
-    def __init__(self, mask_rank: int, attend: Attend | None) -> None:
+    def __init__(self, mask_rank: int, attend: Attend | None, attend_written: AttendWritten | None) -> None:
         self.attend = attend
+        self.attend_written = attend_written
         self._mask_shape = (-1, *[1] * (mask_rank - 2))
-        self.offset = self.index = self.mask = mx.zeros((0,), mx.int32)
+        self.offset = self.offsets = self.index = self.mask = mx.zeros((0,), mx.int32)
         self.length = 0
 
     def set(self, offset: mx.array, length: int) -> None:
         self.offset = offset
+        missing = LEAST_OFFSETS - len(offset) if self.attend_written is not None else 0
+        self.offsets = mx.pad(offset, (0, missing)) if missing > 0 else offset  # for kernels, which want so many
         self.index = offset[:, None, None, None]
         self.length = length
         self.mask = self.masked(mx.arange(length) <= offset[:, None])
@@ -116,6 +120,9 @@ class SlotLayer:
 
     def attend(self, queries: mx.array, scale: float, mask: Any) -> mx.array | None:
         """Attention over this layer in one kernel; None where it must go through the mask."""
+        written = self._step.attend_written
+        if written is not None and mask is self._step.mask:
+            return written(queries, self.keys, self.values, self._step.offsets, scale)
         attend = self._step.attend
         if attend is None or not self._before or mask is not self._step.mask:
             return None
@@ -148,7 +155,8 @@ class SlotMethod:
     compiled: bool = False  # trace a decode step once per shape, instead of building its graph every time
     mask_rank: int = 4  # axes of an attention mask
     in_place: bool = False  # prompts join by a CUDA kernel
-    attend: Attend | None = None  # attention over a layer's slots in one kernel
+    attend: Attend | None = None  # attention over a layer's slots in one kernel, which also writes there
+    attend_written: AttendWritten | None = None  # the same once a step's tokens are written
 
 
 class SlotCache:
@@ -167,7 +175,7 @@ class SlotCache:
     ) -> None:
         self._method = method
         self._traces: dict[tuple[int, Hashable], Any] = {}  # by how far attention reads, and the form of a context
-        self._step = _Step(method.mask_rank, method.attend)
+        self._step = _Step(method.mask_rank, method.attend, method.attend_written)
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
         self._capacity = 0

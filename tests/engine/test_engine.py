@@ -282,7 +282,7 @@ def test_tokens_are_drawn_by_our_own_kernel_on_a_cpu() -> None:
     if this_device().kind != "cpu" or sample_kernel() is None:
         pytest.skip("MLX draws them on GPUs, and without a C compiler")
     with driver("llama") as running:
-        assert running.engine._parts.compute.runner._sample_kernel is not None
+        assert running.engine._parts.compute.runner._kernels.sample is not None
 
 
 def test_whatever_goes_wrong_on_the_way_up_is_an_error_of_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, log_sum_exp, scores_of
+from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, SamplingKernels, log_sum_exp, scores_of
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import TokenLogprob
@@ -162,7 +162,7 @@ def test_the_kernel_and_mlx_draw_the_same(recorded: bool) -> None:
     ]
     numbers = [0, 3, 2**31 - 1, 7, 7, 0]
     plain = Sampler([*rows, None], 50)(logits, numbers)
-    kernel = Sampler([*rows, None], 50, in_c)(logits, numbers)
+    kernel = Sampler([*rows, None], 50, SamplingKernels(in_c))(logits, numbers)
     assert kernel.tokens.tolist() == plain.tokens.tolist()
     assert len(kernel.arrays()) == 5 + recorded
     assert (kernel.sampled_logprobs is None) == (plain.sampled_logprobs is None) == (not recorded)
@@ -186,12 +186,12 @@ def test_the_kernel_is_not_asked_for_what_it_does_not_know(params: SamplingParam
         raise AssertionError("the kernel was asked")
 
     bound = row(params, Context(stop_ids=frozenset(params.stop_token_ids)))
-    sampler = Sampler([row(SamplingParams()), bound], 8, refuse)
+    sampler = Sampler([row(SamplingParams()), bound], 8, SamplingKernels(refuse))
     sampler(mx.zeros((2, 8)), [0, 0], History(sampler.rows))
     grammar = row(SamplingParams(), Context(allowed=[True] * 8))
-    Sampler([grammar], 8, refuse)(mx.zeros((1, 8)), [0], None, packed([[True] * 8], 8))
+    Sampler([grammar], 8, SamplingKernels(refuse))(mx.zeros((1, 8)), [0], None, packed([[True] * 8], 8))
     with pytest.raises(AssertionError, match="was asked"):
-        Sampler([row(SamplingParams())], 8, refuse)(mx.zeros((1, 8)), [0])
+        Sampler([row(SamplingParams())], 8, SamplingKernels(refuse))(mx.zeros((1, 8)), [0])
 
 
 def draws(params: SamplingParams, seeds: Sequence[int], numbers: Sequence[int], logits: Array) -> list[int]:

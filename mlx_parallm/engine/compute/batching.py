@@ -22,6 +22,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.cuda_attention import MIN_BLOCKS, attend
 from mlx_parallm.devices.device import this_device
+from mlx_parallm.devices.metal.slot_attention import SlotAttention
 from mlx_parallm.devices.native.functions import slot_attention
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.runner import Runner
@@ -268,7 +269,8 @@ def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfil
         kernel = attend
     elif this_device().native and not profile.compiled:
         kernel = slot_attention()
-    method = SlotMethod(profile.view_step, profile.compiled, mask_rank, profile.fused, kernel)
+    written = SlotAttention() if this_device().metal and mask_rank == 4 else None
+    method = SlotMethod(profile.view_step, profile.compiled, mask_rank, profile.fused, kernel, written)
     return SlotCache(layers, max_rows, max_bytes, method)
 
 

@@ -17,7 +17,7 @@ from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.devices.rebinding import cache_first_class
 from mlx_parallm.lora.fused_blocks import FusedAttention, FusedBlock, FusedMLP, fused_block, fused_class, fused_part
 from mlx_parallm.lora.hooks import AdapterKernels, hooked_class
-from mlx_parallm.lora.joint_products import BY_OPERATIONS
+from mlx_parallm.lora.joint_products import BY_OPERATIONS, joint_kernels
 from mlx_parallm.lora.kernel_check import checked_kernels
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.split import Split
@@ -37,7 +37,7 @@ def patch_layers(module: nn.Module, profile: DeviceProfile, split: Split | None 
 
 def use_device_kernels(module: nn.Module, profile: DeviceProfile) -> None:
     """Gives a model without adapters the device's kernels. Does nothing to one that has them already."""
-    if this_device().cuda:
+    if this_device().cuda or this_device().metal:
         let_caches_attend(module)
     elif this_device().native and not profile.compiled:  # C kernels can't be traced
         use_native_kernels(module)
@@ -96,6 +96,9 @@ def _change_class(layer: nn.Module, subclass_of: Callable[[Any], type]) -> None:
 def _adapter_kernels(layout: Layout, profile: DeviceProfile) -> AdapterKernels:
     if not profile.compiled:
         return AdapterKernels(add=low_rank_adder(), multiply=adapted_products())
+    if this_device().metal:
+        sizes = [(group.size, group.out_features) for group in layout.groups if group.kind == "linear"]
+        return joint_kernels([(size, out) for size, out in sizes if size == sizes[0][0]][:2], layout.dtype)
     return checked_kernels(layout.dtype) if this_device().cuda else BY_OPERATIONS
 
 

@@ -14,10 +14,9 @@ import mlx.core as mx
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
-from mlx_parallm.devices.native.token_sampling import SampleKernel
 from mlx_parallm.devices.profile import PROMPT_STEP
 from mlx_parallm.engine.compute.pass_contexts import PassContexts
-from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, Scores, scores_of
+from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, SamplingKernels, Scores, scores_of
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
@@ -66,7 +65,7 @@ class Runner:
         vocab_size: int,
         before_wait: Callable[[], None],
         round_prompts: bool = False,
-        sample_kernel: SampleKernel | None = None,
+        kernels: SamplingKernels | None = None,
         contexts: PassContexts | None = None,
     ) -> None:
         self._forward = parts.forward
@@ -75,7 +74,7 @@ class Runner:
         self._vocab = vocab_size
         self._before_wait = before_wait
         self._round_prompts = round_prompts and self.cache.stages_many
-        self._sample_kernel = sample_kernel
+        self._kernels = kernels
         self.contexts = contexts or PassContexts()
         self._context: RowAdapters | RowInputs | None = None  # of the current rows; None: tokens are all they have
         self._rows: list[Row | None] = []  # by position
@@ -301,7 +300,7 @@ class Runner:
         sources = [i for i, job in enumerate(work.jobs) for _ in job.rows]
         if len(rows) > logits.shape[0]:
             logits = logits[mx.array(sources)]
-        step.sampler = Sampler(rows, self._vocab, self._sample_kernel)
+        step.sampler = Sampler(rows, self._vocab, self._kernels)
         history = History(rows) if step.sampler.penalized else None
         numbers = [row.launched for row in rows]
         step.sampled = step.sampler(logits, numbers, history, self._grammar_masks(step.sampler))
@@ -368,7 +367,7 @@ class Runner:
         self._sampler = None
 
     def _renew_sampler(self) -> None:
-        self._sampler = Sampler(self._rows, self._vocab, self._sample_kernel)
+        self._sampler = Sampler(self._rows, self._vocab, self._kernels)
         self._context = self.contexts.of_rows(self._rows)
         if not self._sampler.penalized:
             self._history = None

@@ -5,12 +5,14 @@ What no row asks for is not computed. A row's random number depends on its seed 
 the same seed and prompt give the same tokens whatever else is in the batch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.devices.metal.token_cuts import CutKernel, cut_limits, least_kept
 from mlx_parallm.devices.native.token_sampling import SampleKernel
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.host import to_numpy
@@ -18,6 +20,14 @@ from mlx_parallm.sampling_params import SamplingParams
 from mlx_parallm.types import TokenLogprob
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingKernels:
+    """The kernels that the device has for sampling."""
+
+    sample: SampleKernel | None = None  # for rows that ask for no more than a temperature
+    cut: CutKernel | None = None  # the least logit that top-k and top-p keep
 
 
 @dataclass(slots=True)
@@ -62,9 +72,9 @@ class Sampler:
     An array is made only for what some row asks for: small uploads add up when rows come and go at every step.
     """
 
-    def __init__(self, rows: Sequence[Row | None], vocab_size: int, kernel: SampleKernel | None = None) -> None:
-        """`kernel`: one for rows that ask for no more than a temperature."""
+    def __init__(self, rows: Sequence[Row | None], vocab_size: int, kernels: SamplingKernels | None = None) -> None:
         self.rows = list(rows)
+        kernels = kernels or SamplingKernels()
         self._vocab = vocab_size
         params = [row.sampling if row else GREEDY for row in rows]
         random = [p for p in params if not p.greedy]
@@ -79,8 +89,9 @@ class Sampler:
         self._cut_rows = mx.array(cut) if cut else None
         if cut:
             # Rounded sums may reach 1 before the last token: above 1, nothing is cut.
-            self._top_p = _column(params[i].top_p if params[i].top_p < 1 else 2.0 for i in cut)
-            self._top_k = _column(params[i].top_k or vocab_size for i in cut)
+            top_p = [params[i].top_p if params[i].top_p < 1 else 2.0 for i in cut]
+            top_k = [params[i].top_k or vocab_size for i in cut]
+            self._threshold = _cut_by(kernels.cut, top_p, top_k)
         self._bias = _Edits.of([p.logit_bias for p in params])
         early = [row.stop_ids if row and row.sampling.min_tokens else () for row in rows]
         self._stops = _Edits.of([dict.fromkeys(ids, -np.inf) for ids in early])
@@ -99,7 +110,7 @@ class Sampler:
         self._recorded = any(row.recorded for row in rows if row)
         self.grammar_rows = [(i, row) for i, row in enumerate(rows) if row and row.matcher is not None]
         changed: object = self._any_min_p or cut or self._bias or self._stops or self.penalized or self.grammar_rows
-        self._kernel = None if changed else kernel
+        self._kernel = None if changed else kernels.sample
         if self._kernel is not None:
             self._heats = np.array([0.0 if p.greedy else p.temperature for p in params], np.float32)
             self._host_seeds = np.array([row.seed if row else 0 for row in rows], np.uint32)
@@ -176,20 +187,18 @@ class Sampler:
         sampled_from = mx.where(hot, scaled, logits)
         return mx.argmax(mx.where(hot, scaled + noise, logits), axis=-1), sampled_from
 
-    def _threshold(self, scaled: mx.array) -> mx.array:
-        """The least logit that top-k, then top-p, keep: (C, V) -> (C, 1)."""
-        ordered = -mx.sort(-scaled, axis=-1)
-        inside = mx.arange(ordered.shape[-1]) < self._top_k
-        probs = mx.softmax(mx.where(inside, ordered, -mx.inf), axis=-1)
-        before = mx.cumsum(probs, axis=-1) - probs
-        kept = mx.sum(inside & (before < self._top_p), axis=-1, keepdims=True)
-        return mx.take_along_axis(ordered, mx.maximum(kept, 1) - 1, axis=-1)
-
     def _penalize(self, logits: mx.array, history: "History") -> mx.array:
         counts, seen = history.counts(self._vocab)
         factor = mx.where(logits > 0, 1 / self._repetition, self._repetition)
         logits = mx.where(seen, logits * factor, logits)
         return logits - counts * self._frequency - (counts > 0) * self._presence
+
+
+def _cut_by(kernel: CutKernel | None, top_p: list[float], top_k: list[int]) -> Callable[[mx.array], mx.array]:
+    """Returns what finds the least logit that top-k, then top-p, keep: (C, V) -> (C, 1)."""
+    if kernel is not None:
+        return partial(kernel, limits=cut_limits(top_p, top_k))
+    return partial(least_kept, top_p=_column(top_p), top_k=_column(top_k))
 
 
 def log_sum_exp(logits: mx.array) -> mx.array:

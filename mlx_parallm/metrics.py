@@ -216,6 +216,7 @@ class EngineMetrics:
     kv_bytes: int = gauge("Bytes of live keys and values")
     kv_bytes_limit: int = gauge("Most bytes of live keys and values")
     memory: MemoryPlan = field(default_factory=MemoryPlan)
+    tuning: dict[str, Any] = field(default_factory=dict)  # what was measured at the start, and where it is from
     active_memory: int = gauge("Bytes that MLX holds", shared=True)
     peak_memory: int = gauge("Most bytes that MLX has held", shared=True)
     serving_peak_memory: int = gauge("Most bytes that MLX has held between pieces of updates", shared=True)

@@ -183,6 +183,11 @@ class BatchConfig:
         parse=float,
     )
     prefill_step_size: int = option(2048, "most prompt tokens computed between two decode steps", parse=int)
+    profile: str | None = option(
+        None,
+        "file with the tuning to work by, as `tuning` in /server_info shows it: rows that are computed together, steps "
+        "in flight, tokens that are read at once (default: measured at the first start, within 2 s, and kept)",
+    )
     dedupe: bool = option(
         False, "compute identical deterministic requests that are in flight together only once", parse=parse_bool
     )

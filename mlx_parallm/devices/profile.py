@@ -1,9 +1,13 @@
-"""How the engine works on each kind of device: choices that change speed, never answers. Read once at start."""
+"""How the engine works on each kind of device: choices that change speed, never answers. Read once at start.
+
+Some are only what a start begins from: `tuning` has those that are measured.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
 DeviceKind = Literal["cpu", "metal", "cuda"]
+SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PROMPT_STEP = 128  # tokens: where prompts are computed in round shapes, all sizes are multiples of this
 
 
@@ -18,6 +22,8 @@ class DeviceProfile:
     match_step: int = 1  # a cached prefix is used to the last whole multiple of so many tokens
     pass_tokens: int = 0  # a pass takes as long as computing so many tokens, however few it computes
     min_match: int = 1  # a cached prefix of a prompt is used from so many tokens on
+    slot_steps: tuple[int, ...] = SLOT_STEPS  # a step computes so many rows, free ones among them
+    prefill_step: int | None = None  # tokens of a piece of a prompt; None: as many as --prefill-step-size allows
 
     @classmethod
     def of(cls, kind: DeviceKind) -> "DeviceProfile":

@@ -18,6 +18,7 @@ from mlx_parallm.engine.compute.batching import batch_cache, check_room, prefix_
 from mlx_parallm.engine.compute.pass_contexts import PassContexts
 from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.compute.sampling import SamplingKernels
+from mlx_parallm.engine.compute.tuned import Tune, Tuned
 from mlx_parallm.engine.delivery import Delivery, Outbox, Recording
 from mlx_parallm.engine.intake import Admission, Intake
 from mlx_parallm.engine.live_requests import LiveRequests
@@ -31,6 +32,7 @@ from mlx_parallm.engine.scheduler import Limits, Scheduler
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.prefix import Prefix
+from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics, MemoryPlan
@@ -63,6 +65,7 @@ class BaseParts:
     metrics: EngineMetrics
     recording: Recording = field(default_factory=Recording)
     ranks: Ranks | None = None  # where the model is split over several processes
+    tune: Tune | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class ComputeParts:
 
     model: LanguageModel
     layout: Layout
+    profile: DeviceProfile  # with what was measured
     memory: MemoryPlan
     adapters: Registry
     prefix: Prefix | None
@@ -115,6 +119,7 @@ class EngineParts:
 def build(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> EngineParts:
     """Builds and warms up an engine within the memory that `plan` gives it; raises where that can't work."""
     compute = _build_compute(base, loaded, plan)
+    base = replace(base, profile=compute.profile)
     parts = _build_serving(base, compute)
     base.metrics.slots_total = base.config.batch.max_batch_size
     base.metrics.kv_bytes_limit = plan.rows
@@ -125,11 +130,12 @@ def build(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> EngineParts
 
 
 def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> ComputeParts:
-    profile = base.profile
     model = loaded.model
     layout = loaded.layout
     adapters = _registry(base, layout)
-    parts = device_parts(base.config, profile, loaded, plan, split=base.ranks is not None)
+    parts = device_parts(base.config, base.profile, loaded, plan, split=base.ranks is not None, tune=base.tune)
+    profile = parts.tuned.profile
+    base.metrics.tuning = parts.tuned.as_json()
     if base.ranks is not None:
         parts = base.ranks.lead(parts, layout)
     cache = parts.cache
@@ -147,32 +153,41 @@ def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> Co
     lookup = PrefixLookup(prefix, runner)
     memory = replace(plan, blocks=0 if prefix is None else prefix.max_bytes)
     scheduler = Scheduler(
-        _limits(base, cache, prefix),
+        _limits(base.config, profile, cache, prefix),
         cache.fits,
         look_up=lookup.look_up,
         release=lookup.release,
         shorten=lookup.shorten,
     )
-    return ComputeParts(model, layout, memory, adapters, prefix, runner, lookup, scheduler)
+    return ComputeParts(model, layout, profile, memory, adapters, prefix, runner, lookup, scheduler)
 
 
 def device_parts(
-    config: ServeConfig, profile: DeviceProfile, loaded: LoadedModel, plan: MemoryPlan, split: bool = False
+    config: ServeConfig,
+    profile: DeviceProfile,
+    loaded: LoadedModel,
+    plan: MemoryPlan,
+    split: bool = False,
+    tune: Tune | None = None,
 ) -> DeviceParts:
     """The forward pass, and the caches that are proven on the model. A rank that follows has no more than these.
 
-    `split`: over ranks, which compute each pass together.
+    `split`: over ranks, which compute each pass together. `tune`: measures what the profile leaves open.
     """
     model = loaded.model
     layout = loaded.layout
     forward = Forward(model.module, layout.active, in_order=split)
     cache = batch_cache(model, forward, config.batch.max_batch_size, plan.rows, profile)
     check_room(cache, plan, model.context_length)
+    tuned = Tuned(profile)
+    if tune is not None and isinstance(cache, SlotCache):
+        tuned = tune(model, forward, cache, profile)
+        profile = tuned.profile
     warm_up(forward, layout, cache, model.vocab_size, profile)
     prefix = prefix_cache(model, cache, config, plan.blocks, profile)
     if layout.traced and prefix is not None and prefix.store is not None:
         warm_blocks(forward, cache, prefix, PROMPT_STEP)
-    return DeviceParts(forward, cache, prefix)
+    return DeviceParts(forward, cache, prefix, tuned)
 
 
 def _sampling_kernels(profile: DeviceProfile, vocab_size: int) -> SamplingKernels:
@@ -194,13 +209,11 @@ def _registry(base: BaseParts, layout: Layout) -> Registry:
     )
 
 
-def _limits(base: BaseParts, cache: BatchCache, prefix: Prefix | None) -> Limits:
-    config = base.config
-    profile = base.profile
+def _limits(config: ServeConfig, profile: DeviceProfile, cache: BatchCache, prefix: Prefix | None) -> Limits:
     return Limits(
         max_rows=config.batch.max_batch_size,
         max_streams=config.batch.max_concurrent_streams,
-        step_tokens=config.batch.prefill_step_size,
+        step_tokens=min(config.batch.prefill_step_size, profile.prefill_step or config.batch.prefill_step_size),
         gather_seconds=config.batch.batch_timeout if config.batch.scheduler == "default" else 0.0,
         max_padding=profile.max_padding if cache.stages_many else None,
         worth_waiting=max(64, profile.min_match),

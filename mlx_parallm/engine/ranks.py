@@ -11,6 +11,7 @@ from typing import Protocol
 import mlx.nn as nn
 
 from mlx_parallm.devices.profile import DeviceProfile
+from mlx_parallm.engine.compute.tuned import Tuned
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.layout import Layout
@@ -27,6 +28,7 @@ class DeviceParts:
     forward: Forward
     cache: BatchCache
     prefix: Prefix | None
+    tuned: Tuned  # the profile to work by
 
 
 class Ranks(Protocol):

@@ -20,6 +20,7 @@ from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.background import Background
 from mlx_parallm.engine.build import BaseParts, LoadedModel, build
 from mlx_parallm.engine.compute.patch import patch_layers
+from mlx_parallm.engine.compute.tuned import Tune
 from mlx_parallm.engine.delivery import Outbox, StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import LiveRequests
@@ -76,8 +77,10 @@ class StartingEngine:
         profile: DeviceProfile | None = None,  # None: what suits the device
         allocator_cache: AllocatorCache = process_allocator_cache,
         ranks: Ranks | None = None,
+        tune: Tune | None = None,  # None: the profile stays as it is
     ) -> None:
         self._ranks = ranks
+        self._tune = tune
         self._load = load
         self._config = config
         self._dispatch = dispatch
@@ -169,6 +172,7 @@ class StartingEngine:
             predictions=Background(GENERATING_SHARE, metrics.predictions, carries_over=False),
             metrics=metrics,
             ranks=self._ranks,
+            tune=self._tune,
         )
 
     def _fail(self, error: ParallmError) -> None:

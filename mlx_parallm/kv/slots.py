@@ -14,10 +14,10 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from mlx_parallm.devices.cuda_placing import Placer, placer
+from mlx_parallm.devices.profile import SLOT_STEPS
 from mlx_parallm.kv.batch import Attend, AttendWritten, ForwardPass, RowContext, Traceable
 from mlx_parallm.kv.block_store import Side, groups_of
 
-SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CAPACITY_STEP = 256
 MAX_TRACES = 64
 LEAST_OFFSETS = 8
@@ -157,6 +157,7 @@ class SlotMethod:
     in_place: bool = False  # prompts join by a CUDA kernel
     attend: Attend | None = None  # attention over a layer's slots in one kernel, which also writes there
     attend_written: AttendWritten | None = None  # the same once a step's tokens are written
+    slot_steps: tuple[int, ...] = SLOT_STEPS
 
 
 class SlotCache:
@@ -188,6 +189,15 @@ class SlotCache:
         self.sides: list[Side] = []  # each layer's keys and values; known from then on too
         self._groups: list[list[int]] = []  # sides of one shape
         self._placers: list[Placer | None] = []
+
+    @property
+    def method(self) -> SlotMethod:
+        return self._method
+
+    def adopt_method(self, method: SlotMethod) -> None:
+        """Goes on in another way, from the next row on: nothing may run."""
+        assert not self._used, "rows run"
+        self._method = method
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -323,7 +333,7 @@ class SlotCache:
             assert not self._used or layer.keys.shape[2] == self._capacity, "a layer's capacity differs"
 
     def _slots_for(self, rows: int) -> int:
-        return min(next((step for step in SLOT_STEPS if step >= rows), self._max_slots), self._max_slots)
+        return min(next((step for step in self._method.slot_steps if step >= rows), self._max_slots), self._max_slots)
 
     def _resize(self, slots: int, longest: int, staged: list[Any] | None) -> None:
         """Buffers for `longest` tokens and some more (a quarter on long rows, so that growth stays rare)."""

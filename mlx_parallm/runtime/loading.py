@@ -22,6 +22,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.freed_memory import give_memory_back
 from mlx_parallm.devices.machine_memory import check_free_memory
 from mlx_parallm.engine.background import Background
+from mlx_parallm.engine.compute.tuned import tuned_by
 from mlx_parallm.engine.delivery import StepEvents
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.ranks import Ranks
@@ -236,7 +237,8 @@ class Loader:
             tell=tell,
             origin=origin,
         )
-        return StartingEngine(load_model, self._config, self._deliver, ranks=self._ranks)
+        tune = tuned_by(self._config) if self._ranks is None else None  # ranks must work in one way
+        return StartingEngine(load_model, self._config, self._deliver, ranks=self._ranks, tune=tune)
 
     def _host(self) -> Engine | PredictThread:
         if self._memory.engines:

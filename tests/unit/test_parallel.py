@@ -20,6 +20,7 @@ from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.batching import batch_cache
 from mlx_parallm.engine.compute.patch import attach_adapters
+from mlx_parallm.engine.compute.tuned import Tuned
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target
@@ -253,7 +254,7 @@ def test_the_others_are_told_how_rows_are_reckoned(kind: str, cache_kind: str) -
     forward = Forward(model.module)
     cache = batch_cache(model, forward, 4, 1 << 30, profile)
     sent: list[Message] = []
-    lead_parts(DeviceParts(forward, cache, None), layout, Leading(sent.append))
+    lead_parts(DeviceParts(forward, cache, None, Tuned(DeviceProfile.of("cpu"))), layout, Leading(sent.append))
     name, sizes = sent[0].values
     assert (sent[0].name, name) == ("sizes", cache_kind)
     of_layers = 2 * len(model.module.layers) * 2 * 16 * 4  # keys and values, layers, heads, their width, float32

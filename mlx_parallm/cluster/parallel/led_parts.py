@@ -30,7 +30,7 @@ def lead_parts(parts: DeviceParts, layout: Layout, leading: Leading) -> DevicePa
         led = LedSnapshots if prefix.store is None else LedBlocks
         prefix = led(prefix, parts.cache, leading)
     layout.around_place = partial(place_everywhere, leading)
-    return DeviceParts(forward, LedCache(parts.cache, forward, leading), prefix)
+    return DeviceParts(forward, LedCache(parts.cache, forward, leading), prefix, parts.tuned)
 
 
 class LedPrefix:

@@ -27,6 +27,7 @@ from mlx_parallm.devices.native.functions import slot_attention
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.compute.sampling import History, Sampler
+from mlx_parallm.engine.compute.tuned import Tuned
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.errors import MemoryLimitError, ModelLoadError
@@ -89,7 +90,9 @@ def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int
     if not layout.traced:
         return
     begun = time.perf_counter()
-    _warm_up_rows(Runner(DeviceParts(forward, cache, None), vocab_size, lambda: None, profile.round_prompts))
+    _warm_up_rows(
+        Runner(DeviceParts(forward, cache, None, Tuned(profile)), vocab_size, lambda: None, profile.round_prompts)
+    )
     for arrays in sampling_probes(vocab_size):
         mx.eval(arrays)
     if profile.round_prompts and cache.sides and this_device().plans_shapes:
@@ -270,7 +273,8 @@ def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfil
     elif this_device().native and not profile.compiled:
         kernel = slot_attention()
     written = SlotAttention() if this_device().metal and mask_rank == 4 else None
-    method = SlotMethod(profile.view_step, profile.compiled, mask_rank, profile.fused, kernel, written)
+    steps = profile.slot_steps
+    method = SlotMethod(profile.view_step, profile.compiled, mask_rank, profile.fused, kernel, written, steps)
     return SlotCache(layers, max_rows, max_bytes, method)
 
 

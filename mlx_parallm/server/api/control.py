@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import ConfigDict, Field
@@ -60,6 +60,10 @@ class ModelSummary(TypedDict):
     policy_version: int
     serves: dict[str, float]
     adapters: Annotated[dict[str, int], Field(description="What each name means: its version")]
+    tuning: Annotated[
+        dict[str, Any],
+        Field(description="What was measured on this machine, and `source`; --profile takes it from a file"),
+    ]
 
 
 @response_body
@@ -129,6 +133,7 @@ class Control:
                 }
                 or {"base": 1.0},
                 "adapters": {name: served.adapters.find(name).number for name in adapter_names(served.adapters)},
+                "tuning": served.client.metrics.tuning,
             }
             for served in self._models.visible().values()
         ]

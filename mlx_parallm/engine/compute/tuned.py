@@ -1,0 +1,77 @@
+"""The profile that an engine starts with: from `--profile`, from an earlier start, or measured now."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_parallm.config import ServeConfig
+from mlx_parallm.devices.profile import DeviceProfile
+from mlx_parallm.devices.tuning import Tuning, TuningFiles, identity_of, read_profile
+from mlx_parallm.engine.compute.tuner import Tuner
+from mlx_parallm.kv.slots import SlotCache
+from mlx_parallm.models.forward import Forward
+from mlx_parallm.models.language import LanguageModel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    profile: DeviceProfile
+    source: str = "the device's own"  # for people
+
+    def as_json(self) -> dict[str, Any]:
+        return {**Tuning.of(self.profile).as_json(), "source": self.source}
+
+
+# Chooses the profile for a model that runs in slots; what the device has is where it begins.
+Tune = Callable[[LanguageModel, Forward, SlotCache, DeviceProfile], Tuned]
+
+
+def tuned_by(config: ServeConfig, files: TuningFiles | None = None) -> Tune:
+    """Reads `--profile` at once, so that a file that is wrong ends a start before a model is loaded."""
+    path = config.batch.profile
+    pinned = None if path is None else read_profile(path)
+
+    def tune(model: LanguageModel, forward: Forward, cache: SlotCache, profile: DeviceProfile) -> Tuned:
+        if pinned is not None:
+            found, source = pinned, f"--profile {path}"
+        else:
+            found, source = _kept_or_measured(model, forward, cache, profile, config, files or TuningFiles())
+        tuned = found.applied_to(profile)
+        cache.adopt_method(replace(cache.method, slot_steps=tuned.slot_steps, view_step=tuned.view_step))
+        log.info("tuning of %s, %s: %s", model.name, source, found.as_json())
+        return Tuned(tuned, source)
+
+    return tune
+
+
+def _kept_or_measured(
+    model: LanguageModel,
+    forward: Forward,
+    cache: SlotCache,
+    profile: DeviceProfile,
+    config: ServeConfig,
+    files: TuningFiles,
+) -> tuple[Tuning, str]:
+    shape = json.dumps(model.config, sort_keys=True, default=str)
+    identity = identity_of(
+        {
+            "model": hashlib.sha256(shape.encode()).hexdigest(),
+            "precision": model.precision,
+            "weights": model.weight_bytes,
+            "rows": cache.free,
+            "piece": config.batch.prefill_step_size,
+            "profile": str(profile),
+        }
+    )
+    kept = files.find(identity)
+    if kept is not None:
+        return kept, "measured at an earlier start"
+    tuner = Tuner(forward, cache, profile, config.batch.prefill_step_size)
+    found = tuner.run()
+    files.keep(identity, found, tuner.measured)
+    return found, "measured at this start"

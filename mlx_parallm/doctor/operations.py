@@ -253,7 +253,7 @@ def _kernel_cases(random: np.random.Generator) -> Iterator[Case]:
         weights = np.exp(ordered - ordered[0])
         before = (np.cumsum(weights) - weights) / weights.sum()
         least.append([ordered[max(1, int((before < top_p).sum())) - 1]])
-    yield "the least logit that is kept", kernels.least_kept(logits, limits), np.array(least)
+    yield "the least logit that is kept", kernels.least_kept(logits, limits), np.array(least, np.float64)
 
 
 def _lora_cases(random: np.random.Generator, dtype: mx.Dtype) -> Iterator[Case]:

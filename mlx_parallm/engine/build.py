@@ -32,7 +32,6 @@ from mlx_parallm.engine.scheduler import Limits, Scheduler
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.prefix import Prefix
-from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
 from mlx_parallm.metrics import EngineMetrics, MemoryPlan
@@ -180,7 +179,7 @@ def device_parts(
     cache = batch_cache(model, forward, config.batch.max_batch_size, plan.rows, profile)
     check_room(cache, plan, model.context_length)
     tuned = Tuned(profile)
-    if tune is not None and isinstance(cache, SlotCache):
+    if tune is not None and cache.method is not None:
         tuned = tune(model, forward, cache, profile)
         profile = tuned.profile
     warm_up(forward, layout, cache, model.vocab_size, profile)

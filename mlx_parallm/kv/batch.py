@@ -67,6 +67,11 @@ class BatchCache(Protocol):
         ...
 
     @property
+    def method(self) -> Any:
+        """The `SlotMethod` of rows that run in slots; None of others, of which nothing is to be tuned."""
+        ...
+
+    @property
     def layers(self) -> Sequence[Any]:
         """The caches of the running rows, one for each layer."""
         ...

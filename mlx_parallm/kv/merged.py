@@ -20,6 +20,7 @@ class _RowCaches:
     """The base of both caches here: positions, and a memory limit by measured size."""
 
     stages_many = False
+    method = None
     sides: Sequence[Side] = ()  # states that can't be cut into blocks
     sizes: tuple[int, ...] = ()
 

@@ -18,7 +18,7 @@ from mlx_parallm.devices.native.token_sampling import sample_kernel
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.compute.batching import slot_cache
 from mlx_parallm.engine.compute.patch import attach_adapters, use_native_kernels
-from mlx_parallm.engine.compute.sampling import Sampler, log_sum_exp
+from mlx_parallm.engine.compute.sampling import Sampler, SamplingKernels, log_sum_exp
 from mlx_parallm.engine.rows import Row
 from mlx_parallm.lora.adapter import Adapter, Part
 from mlx_parallm.lora.layout import Layout
@@ -202,7 +202,8 @@ def test_a_sampler_draws_the_same_with_the_kernel_and_without() -> None:
         Row([], SamplingParams(temperature=heat, logprobs=3), 0, 2**32 - 1 - place, 9, frozenset(), recorded=True)
         for place, heat in enumerate((0.0, 0.5, 1.0, 2.0, 1.0))
     ]
-    plain, fast = (Sampler([*rows, None], 500, draw)(logits, [0, 3, 9, 7, 7, 0]) for draw in (None, sample_kernel()))
+    kernels = SamplingKernels(sample_kernel())
+    plain, fast = (Sampler([*rows, None], 500, draw)(logits, [0, 3, 9, 7, 7, 0]) for draw in (None, kernels))
     assert fast.tokens.tolist() == plain.tokens.tolist()
     for one, other in zip(fast.arrays(), plain.arrays(), strict=True):
         assert close(one, other)

@@ -134,6 +134,10 @@ class LedCache:
         return self._own.stages_many
 
     @property
+    def method(self) -> Any:
+        return self._own.method
+
+    @property
     def max_bytes(self) -> int:
         return self._own.max_bytes
 

@@ -18,8 +18,7 @@ class SlotAttention:
     def __call__(
         self, queries: mx.array, keys: mx.array, values: mx.array, offsets: mx.array, scale: float
     ) -> mx.array | None:
-        heads, width = queries.shape[1], queries.shape[3]
-        form = (queries.dtype, heads, keys.shape[1], width)
+        form = (queries.dtype, queries.shape[1], keys.shape[1], queries.shape[3])
         if form not in self._worth:
             self._worth[form] = self._is_worth(*form, scale)
         return attend(queries, keys, values, offsets, scale) if self._worth[form] else None

@@ -5,12 +5,13 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.devices.tuning import Tuning, TuningFiles, identity_of, read_profile
 from mlx_parallm.engine.compute.tuner import Tuner
+from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.models.forward import Forward
 from mlx_parallm.models.language import LanguageModel
@@ -28,7 +29,7 @@ class Tuned:
 
 
 # Chooses the profile for a model that runs in slots; what the device has is where it begins.
-Tune = Callable[[LanguageModel, Forward, SlotCache, DeviceProfile], Tuned]
+Tune = Callable[[LanguageModel, Forward, BatchCache, DeviceProfile], Tuned]
 
 
 def tuned_by(config: ServeConfig, files: TuningFiles | None = None) -> Tune:
@@ -36,7 +37,8 @@ def tuned_by(config: ServeConfig, files: TuningFiles | None = None) -> Tune:
     path = config.batch.profile
     pinned = None if path is None else read_profile(path)
 
-    def tune(model: LanguageModel, forward: Forward, cache: SlotCache, profile: DeviceProfile) -> Tuned:
+    def tune(model: LanguageModel, forward: Forward, batch: BatchCache, profile: DeviceProfile) -> Tuned:
+        cache = cast(SlotCache, batch)
         if pinned is not None:
             found, source = pinned, f"--profile {path}"
         else:

@@ -1,6 +1,7 @@
 """Shared by all tests: the package comes first, so that MLX finds its BLAS, and no test touches the user's cache."""
 
 import gc
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 import mlx_parallm  # noqa: F401  before any test module imports MLX
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.freed_memory import give_memory_back
+from mlx_parallm.devices.tuning import Tuning
 from tests.support import log_check
 
 
@@ -55,7 +58,8 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One cache folder for the whole run: the embedded model is converted once. No test asks the hub."""
+    """One cache folder for the whole run: the embedded model is converted once. No test asks the hub, and no server
+    measures what suits this machine, unless a test takes PARALLM_PROFILE away."""
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
         if built := os.environ.get("TEST_KERNELS"):  # the CPU's, which take ten seconds to build
@@ -64,6 +68,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         patch.setenv("HF_HUB_OFFLINE", "1")
+        profile = cache / "profile.json"
+        profile.write_text(json.dumps(Tuning.of(this_device().profile).as_json()))
+        patch.setenv("PARALLM_PROFILE", str(profile))
         yield
 
 

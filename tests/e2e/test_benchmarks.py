@@ -44,6 +44,16 @@ def test_parallel(tiny_folder: Path) -> None:
     assert "2 clients: 2 ranks / one process, median" in answer.stdout
 
 
+def test_tuner(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    answer = run("tuner.py", "--model", str(tiny_folder), "--rounds", "1", "--starts", "2", "--json", str(out))
+    assert answer.returncode in (0, 1), answer.stdout + answer.stderr  # two layers are too few to say what is fast
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert sum(one["starts"] for one in found["settings"]) == 2
+    assert len(found["settings"]) >= 18
+    assert all(one["score"] > 0 for one in found["settings"])
+
+
 def test_dashboard(tiny_folder: Path) -> None:
     answer = run("dashboard.py", "--model", str(tiny_folder), "--clients", "2", "--seconds", "1.5", "--turns", "2")
     assert answer.returncode == 0, answer.stdout + answer.stderr

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from mlx_parallm import heap
 from mlx_parallm.arms import Decision
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.engine.delivery import StepEvents
@@ -110,6 +111,7 @@ def start(
     `learn`: False where the caller trains by other means, so that no adapter begins to. `ranks`: other processes that
     hold parts of the model.
     """
+    heap.share_heaps()
     config.named_adapters()  # wrong ones are errors before any load
     pool = ModelPool(config, deliver, ranks)
     runtime = Runtime(config, pool, learn)

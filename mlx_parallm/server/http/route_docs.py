@@ -27,22 +27,32 @@ ERRORS = {
 }
 
 
-def documented_responses(route: Route) -> dict[int | str, dict[str, Any]]:
-    """Returns the `responses` of a route."""
+def documented_responses(route: Route, brings_schema: bool = True) -> dict[int | str, dict[str, Any]]:
+    """Returns the `responses` of a route.
+
+    FastAPI builds a validator for each model that it is given, which takes most of a start: one route of those with the
+    same errors `brings_schema` into the document, and all point there.
+    """
     response: dict[str, Any] = {"description": "The response"}
     shape = route.error_shape
     described: dict[int | str, dict[str, Any]] = {} if route.answer is NoReturn else {200: response}
-    described |= {code: {"model": shape.model, "description": text} for code, text in ERRORS.items()}
-    described[400]["content"] = {"application/json": {"example": shape.body(WRONG, "req_1f3a")}}
+    pointer = {"schema": {"$ref": f"#/components/schemas/{shape.model.__name__}"}}
+    for code, text in ERRORS.items():
+        described[code] = {"description": text, "content": {"application/json": pointer}}
+    wrong = {"example": shape.body(WRONG, "req_1f3a")}
+    if brings_schema:
+        described[400] = {"model": shape.model, "description": ERRORS[400], "content": {"application/json": wrong}}
+    else:
+        described[400]["content"] = {"application/json": pointer | wrong}
     content = dict(route.content or {})
     if route.answer is not str:
         response["model"] = route.answer
     if route.streams:
         response["description"] += ", or with `stream` its chunks as server-sent events, then `[DONE]`"
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    example = EXAMPLES.get(f"{route.method} {route.name}")
-    if example is not None:
-        content["application/json"] = {"example": example}
+    known = EXAMPLES.get(f"{route.method} {route.name}")
+    if known is not None:
+        content["application/json"] = {"example": known}
     if content:
         response["content"] = content
     return described

@@ -45,6 +45,7 @@ def router_of(
 ) -> APIRouter:
     """Serves what a dialect has declared, by the objects that have its endpoints."""
     router = APIRouter(tags=[tag], route_class=route_class or JSONRoute, lifespan=lifespan)
+    described: set[Any] = set()  # the models of errors that a documented route has brought
     for route in routes:
         name = route.endpoint.__name__
         owner = next(one for one in owners if getattr(type(one), name, None) is route.endpoint)
@@ -56,9 +57,11 @@ def router_of(
             include_in_schema=bool(route.summary),
             status_code=400 if route.answer is NoReturn else None,
             response_model=None,
-            responses=documented_responses(route),
+            responses=documented_responses(route, brings_schema=route.error_shape.model not in described),
             openapi_extra=None if route.body is None else {"requestBody": {"content": route.body}},
         )
+        if route.summary:
+            described.add(route.error_shape.model)
     return router
 
 

@@ -1,8 +1,9 @@
 """The package's own shape: small files and functions, one meaning for a name, no import cycles."""
 
 import ast
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import grimp
@@ -22,10 +23,10 @@ MAX_PACKED = 30  # assignments of a tuple to a tuple
 BY_KIND = ("api", "formats")  # folders with a file per kind
 
 
-def modules() -> Iterator[tuple[str, ast.Module, int]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        text = path.read_text()
-        yield str(path.relative_to(PACKAGE)), ast.parse(text), len(text.splitlines())
+@functools.cache
+def modules() -> Sequence[tuple[str, ast.Module, int]]:
+    texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    return [(name, ast.parse(text), len(text.splitlines())) for name, text in texts.items()]
 
 
 def test_files_are_short() -> None:

@@ -28,6 +28,7 @@ def test_ties_and_doubts_keep_the_default() -> None:
     assert clearly_best([{0: 1.0, 1: 0.97, 2: 1.2}] * 3, 0) == 0
     assert clearly_best([{0: 1.0, 1: 0.9, 2: 0.8}] * 3, 0) == 2
     assert clearly_best([{0: 1.0, 1: 0.5}, {0: 1.0, 1: 0.5}, {0: 1.0, 1: 0.99}], 0) == 0  # not each time
+    assert clearly_best([{0: 1.0, 1: 0.9}, {0: 2.0, 1: 1.8}], 0) == 0  # a busy machine
 
 
 def test_numbers_of_rows_follow_what_they_take() -> None:
@@ -55,11 +56,11 @@ def slots() -> Iterator[tuple[Forward, SlotCache]]:
 def test_it_measures_within_its_time_and_leaves_nothing(slots: tuple[Forward, SlotCache]) -> None:
     forward, cache = slots
     method = cache.method
-    one = Tuner(forward, cache, PROFILE, 2048, seconds=30.0)
+    one = Tuner(forward, cache, PROFILE, 600, seconds=120.0)
     found = one.run()
     assert cache.method == method
     assert set(one.measured) == {"steps_in_flight", "rows", "prefill", "seconds"}
-    assert set(one.measured["rows"]) == set("2345678")
+    assert set(one.measured["rows"]) >= set("45678")
     assert found.slot_steps[0] == 1
     assert set(found.slot_steps) >= set(SLOT_STEPS) - set(range(1, 9))
 
@@ -91,6 +92,17 @@ def tune(config: ServeConfig, files: TuningFiles) -> Any:
     found = tuned_by(config, files)(model, Forward(model.module), cache, PROFILE)
     assert cache.method.slot_steps == found.profile.slot_steps
     return found
+
+
+def test_two_starts_find_the_same_while_nothing_differs(slots: tuple[Forward, SlotCache]) -> None:
+    forward, cache = slots
+    one = Tuner(forward, cache, PROFILE, 64, seconds=60.0)
+    times = iter([1.0, 1.3, 0.9, 1.2, 1.1, 1.25, 0.95] * 200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one, "_time_steps", lambda decode, in_flight, first, count: count * next(times))
+        patch.setattr(one, "_prefill_seconds", lambda tokens: tokens * next(times) / 1e6)
+        patch.setattr(one, "_check", lambda needed=0.0: None)
+        assert one.run() == TUNING
 
 
 def test_a_second_start_works_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

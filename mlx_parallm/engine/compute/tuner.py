@@ -1,8 +1,8 @@
 """Measures at a start what a device's profile can only guess: see `Tuner`.
 
 A constant that was right on one chip costs another: 5 rows computed as 8 take nearly the time of 8 on some, and 5 rows
-as they are take longer than 8 on others. Whatever is not clearly better than the profile's own value, each time that
-it is tried, is left alone: what other programs do meanwhile must not decide for months.
+as they are take longer than 8 on others. Whatever is not clearly better than the profile's own value, its slowest turn
+than the other's fastest, is left alone: what other programs do meanwhile must not decide for months.
 """
 
 import logging
@@ -213,7 +213,7 @@ class Tuner:
 
 
 def clearly_best(rounds: Rounds, default: int) -> int:
-    """Returns what takes least, where it does so in each round."""
+    """Returns what takes least, where it does so beyond doubt."""
     medians = _medians(rounds)
     best = min(medians, key=medians.__getitem__)
     return best if _beats(rounds, best, default) else default
@@ -236,7 +236,7 @@ def worthwhile_steps(rounds: Rounds, steps: set[int], fewer: Sequence[int], most
 
 
 def _beats(rounds: Rounds, one: int, other: int) -> bool:
-    return all(seconds[one] < CLEAR * seconds[other] for seconds in rounds)
+    return max(seconds[one] for seconds in rounds) < CLEAR * min(seconds[other] for seconds in rounds)
 
 
 def _medians(rounds: Rounds) -> dict[int, float]:

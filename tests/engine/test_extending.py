@@ -141,8 +141,8 @@ def run_tests(tree: Path, *arguments: str, **environment: str) -> None:
 @pytest.mark.long
 def test_the_tasks_are_done_by_the_files_that_the_page_names(tmp_path: Path) -> None:
     """A new parameter, objective, embedding family and block size policy, in a copy of the tree, with its tests."""
-    for folder in ("mlx_parallm", "tests", "docs"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("mlx_parallm", "tests", "docs"):  # with what Python has compiled of them
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     touched = extend(tmp_path)
     run_tests(tmp_path, "tests/unit/test_surface.py", WRITE_SURFACE="1")

@@ -26,8 +26,10 @@ from tests.engine.harness import Answer, Bare, Driver, driver, driver_of
 from tests.tiny import tiny
 
 GPU = DeviceProfile(steps_in_flight=2, compiled=True, view_step=64, max_padding=0.5, round_prompts=True, min_match=8)
-MODES = [("llama", None, None), ("llama", None, 12), ("qwen3", None, 40), ("llama", GPU, None), ("llama", GPU, 12)]
-MODES += [(kind, None, None) for kind in ("gemma3", "hybrid", "qwen3_next", "mamba")] + [("hybrid", GPU, None)]
+MODES: list[Any] = [("llama", None, None), ("llama", None, 12), ("llama", GPU, 12), ("hybrid", GPU, None)]
+MODES += [(kind, None, None) for kind in ("gemma3", "hybrid", "qwen3_next")]
+SLOW_MODES = [("qwen3", None, 40), ("llama", GPU, None), ("mamba", None, None)]
+MODES += [pytest.param(mode, marks=pytest.mark.slow) for mode in SLOW_MODES]
 OPTIONS = {"max_batch_size": 5, "prefill_step_size": 96, "block_size": 8}
 
 

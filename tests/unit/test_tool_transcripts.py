@@ -105,11 +105,12 @@ def test_one_character_at_a_time(form: Format, transcript: Transcript) -> None:
     assert read(make(form), transcript.text) == read(make(form), [transcript.text])
 
 
+@pytest.mark.parametrize("step", [29 if HURRIED else 3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("form", "transcript"), CASES)
-def test_cut_off_anywhere(form: Format, transcript: Transcript) -> None:
+def test_cut_off_anywhere(form: Format, transcript: Transcript, step: int) -> None:
     """No markup in content, and calls are beginnings of those of the whole."""
     *_, expected = read(make(form), [transcript.text])
-    for at in range(0, len(transcript.text), 29 if HURRIED else 1):
+    for at in range(0, len(transcript.text), step):
         text = transcript.text[:at]
         parts = [text[start : start + 4] for start in range(0, at, 4)]
         whole = read(make(form), [text], cut_off=True)

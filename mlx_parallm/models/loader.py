@@ -66,6 +66,11 @@ def load(
     precision = apply_precision(whole, dtype, split)
     weight_bytes = sum(array.nbytes for _, array in _arrays(whole))
     logits = module(mx.zeros((1, 1), dtype=mx.int32))  # (1, 1, V); never computed, only its shape is read
+    if len(tokenizer) > logits.shape[-1]:  # MLX would read whatever lies behind the embedding
+        log.warning(
+            "%s has a tokenizer of %d tokens and an embedding of %d: a text with one of the others is refused",
+            *(name, len(tokenizer), logits.shape[-1]),
+        )
     return LanguageModel(
         name=name,
         module=module,

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Generator
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -25,9 +26,10 @@ from mlx_parallm.errors import (
     UnavailableError,
 )
 from mlx_parallm.models.language import LanguageModel
+from mlx_parallm.models.loader import load
 from mlx_parallm.text.grammar import json_grammar
-from tests.engine.harness import Bare, driver, no_engine_runs
-from tests.tiny import tiny
+from tests.engine.harness import Bare, driver, driver_of, no_engine_runs
+from tests.tiny import save_tiny, tiny
 
 PROMPT = list(range(10, 40))
 
@@ -334,3 +336,14 @@ def test_freed_memory_that_nobody_uses_goes_back() -> None:
             assert mx.get_cache_memory() <= limit // 4 * 3
     finally:
         mx.set_cache_limit(before)
+
+
+def test_a_tokenizer_that_knows_more_than_the_embedding_harms_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tiny(vocab_size=100), tmp_path)
+    with driver_of(lambda: load(str(tmp_path), name="small"), max_batch_size=4) as running:
+        assert "a tokenizer of 284 tokens and an embedding of 100" in caplog.text
+        with pytest.raises(InvalidRequestError, match="token 200 is not in the vocabulary"):
+            running.ask([5, 6, 200], max_tokens=3)
+        assert len(running.ask([5, 6, 7], max_tokens=3, ignore_eos=True).tokens) == 3

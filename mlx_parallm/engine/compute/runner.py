@@ -318,7 +318,7 @@ class Runner:
 
     def precompute(self, tokens: list[int]) -> None:
         """Computes the prefix of texts to come, for the prefix cache alone."""
-        if self._prefix is None or not self._prefix.worth_keeping(tokens):
+        if self._prefix is None or not self._prefix.worth_keeping(tokens) or max(tokens) >= self._vocab:
             return
         chain = self._prefix.chain(tokens, "")
         staged = self.cache.stage(1, len(tokens) + chain.size)  # the last block may not be full

@@ -298,7 +298,7 @@ def test_nobody_leaves_for_a_model_that_does_not_fit_then_either(models: Path, s
 
 
 def test_unloading_cuts_off_requests_of_a_model_that_predicts(models: Path, started: Callable[..., Runtime]) -> None:
-    runtime = started()
+    runtime = started(model_path=(f"one={models / 'one'}",))
     runtime.pool.load("slow", str(models / "slow")).result(60)
     old = runtime.pool.acquire("slow").result(60)
     call = runtime.predictors["slow"].predict(list(range(100_000)))

@@ -21,6 +21,7 @@ from mlx_parallm.devices.device import DEVICES
 from mlx_parallm.engine.delivery import deliver
 from mlx_parallm.errors import ConflictError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from mlx_parallm.models import kinds
+from mlx_parallm.runtime import loading
 from mlx_parallm.runtime.entries import PoolEntry
 from mlx_parallm.runtime.startup import Runtime, start
 from mlx_parallm.runtime.weight_files import weight_bytes
@@ -297,7 +298,10 @@ def test_nobody_leaves_for_a_model_that_does_not_fit_then_either(models: Path, s
     assert loaded(runtime) == {"one", "slow"}
 
 
-def test_unloading_cuts_off_requests_of_a_model_that_predicts(models: Path, started: Callable[..., Runtime]) -> None:
+def test_unloading_cuts_off_requests_of_a_model_that_predicts(
+    models: Path, started: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "RELEASE_SECONDS", 0.2)  # `old` keeps the model in memory
     runtime = started(model_path=(f"one={models / 'one'}",))
     runtime.pool.load("slow", str(models / "slow")).result(60)
     old = runtime.pool.acquire("slow").result(60)

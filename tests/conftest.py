@@ -13,6 +13,7 @@ import mlx_parallm  # noqa: F401  before any test module imports MLX
 from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.freed_memory import give_memory_back
 from mlx_parallm.devices.tuning import Tuning
+from mlx_parallm.engine.compute import tuner
 from tests.support import log_check
 
 
@@ -58,8 +59,8 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One cache folder for the whole run: the embedded model is converted once. No test asks the hub, and no server
-    measures what suits this machine, unless a test takes PARALLM_PROFILE away."""
+    """One cache folder for the whole run: the embedded model is converted once. No test asks the hub, and nothing
+    that a test starts measures what suits this machine, unless the test takes PARALLM_PROFILE away."""
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
         if built := os.environ.get("TEST_KERNELS"):  # the CPU's, which take ten seconds to build
@@ -71,6 +72,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         profile = cache / "profile.json"
         profile.write_text(json.dumps(Tuning.of(this_device().profile).as_json()))
         patch.setenv("PARALLM_PROFILE", str(profile))
+        patch.setattr(tuner, "SECONDS", 0.0)
         yield
 
 

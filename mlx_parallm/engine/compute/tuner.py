@@ -52,15 +52,15 @@ class Tuner:
     """
 
     def __init__(
-        self, forward: Forward, cache: SlotCache, profile: DeviceProfile, piece: int, seconds: float = SECONDS
+        self, forward: Forward, cache: SlotCache, profile: DeviceProfile, piece: int, seconds: float | None = None
     ) -> None:
-        """`piece`: the most tokens of a piece of a prompt."""
+        """`piece`: the most tokens of a piece of a prompt. `seconds`: `SECONDS` where none are given."""
         self._forward = forward
         self._cache = cache
         self._method = cache.method
         self._profile = profile
         self._piece = piece
-        self._ends = time.perf_counter() + seconds
+        self._ends = time.perf_counter() + (SECONDS if seconds is None else seconds)
         self._rows = min(ROWS, cache.free)
         self.measured: dict[str, Any] = {}  # milliseconds, but for tokens a second of prompts
 

@@ -152,6 +152,19 @@ class Mixed:
         for prompt in GREEDY_PROMPTS if not self._greedy else ():
             found = await self._post("/v1/completions", GREEDY | {"prompt": prompt})
             self._greedy[prompt] = found["choices"][0]["text"]
+        await self._fill_pools(random.Random(1))
+
+    async def _fill_pools(self, chance: random.Random) -> None:
+        """Has the server start the threads of its pools, which it does for each call that finds none free, up to the
+        pools' sizes: from then on more of them are a leak."""
+        for _ in range(2):
+            rollouts = [self._rollout(chance) for _ in range(16)]
+            rewards = [self._reward(chance) for _ in range(16)]
+            updates = [self._update(chance) for _ in range(4)]
+            await asyncio.gather(*rollouts, *rewards, *updates, *(self._upload(chance) for _ in range(4)))
+
+    async def _rollout(self, chance: random.Random) -> None:
+        await self._post("/v1/rl/rollout", {"model": "chat", "prompts": [_prompt(chance)], "n": 1, "max_tokens": 32})
 
     async def send(self, kind: str, chance: random.Random, timings: Timings) -> None:
         if kind in self._others:

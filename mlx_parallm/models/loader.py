@@ -66,11 +66,7 @@ def load(
     precision = apply_precision(whole, dtype, split)
     weight_bytes = sum(array.nbytes for _, array in _arrays(whole))
     logits = module(mx.zeros((1, 1), dtype=mx.int32))  # (1, 1, V); never computed, only its shape is read
-    if len(tokenizer) > logits.shape[-1]:  # MLX would read whatever lies behind the embedding
-        log.warning(
-            "%s has a tokenizer of %d tokens and an embedding of %d: a text with one of the others is refused",
-            *(name, len(tokenizer), logits.shape[-1]),
-        )
+    _warn_of_unknown_tokens(name, len(tokenizer), logits.shape[-1])
     return LanguageModel(
         name=name,
         module=module,
@@ -86,6 +82,17 @@ def load(
         architecture=str(config.get("model_type", "")),
         vision=None if vision is None else Vision(vision.encoder, vision.processor),
     )
+
+
+def _warn_of_unknown_tokens(name: str, known: int, embedded: int) -> None:
+    """MLX would read whatever lies behind the embedding."""
+    if known > embedded:
+        log.warning(
+            "%s has a tokenizer of %d tokens and an embedding of %d: a text with one of the others is refused",
+            name,
+            known,
+            embedded,
+        )
 
 
 def _config_with_vision(folder: str) -> tuple[dict[str, Any] | None, str | None]:

@@ -133,7 +133,7 @@ def test_a_request_beside_rollouts_has_its_turn_at_once(keys: Keys) -> None:
 
     def roll_out() -> None:
         with contextlib.suppress(httpx.ReadTimeout):
-            client.post(ROLLOUT, json=body, timeout=6)
+            client.post(ROLLOUT, json=body, timeout=15)
         done.set()
 
     threading.Thread(target=roll_out, daemon=True).start()

@@ -7,7 +7,7 @@ from tests.support.servers import ServerProcess
 
 
 def test_routes(tiny_server: ServerProcess) -> None:
-    surface.check("routes", surface.routes(httpx.get(f"{tiny_server.url}/openapi.json").json()))
+    surface.check("routes", surface.routes(httpx.get(f"{tiny_server.url}/openapi.json", timeout=60).json()))
 
 
 def test_metrics(tiny_server: ServerProcess) -> None:

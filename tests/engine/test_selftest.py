@@ -24,7 +24,7 @@ from mlx_parallm.models.language import LanguageModel
 from tests.tiny import tiny
 from tools import mac_table
 
-OPERATIONS = ["products", "4-bit", "attention", "norms", "rope", "scatter", "gather", "sort", "random"]
+OPERATIONS = ["products", "4-bit", "attention", "norms", "rope", "scatter", "gather", "sort", "random", "our kernels"]
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
@@ -44,6 +44,7 @@ class MetricsSummary(TypedDict):
 
 @response_body
 class DebugMetrics(TypedDict):
+    tuning: Annotated[dict[str, Any], Field(description="What was measured on this machine, as in /server_info")]
     batches_processed: int
     avg_batch_fill_pct: float
     batch_fill_hist: Annotated[list[int], Field(description="Decode steps by how full the batch was, in tenths")]

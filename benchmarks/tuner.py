@@ -118,9 +118,10 @@ def main() -> int:
     scores: dict[Tuning, list[float]] = {tuning: [] for tuning in every}
     for number in range(args.rounds):
         base = rates(args.model, own)
-        for tuning in every:
+        for place, tuning in enumerate(every):
             scores[tuning].append(score(rates(args.model, tuning), base))
-        console.print(f"round {number + 1} of {args.rounds} is over")
+            told = f"{tuning.steps_in_flight}, {tuning.slot_steps}, {tuning.view_step}, {tuning.prefill_step}"
+            console.print(f"round {number + 1}, {place + 1} of {len(every)}: {told}: {scores[tuning][-1]:.3f}")
     medians = {tuning: statistics.median(some) for tuning, some in scores.items()}
     best = max(medians, key=medians.__getitem__)
     share = statistics.median(medians[tuning] for tuning in chosen) / medians[best]

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.doctor.findings import Finding
+from mlx_parallm.doctor.findings import Finding, Verdict
 from mlx_parallm.errors import ParallmError
 
 SELFTEST_FILE = "parallm-selftest.json"
+TOLD: tuple[Verdict, ...] = ("wrong", "slow", "skipped")  # verdicts that are named again at the end
 SELFTEST_FORMAT = 1  # of the file; a script reads it
 
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(report, indent=1, default=str) + "\n")
         return 0 if report["ok"] else 1
-    told = [f"{verdict}: {', '.join(report[verdict])}" for verdict in ("wrong", "slow") if report[verdict]]
+    told = [f"{verdict}: {', '.join(report[verdict])}" for verdict in TOLD if report[verdict]]
     sys.stdout.write("\n" + ("; ".join(told) or "all is well") + "\n")
     if args.selftest:
         sys.stdout.write(_kept(report))
@@ -55,9 +56,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(findings: Sequence[Finding]) -> dict[str, Any]:
-    wrong = [finding.name for finding in findings if finding.verdict == "wrong"]
-    slow = [finding.name for finding in findings if finding.verdict == "slow"]
-    return {"ok": not wrong, "wrong": wrong, "slow": slow, "findings": [asdict(one) for one in findings]}
+    """The findings, and before them the names of those that are not well."""
+    named: dict[str, list[str]] = {
+        one: [finding.name for finding in findings if finding.verdict == one] for one in TOLD
+    }
+    return {"ok": not named["wrong"], **named, "findings": [asdict(one) for one in findings]}
 
 
 def _kept(report: dict[str, Any]) -> str:

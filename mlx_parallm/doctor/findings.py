@@ -1,10 +1,11 @@
 """One line of a report: what was looked at, what was found, whether that is good, and what would help."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Verdict = Literal["ok", "slow", "wrong"]
+Verdict = Literal["ok", "slow", "wrong", "skipped"]
 
 
 @dataclass(slots=True)
@@ -16,8 +17,8 @@ class Finding:
     numbers: dict[str, Any] = field(default_factory=dict)  # for the report
 
     def line(self) -> str:
-        told = f"{self.verdict:<6} {self.name:<11} {self.found}"
-        return f"{told}\n       {'':<11} -> {self.remedy}" if self.remedy and self.verdict != "ok" else told
+        told = f"{self.verdict:<7} {self.name:<11} {self.found}"
+        return f"{told}\n        {'':<11} -> {self.remedy}" if self.remedy and self.verdict != "ok" else told
 
 
 def look(name: str, check: Callable[[], Finding]) -> Finding:
@@ -26,3 +27,22 @@ def look(name: str, check: Callable[[], Finding]) -> Finding:
         return check()
     except Exception as error:  # whatever breaks here is what the user wants to know
         return Finding(name, f"{type(error).__name__}: {error}", "wrong", "report this line")
+
+
+class TimeLimit:
+    """Checks that would begin after it are skipped, and say so. One that runs is not cut off."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._ends = time.monotonic() + seconds
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self._ends
+
+    def look(self, name: str, check: Callable[[], Finding]) -> Finding:
+        return self.skipped(name) if self.over else look(name, check)
+
+    def skipped(self, name: str) -> Finding:
+        found = f"not tried: the {self._seconds:.0f} s of the self-test were over"
+        return Finding(name, found, "skipped", "close other programs; a GPU also compiles each kernel at its first use")

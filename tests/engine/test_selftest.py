@@ -14,9 +14,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_parallm.cli import doctor_command
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.doctor import machine, operations, selftest
-from mlx_parallm.doctor.findings import Finding
+from mlx_parallm.doctor.findings import Finding, TimeLimit
 from mlx_parallm.kv import block_store, prefix, slots
 from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.lora.registry import Registry
@@ -24,7 +25,16 @@ from mlx_parallm.models.language import LanguageModel
 from tests.tiny import tiny
 from tools import mac_table
 
-OPERATIONS = ["products", "4-bit", "attention", "norms", "rope", "scatter", "gather", "sort", "random", "our kernels"]
+OPERATIONS = ["products", "attention", "norms", "rope", "scatter", "gather", "sort", "random", "4-bit", "our kernels"]
+
+
+ENDLESS = TimeLimit(1e9)
+
+
+@pytest.fixture(autouse=True)
+def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine tries every case too."""
+    monkeypatch.setattr(operations, "SECONDS", 1e9)
 
 
 @cache
@@ -42,7 +52,26 @@ def test_operations_are_as_numpy_has_them() -> None:
     found = list(operations.examine())
     assert [(finding.name, finding.verdict) for finding in found] == [(name, "ok") for name in OPERATIONS]
     assert found[0].numbers["cases"] == 72
-    assert found[2].numbers["cases"] == 3 * 7 * 2 * 4
+    assert found[1].numbers["cases"] == 3 * 7 * 2 * 4
+
+
+def test_a_check_stops_when_its_time_is_over_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "SECONDS", -1.0)
+    (finding,) = operations.examine(["gather"])
+    assert (finding.verdict, finding.numbers["complete"]) == ("ok", False)
+    assert "the others were not tried in" in finding.found
+
+
+def test_checks_after_the_limit_are_skipped_by_name() -> None:
+    over = TimeLimit(-1.0)
+    found = [
+        *selftest.RandomModelTest("4-bit ", 4, stand_in(), over).examine(),
+        *selftest.Speed(stand_in(), over).examine(),
+    ]
+    assert [(one.name, one.verdict) for one in found] == [("4-bit model", "skipped"), ("speed", "skipped")]
+    report = doctor_command._report(found)
+    assert report["ok"]
+    assert report["skipped"] == ["4-bit model", "speed"]
 
 
 def wrong_for(original: Callable[..., mx.array], of: Callable[..., bool]) -> Callable[..., mx.array]:
@@ -115,14 +144,14 @@ def wrong_operations(only: str) -> set[str]:
 @pytest.mark.long
 def test_a_random_model_is_served_as_it_should_be() -> None:
     for bits in (None, 4):
-        found = findings(selftest.RandomModelTest("model", bits, stand_in()))
+        found = findings(selftest.RandomModelTest("model", bits, stand_in(), ENDLESS))
         assert {finding.verdict for finding in found.values()} == {"ok"}, [one.found for one in found.values()]
         assert list(found) == ["rows model", "prefix model", "LoRA model", "traced model", "ahead 1 model"]
         assert all(count >= 128 for count in found["prefix model"].numbers["cached"][1:])
 
 
 def wrong_engines() -> set[str]:
-    found = findings(selftest.RandomModelTest("model", None, stand_in()))
+    found = findings(selftest.RandomModelTest("model", None, stand_in(), ENDLESS))
     return {finding.name for finding in found.values() if finding.verdict == "wrong"}
 
 

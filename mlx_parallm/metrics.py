@@ -228,6 +228,8 @@ class EngineMetrics:
     prompt_tokens: int = counter("Prompt tokens computed")
     generated_tokens: int = counter("Tokens generated")
     cached_tokens: int = counter("Prompt tokens found in the cache")
+    drafted_tokens: int = counter("Tokens drafted by speculation")
+    accepted_tokens: int = counter("Drafted tokens that were accepted")
     requests_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
     requests_rejected: int = counter("Requests turned away by a full queue")
     preemptions: int = counter("Rows that lost their place for lack of memory")

@@ -51,6 +51,8 @@ class Delta:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
     begun: float | None = None  # by time.perf_counter, when its first token was there
+    drafted: int = 0  # tokens so far, by speculation
+    accepted: int = 0  # of those, tokens that were sampled too
 
 
 @dataclass(slots=True, kw_only=True)

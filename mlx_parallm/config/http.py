@@ -188,6 +188,13 @@ class BatchConfig:
         "file with the tuning to work by, as `tuning` in /server_info shows it: rows that are computed together, steps "
         "in flight, tokens that are read at once (default: measured at the first start, within 2 s, and kept)",
     )
+    speculation: str = option(
+        "auto",
+        "draft the next tokens, and verify several in one step; answers stay the same. copy: what followed the last "
+        "place where the text ended as it does now; auto: that, where it pays on this device (today on CPUs); off: "
+        "nothing",
+        choices=("auto", "copy", "off"),
+    )
     dedupe: bool = option(
         False, "compute identical deterministic requests that are in flight together only once", parse=parse_bool
     )

@@ -115,17 +115,18 @@ def attend(
     fresh: tuple[mx.array, mx.array],
     offsets: mx.array,
     scale: float,
+    slots: mx.array | None = None,
 ) -> mx.array | None:
     """Queries (S, H, 1, D) over slots (S, K, C, D), of which row s has offsets[s] tokens: (S, H, 1, D).
 
     Row s's new token, `fresh` (keys and values (S, K, 1, D)), is written in place behind them and attended to.
-    None, and nothing written, when the shapes are not for this kernel.
+    None, and nothing written, when the shapes are not for this kernel, or rows are not in the slots in order.
     """
     rows, heads, _, width = queries.shape
     shared = keys.shape[1]
     sharing = heads // shared
     known = width in WIDTHS and keys.shape == values.shape and queries.dtype == keys.dtype == values.dtype
-    if not known or sharing > MAX_SHARING or rows * shared < MIN_BLOCKS:
+    if slots is not None or not known or sharing > MAX_SHARING or rows * shared < MIN_BLOCKS:
         return None
     lanes = width // 8 if sharing <= 4 else 32  # more would leave too few registers
     out = _kernel(scale)(

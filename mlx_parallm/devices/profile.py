@@ -3,11 +3,12 @@
 Some are only what a start begins from: `tuning` has those that are measured.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 DeviceKind = Literal["cpu", "metal", "cuda"]
 SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+DRAFTS = 8
 PROMPT_STEP = 128  # tokens: where prompts are computed in round shapes, all sizes are multiples of this
 
 
@@ -23,7 +24,14 @@ class DeviceProfile:
     pass_tokens: int = 0  # a pass takes as long as computing so many tokens, however few it computes
     min_match: int = 1  # a cached prefix of a prompt is used from so many tokens on
     slot_steps: tuple[int, ...] = SLOT_STEPS  # a step computes so many rows, free ones among them
+    drafts: int = 0  # most tokens of a row that are drafted, and verified in one step; 0: none
     prefill_step: int | None = None  # tokens of a piece of a prompt; None: as many as --prefill-step-size allows
+
+    def speculating(self, way: str) -> "DeviceProfile":
+        """`way`: of --speculation; auto leaves it to the device."""
+        if way == "off":
+            return replace(self, drafts=0)
+        return self if way == "auto" else replace(self, drafts=self.drafts or DRAFTS)
 
     @classmethod
     def of(cls, kind: DeviceKind) -> "DeviceProfile":
@@ -36,6 +44,7 @@ class DeviceProfile:
                 max_padding=0.15,
                 round_prompts=False,
                 min_match=8,
+                drafts=DRAFTS,
             )
         if kind == "metal":
             return cls(

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from mlx_parallm.engine.compute.runner import Runner, Step
+from mlx_parallm.engine.compute.runner import Runner
+from mlx_parallm.engine.compute.step import Step
 from mlx_parallm.engine.live_requests import LiveRequests
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.kv.prefix import Prefix
@@ -36,7 +37,10 @@ class Accounts:
         metrics.step_seconds.observe(seconds)
         metrics.generated_tokens += len(step.rows)
         if step.kind == "decode":
-            metrics.decode_rate.add(step.count, seconds)
+            metrics.decode_rate.add(len(step.rows), seconds)
+            if step.drafted is not None:
+                metrics.drafted_tokens += step.drafted.count
+                metrics.accepted_tokens += len(step.rows) - step.count
             metrics.count_decode(step.count, metrics.slots_total, any(row.streams for _, row, _ in step.rows))
         else:
             metrics.prompt_tokens += step.count

@@ -29,6 +29,7 @@ from mlx_parallm.engine.prefix_lookup import PrefixLookup, SsdTransfers
 from mlx_parallm.engine.ranks import DeviceParts, Ranks
 from mlx_parallm.engine.recovery import Preemption, Recovery
 from mlx_parallm.engine.scheduler import Limits, Scheduler
+from mlx_parallm.engine.speculative.speculation import Speculation
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.prefix import Prefix
@@ -80,6 +81,7 @@ class ComputeParts:
     runner: Runner
     lookup: PrefixLookup
     scheduler: Scheduler
+    speculation: Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,8 @@ def _build_compute(base: BaseParts, loaded: LoadedModel, plan: MemoryPlan) -> Co
         release=lookup.release,
         shorten=lookup.shorten,
     )
-    return ComputeParts(model, layout, profile, memory, adapters, prefix, runner, lookup, scheduler)
+    speculation = Speculation(cache, profile.drafts, round_up=profile.compiled)
+    return ComputeParts(model, layout, profile, memory, adapters, prefix, runner, lookup, scheduler, speculation)
 
 
 def device_parts(

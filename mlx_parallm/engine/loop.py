@@ -26,6 +26,7 @@ class EngineLoop:
         self._preemption = parts.preemption
         self._runner = parts.compute.runner
         self._pipeline = parts.pipeline
+        self._speculation = parts.compute.speculation
         self._delivery = parts.delivery
         self._outbox = parts.base.outbox
         self._predictions = parts.base.predictions
@@ -104,9 +105,11 @@ class EngineLoop:
 
     def _start_steps(self) -> bool:
         """Starts what is planned now; False when that is nothing."""
+        if self._pipeline.in_flight and self._speculation.awaits(self._scheduler.running):
+            self._pipeline.finish_all()
         plan = self._scheduler.plan()
         if plan.decode:
-            self._pipeline.add(self._runner.decode(plan.decode))
+            self._pipeline.add(self._runner.decode(plan.decode, self._speculation.draft(plan.decode)))
         for work in plan.prefills:
             self._runner.cache.expect(len(self._live.rows()))
             self._pipeline.add(self._runner.prefill(work))

@@ -9,7 +9,8 @@ import time
 from collections import deque
 
 from mlx_parallm.engine.accounts import Accounts
-from mlx_parallm.engine.compute.runner import Runner, Step, Token
+from mlx_parallm.engine.compute.runner import Runner
+from mlx_parallm.engine.compute.step import Step, Token
 from mlx_parallm.engine.delivery import Delivery, Outbox
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.errors import GrammarError, UnprocessableError
@@ -52,8 +53,9 @@ class StepPipeline:
                 row.order = self._admissions
                 self._scheduler.running.append(row)
         self.in_flight.append(step)
-        # A grammar must see each token before it can allow the next.
-        ahead = 0 if any(row.matcher is not None for row in self._scheduler.running) else self._max_in_flight
+        # A grammar must see each token before it can allow the next; drafts decide how far their rows have come.
+        at_once = step.drafted is not None or any(row.matcher is not None for row in self._scheduler.running)
+        ahead = 0 if at_once else self._max_in_flight
         while len(self.in_flight) > ahead:
             self.finish_next()
 

@@ -69,6 +69,9 @@ class Row:
     begun: float | None = None  # by time.perf_counter, when its first token was read
     rollout: bool = False  # gives way to requests: nobody but rollouts reads it
     follows: bool = False
+    drafter: Any = None  # guesses its next tokens; None before the first time
+    drafted: int = 0  # tokens
+    accepted: int = 0  # of those
     images: PromptImages | None = None
 
     @property
@@ -166,6 +169,8 @@ class Row:
             prompt_logprobs=None if reader.started else self.prompt_logprobs,
             cached_tokens=0 if reader.started else self.cached or 0,
             begun=self.begun,
+            drafted=self.drafted,
+            accepted=self.accepted,
         )
         reader.sent = len(self.tokens)
         reader.started = True

@@ -131,7 +131,7 @@ class StartingEngine:
     def _bring_up(self) -> EngineLoop | None:
         """Loads and builds, and tells whoever waits for that; None where it has failed or was stopped."""
         try:
-            profile = self._profile or this_device().profile
+            profile = (self._profile or this_device().profile).speculating(self._config.batch.speculation)
             profile = profile if self._ranks is None else self._ranks.profile(profile)
             model = self._load()
             split = None if self._ranks is None else self._ranks.adapter_split

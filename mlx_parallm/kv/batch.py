@@ -16,9 +16,21 @@ class RowContext(Protocol):
         ...
 
 
-# A kernel for a step's attention: queries (S, H, 1, D), slots' keys and values (S, K, C, D), the rows' new ones, how
-# many tokens each row has, the scale -> (S, H, 1, D), with the new ones put in place; None where it can't.
-Attend = Callable[[mx.array, mx.array, mx.array, tuple[mx.array, mx.array], mx.array, float], mx.array | None]
+class Attend(Protocol):
+    """A kernel for a step's attention, which puts the new tokens in place first; None where it can't."""
+
+    def __call__(
+        self,
+        queries: mx.array,  # (B, H, 1, D)
+        keys: mx.array,  # (S, K, C, D)
+        values: mx.array,
+        fresh: tuple[mx.array, mx.array],  # (B, K, 1, D): the rows' new ones
+        offsets: mx.array,  # (B,): how many tokens each row has
+        scale: float,
+        slots: mx.array | None = None,  # (B,): in which each row is; None: in order
+        /,
+    ) -> mx.array | None: ...
+
 
 # The same over slots that hold the new ones already: queries, slots' keys and values, how many tokens each row had, of
 # more rows maybe, the scale.
@@ -40,6 +52,11 @@ class Traceable(RowContext, Protocol):
         ...
 
 
+# A step over drafted tokens too: the pass, tokens (S + E,), how many tokens come before each, the slots of the last E,
+# the context -> logits (S + E, V). A slot's drafts follow its own token, in order.
+Verify = Callable[["ForwardPass", mx.array, Sequence[int], Sequence[int], RowContext | None], mx.array]
+
+
 class ForwardPass(Protocol):
     """A pass through the model: tokens (B, T), caches -> logits (B, T, V)."""
 
@@ -50,6 +67,7 @@ class BatchCache(Protocol):
     """The running rows' caches as the runner needs them, whatever the model keeps in them."""
 
     max_bytes: int  # may change while rows run: those beyond it are preempted
+    verify: Verify | None  # computes several tokens of a row in one step; None where that can't be done
 
     @property
     def described(self) -> str:

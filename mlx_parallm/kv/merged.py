@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_parallm.kv.batch import ForwardPass, RowContext
+from mlx_parallm.kv.batch import ForwardPass, RowContext, Verify
 from mlx_parallm.kv.block_store import Side
 
 
@@ -21,6 +21,7 @@ class _RowCaches:
 
     stages_many = False
     method = None
+    verify: Verify | None = None
     sides: Sequence[Side] = ()  # states that can't be cut into blocks
     sizes: tuple[int, ...] = ()
 

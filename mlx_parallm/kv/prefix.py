@@ -16,7 +16,7 @@ from mlx_parallm.kv.block_pool import Block, BlockPool, Chain, Match, root_of
 from mlx_parallm.kv.block_store import Blocks, Host, Planes
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.payload import Payload
-from mlx_parallm.kv.slots import PromptLayer
+from mlx_parallm.kv.prompt_layer import PromptLayer
 from mlx_parallm.metrics import PrefixMetrics
 
 KEEP_TOKENS = 256  # texts from this length on are worth the SSD

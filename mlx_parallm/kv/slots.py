@@ -11,71 +11,32 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
 
 from mlx_parallm.devices.cuda_placing import Placer, placer
 from mlx_parallm.devices.profile import SLOT_STEPS
-from mlx_parallm.kv.batch import Attend, AttendWritten, ForwardPass, RowContext, Traceable
+from mlx_parallm.kv.batch import Attend, AttendWritten, ForwardPass, RowContext, Traceable, Verify
 from mlx_parallm.kv.block_store import Side, groups_of
+from mlx_parallm.kv.prompt_layer import PromptLayer
 
 CAPACITY_STEP = 256
 MAX_TRACES = 64
 LEAST_OFFSETS = 8
 
 
-class PromptLayer:
-    """One layer's keys and values of prompts that are prefilled together, all at one offset."""
-
-    __slots__ = ("capacity", "keys", "offset", "values")
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.offset = 0
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        start = self.offset
-        self.offset = self.offset + keys.shape[2]
-        self.keys = self._added(self.keys, keys, start)
-        self.values = self._added(self.values, values, start)
-        if self.offset == self.keys.shape[2]:
-            return self.keys, self.values
-        return self.keys[:, :, : self.offset], self.values[:, :, : self.offset]
-
-    def _added(self, old: mx.array | None, new: mx.array, start: int) -> mx.array:
-        if self.offset >= self.capacity and (old is None or old.shape[2] == start):
-            return new if old is None else mx.concatenate([old, new], axis=2)
-        if old is None or old.shape[2] < self.capacity:
-            buffer = mx.zeros((*new.shape[:2], self.capacity, new.shape[3]), new.dtype)
-            if old is not None:
-                buffer[:, :, :start] = old
-            old = buffer
-        old[:, :, start : self.offset] = new
-        return old
-
-    def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        if tokens == 1 and not window_size:
-            return None
-        if return_array or (window_size and self.offset + tokens > window_size):
-            return create_causal_mask(tokens, self.offset, window_size=window_size)
-        return "causal"
-
-    def restore(self, keys: mx.array, values: mx.array, length: int) -> None:
-        """Begins with what is known already: the first `length` tokens."""
-        self.keys = keys
-        self.values = values
-        self.offset = length
-
-    @property
-    def state(self) -> tuple[mx.array | None, mx.array | None]:
-        return self.keys, self.values
-
-
 class _Step:
     """The state that all layers share in one decode step: where each row writes, and how far is read."""
 
-    __slots__ = ("_mask_shape", "attend", "attend_written", "index", "length", "mask", "offset", "offsets")
+    __slots__ = (
+        "_mask_shape",
+        "attend",
+        "attend_written",
+        "index",
+        "length",
+        "mask",
+        "offset",
+        "offsets",
+        "slots",
+    )
 
     def __init__(self, mask_rank: int, attend: Attend | None, attend_written: AttendWritten | None) -> None:
         self.attend = attend
@@ -83,9 +44,11 @@ class _Step:
         self._mask_shape = (-1, *[1] * (mask_rank - 2))
         self.offset = self.offsets = self.index = self.mask = mx.zeros((0,), mx.int32)
         self.length = 0
+        self.slots: mx.array | None = None  # in which each token is, where rows have several; else they are in order
 
-    def set(self, offset: mx.array, length: int) -> None:
+    def set(self, offset: mx.array, length: int, slots: mx.array | None = None) -> None:
         self.offset = offset
+        self.slots = slots
         missing = LEAST_OFFSETS - len(offset) if self.attend_written is not None else 0
         self.offsets = mx.pad(offset, (0, missing)) if missing > 0 else offset  # for kernels, which want so many
         self.index = offset[:, None, None, None]
@@ -114,30 +77,58 @@ class SlotLayer:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         step = self._step
         self._before = (self.keys, self.values, keys, values) if step.attend is not None else ()
-        self.keys = mx.put_along_axis(self.keys, step.index, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, step.index, values, axis=2)
+        self.keys = self._written(self.keys, keys)
+        self.values = self._written(self.values, values)
         return self.keys[:, :, : step.length], self.values[:, :, : step.length]
+
+    def _written(self, slots: mx.array, new: mx.array) -> mx.array:
+        """(S, K, C, D), (S + E, K, 1, D) -> (S, K, C, D)"""
+        step = self._step
+        rows = slots.shape[0]
+        written = mx.put_along_axis(slots, step.index[:rows], new[:rows], axis=2)
+        if step.slots is None:
+            return written
+        heads = mx.arange(slots.shape[1])
+        written[step.slots[rows:, None], heads, step.offset[rows:, None]] = new[rows:, :, 0]
+        return written
 
     def attend(self, queries: mx.array, scale: float, mask: Any) -> mx.array | None:
         """Attention over this layer in one kernel; None where it must go through the mask."""
-        written = self._step.attend_written
-        if written is not None and mask is self._step.mask:
-            return written(queries, self.keys, self.values, self._step.offsets, scale)
-        attend = self._step.attend
-        if attend is None or not self._before or mask is not self._step.mask:
-            return None
-        keys, values, *fresh = self._before
-        attended = attend(queries, keys, values, (fresh[0], fresh[1]), self._step.offset, scale)
-        if attended is not None:  # and put the new tokens in place: what was to put them there is never computed
-            self.keys = keys
-            self.values = values
-        self._before = ()
-        return attended
-
-    def places(self, mask: Any) -> tuple[mx.array, mx.array, mx.array] | None:
-        """Keys and values that a kernel may write a step's tokens to, and where; None where it must go by the mask."""
         step = self._step
-        return (self.keys, self.values, step.offset) if step.attend is not None and mask is step.mask else None
+        if mask is not step.mask:
+            return None
+        if step.attend_written is not None and step.slots is None:
+            return step.attend_written(queries, self.keys, self.values, step.offsets, scale)
+        attended = None
+        if step.attend is not None and self._before:
+            keys, values, *fresh = self._before
+            attended = step.attend(queries, keys, values, (fresh[0], fresh[1]), step.offset, scale, step.slots)
+            if attended is not None:  # and put the new tokens in place: what was to put them there is never computed
+                self.keys = keys
+                self.values = values
+            self._before = ()
+        return self._attend_drafts(queries, scale) if attended is None and step.slots is not None else attended
+
+    def _attend_drafts(self, queries: mx.array, scale: float) -> mx.array:
+        """Attention of all the tokens of a step, (S + E, H, 1, D), once they are written."""
+        step = self._step
+        rows = self.keys.shape[0]
+        assert step.slots is not None
+        keys = self.keys[:, :, : step.length]
+        values = self.values[:, :, : step.length]
+        drafts = step.slots[rows:]
+        attend = mx.fast.scaled_dot_product_attention
+        own = attend(queries[:rows], keys, values, scale=scale, mask=step.mask[:rows])
+        further = attend(queries[rows:], keys[drafts], values[drafts], scale=scale, mask=step.mask[rows:])
+        return mx.concatenate([own, further])
+
+    def places(self, mask: Any) -> tuple[mx.array, mx.array, mx.array, mx.array | None] | None:
+        """Keys and values that a kernel may write a step's tokens to, where, and their slots where those are not in
+        order; None where it must go by the mask."""
+        step = self._step
+        if step.attend is None or mask is not step.mask:
+            return None
+        return self.keys, self.values, step.offset, step.slots
 
     def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         assert tokens == 1, "slots decode one token a row"
@@ -175,7 +166,8 @@ class SlotCache:
         method: SlotMethod,
     ) -> None:
         self._method = method
-        self._traces: dict[tuple[int, Hashable], Any] = {}  # by how far attention reads, and the form of a context
+        self.verify: Verify | None = self._decode
+        self._traces: dict[tuple[int, int, Hashable], Any] = {}  # by how far attention reads, drafts, a context's form
         self._step = _Step(method.mask_rank, method.attend, method.attend_written)
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
@@ -287,21 +279,33 @@ class SlotCache:
     def decode(
         self, forward: ForwardPass, tokens: mx.array, lengths: Sequence[int], context: RowContext | None = None
     ) -> mx.array:
+        return self._decode(forward, tokens, lengths, (), context)
+
+    def _decode(
+        self,
+        forward: ForwardPass,
+        tokens: mx.array,
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        context: RowContext | None,
+    ) -> mx.array:
         self._longest = longest = max(lengths) + 1
         if longest > self._capacity:
             self._resize(len(self._used), longest, None)
         length = min(_round_up(longest, self._method.view_step), self._capacity)
         offset = mx.array(list(lengths), mx.int32)
+        places = [mx.array([*range(len(self._used)), *slots], mx.int32)] if slots else []
         if not self._method.compiled:
-            self._step.set(offset, length)
+            self._step.set(offset, length, *places)
             return forward(tokens[:, None], self.layers, context)[:, 0]
         traced = cast(Traceable | None, context)
-        key = (length, None if traced is None else traced.form)
+        key = (length, len(slots), None if traced is None else traced.form)
         if key not in self._traces:
             if len(self._traces) >= MAX_TRACES:
                 del self._traces[next(iter(self._traces))]
             self._traces[key] = mx.compile(self._traceable(forward, length, traced))
-        logits, state = self._traces[key](tokens, offset, self._state(), [] if traced is None else traced.arrays())
+        arrays = [] if traced is None else traced.arrays()
+        logits, state = self._traces[key](tokens, [offset, *places], self._state(), arrays)
         self._set_state(state)
         result: mx.array = logits
         return result
@@ -310,10 +314,11 @@ class SlotCache:
         make = None if context is None else context.maker()
 
         def step(
-            tokens: mx.array, offset: mx.array, state: list[mx.array], context_arrays: list[mx.array]
+            tokens: mx.array, places: list[mx.array], state: list[mx.array], context_arrays: list[mx.array]
         ) -> tuple[mx.array, list[mx.array]]:
             self._set_state(state)
-            self._step.set(offset, length)
+            offset, *slots = places
+            self._step.set(offset, length, *slots)
             return forward(tokens[:, None], self.layers, make and make(context_arrays))[:, 0], self._state()
 
         return step

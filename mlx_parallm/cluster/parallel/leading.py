@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_parallm.cluster.parallel.channel import Array, Message
 from mlx_parallm.host import to_numpy
-from mlx_parallm.kv.batch import BatchCache, ForwardPass, RowContext
+from mlx_parallm.kv.batch import BatchCache, ForwardPass, RowContext, Verify
 from mlx_parallm.kv.block_store import Side
 from mlx_parallm.lora.layout import PackedAdapter
 from mlx_parallm.lora.row_adapters import GroupedLoRA, Resident
@@ -117,6 +117,7 @@ class LedCache:
     """The running rows' caches: what changes them is sent as it is called."""
 
     def __init__(self, cache: BatchCache, forward: LedForward, leading: Leading) -> None:
+        self.verify: Verify | None = None  # drafts are rank 0's alone
         self._own = cache
         self._forward = forward
         self._leading = leading

@@ -37,7 +37,7 @@ MAX_HELPERS = 7
 FUNCTIONS = {
     "hire": (ctypes.c_int,),
     "attend": (POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER),
-    "attend_slots": (*[POINTER] * 9, NUMBER),
+    "attend_slots": (*[POINTER] * 10, NUMBER),
     "softmax": (POINTER, POINTER, POINTER, POINTER, NUMBER),
     "swiglu": (POINTER, POINTER, POINTER, SIZE),
     "rope": (POINTER, POINTER, POINTER, POINTER, POINTER, POINTER),

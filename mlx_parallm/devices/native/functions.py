@@ -111,14 +111,15 @@ def slot_attention() -> Callable[..., mx.array | None] | None:
 
 def _attend_slots(
     library: Any,
-    queries: mx.array,  # (S, H, 1, D)
+    queries: mx.array,  # (B, H, 1, D)
     keys: mx.array,  # (S, K, C, D)
     values: mx.array,
-    fresh: tuple[mx.array, mx.array],  # (S, K, 1, D)
-    offsets: mx.array,  # (S,): tokens that each row has
+    fresh: tuple[mx.array, mx.array],  # (B, K, 1, D)
+    offsets: mx.array,  # (B,): tokens that each row has
     scale: float,
+    slots: mx.array | None = None,  # (B,): in which each row is; None: in order
 ) -> mx.array | None:
-    """(S, H, 1, D); None, and nothing written, where MLX should do it."""
+    """(B, H, 1, D); None, and nothing written, where MLX should do it."""
     arrays = (queries, keys, values, *fresh)
     width = queries.shape[-1]
     if width % WIDE or keys.shape != values.shape or any(array.dtype != mx.float32 for array in arrays):
@@ -132,6 +133,7 @@ def _attend_slots(
     sizes = Sizes(rows, heads, *k.shape[1:])
     strides = Sizes(*(stride for view in (q, new_k, new_v) for stride in element_strides(view)[:2]))
     lengths = numpy_view(offsets)
-    if library.attend_slots(*map(pointer, (q, k, v, new_k, new_v, lengths, out)), sizes, strides, scale):
+    places = None if slots is None else numpy_view(slots)
+    if library.attend_slots(*map(pointer, (q, k, v, new_k, new_v, lengths, places, out)), sizes, strides, scale):
         raise MemoryError
     return mx.array(out)

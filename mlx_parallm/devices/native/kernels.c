@@ -312,8 +312,7 @@ int attend(const float *q, const float *k, const float *v, const uint8_t *mask, 
 struct slots {
     const float *q;
     float *k, *v;
-    const float *fresh_k, *fresh_v;
-    const int32_t *lengths;
+    const int32_t *lengths, *slots;
     float *out;
     const int64_t *sizes, *strides;
     float scale;
@@ -341,10 +340,9 @@ static int attend_slots_some(const void *context, int64_t first_head, int64_t en
     if (!scores) return 1;
     float *unused = scores + 4 * (longest + 1);
     for (int64_t head = first_head; head < end_head; head++) {
-        const int64_t b = head / K, g = head % K, last = a->lengths[b], N = last + 1;
-        float *keys = a->k + head * C * D, *values = a->v + head * C * D;
-        memcpy(keys + last * D, a->fresh_k + b * strides[2] + g * strides[3], sizeof(float) * D);
-        memcpy(values + last * D, a->fresh_v + b * strides[4] + g * strides[5], sizeof(float) * D);
+        const int64_t b = head / K, g = head % K, N = a->lengths[b] + 1;
+        const int64_t slot_head = (a->slots ? a->slots[b] : b) * K + g;
+        const float *keys = a->k + slot_head * C * D, *values = a->v + slot_head * C * D;
         for (int64_t r = 0; r < R; r += 4) {
             const float *queries[4];
             float *out[4], sums[4][4];
@@ -372,13 +370,21 @@ static int attend_slots_some(const void *context, int64_t first_head, int64_t en
     return 0;
 }
 
-/* Attention of one query a row over slots of different lengths, q (S, H, 1, D) and k, v (S, K, C, D) -> out (S, H, D);
- * the row's new key and value are put behind what it has, and attended to. sizes: S, H, K, C, D, a multiple of WIDE.
- * strides: q's b, h; fresh_k's b, h; fresh_v's b, h. */
+/* Attention of one query a row over slots of different lengths, q (B, H, 1, D) and k, v (S, K, C, D) -> out (B, H, D);
+ * the row's new key and value are put behind what it has, and attended to. Row b is in slot slots[b], or in slot b
+ * where there are none; several rows may be in one slot, at different lengths, and see what those before them put there.
+ * sizes: B, H, K, C, D, a multiple of WIDE. strides: q's b, h; fresh_k's b, h; fresh_v's b, h. */
 int attend_slots(const float *q, float *k, float *v, const float *fresh_k, const float *fresh_v, const int32_t *lengths,
-                 float *out, const int64_t *sizes, const int64_t *strides, float scale) {
-    const struct slots a = {q, k, v, fresh_k, fresh_v, lengths, out, sizes, strides, scale};
-    return share(attend_slots_some, &a, sizes[0] * sizes[2], sizes[0] * sizes[1] > 8);
+                 const int32_t *slots, float *out, const int64_t *sizes, const int64_t *strides, float scale) {
+    const int64_t B = sizes[0], K = sizes[2], C = sizes[3], D = sizes[4];
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t g = 0; g < K; g++) {
+            const int64_t place = (((slots ? slots[b] : b) * K + g) * C + lengths[b]) * D;
+            memcpy(k + place, fresh_k + b * strides[2] + g * strides[3], sizeof(float) * D);
+            memcpy(v + place, fresh_v + b * strides[4] + g * strides[5], sizeof(float) * D);
+        }
+    const struct slots a = {q, k, v, lengths, slots, out, sizes, strides, scale};
+    return share(attend_slots_some, &a, B * K, B * sizes[1] > 8);
 }
 
 struct scores {

@@ -43,7 +43,7 @@ class NativeBlock(llama.TransformerBlock):
         fourth = _adapted_weights(mlp.down_proj)
         if first is None or second is None or third is None or fourth is None:
             return None
-        keys, values, offset = places
+        keys, values, offset, slots = places
         mx.eval(x, keys, values)
         k = numpy_view(keys)
         v = numpy_view(values)
@@ -53,7 +53,7 @@ class NativeBlock(llama.TransformerBlock):
         h = numpy_view(x).reshape(x.shape[0], -1)
         offsets, _ = offsets_of(offset, len(h))
         new_q, new_k, new_v = products_of(self.kernels, self._normed(self.input_layernorm, h), first)
-        attended = self._attended(new_q, new_k, new_v, (k, v), offsets)
+        attended = self._attended(new_q, new_k, new_v, (k, v), offsets, None if slots is None else numpy_view(slots))
         h = h + products_of(self.kernels, attended, second)[0]
         gate, up = products_of(self.kernels, self._normed(self.post_attention_layernorm, h), third)
         gated = np.empty(gate.shape, np.float32)
@@ -72,8 +72,13 @@ class NativeBlock(llama.TransformerBlock):
         self.kernels.rms_norm(pointer(h), pointer(numpy_view(norm.weight)), pointer(out), *h.shape, norm.eps)
         return out
 
-    def _attended(self, q: Array, k: Array, v: Array, slots: tuple[Array, Array], offsets: Array) -> Array:
-        """Queries (B, H * D), the rows' new keys and values (B, K * D), which are put into the slots: (B, H * D)."""
+    def _attended(
+        self, q: Array, k: Array, v: Array, slots: tuple[Array, Array], offsets: Array, numbers: Array | None
+    ) -> Array:
+        """Queries (B, H * D), the rows' new keys and values (B, K * D), which are put into the slots: (B, H * D).
+
+        `numbers`: of the slot that each row is in; None: in order.
+        """
         attention = self.self_attn
         rows = len(q)
         heads = attention.n_heads
@@ -84,7 +89,7 @@ class NativeBlock(llama.TransformerBlock):
         lengths = offsets.astype(np.int32)
         sizes = Sizes(rows, heads, *slots[0].shape[1:])
         strides = Sizes(heads * width, width, shared * width, width, shared * width, width)
-        arrays = (rotated[0], *slots, rotated[1], v, lengths, out)
+        arrays = (rotated[0], *slots, rotated[1], v, lengths, numbers, out)
         if self.kernels.attend_slots(*map(pointer, arrays), sizes, strides, attention.scale):
             raise MemoryError
         return out

@@ -10,7 +10,7 @@ and in 16 bits as close as the device's kernels are for one row and for many. Th
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -67,6 +67,8 @@ def batch_cache(
             log.debug("%s can't be used with %s: %s", name, model.name, error)
             continue
         if agrees:
+            if not (profile.drafts and _verifies(model, forward, cache)):
+                cache.verify = None
             if not cache.batches:
                 log.warning("%s can't be batched: its rows are computed one by one", model.name)
             return cache
@@ -294,23 +296,55 @@ def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, profile: De
 def _probe(model: LanguageModel, forward: Forward, cache: BatchCache, rows: int) -> bool:
     """Returns whether a batch of up to so many rows gives the logits that its rows give alone."""
     prompts = [[token % model.vocab_size for token in prompt] for prompt in PROBE[: cache.free]]
-    for prompt in prompts:
-        staged = cache.stage(1, len(prompt))
-        forward.at(mx.array([prompt]), staged, mx.array([len(prompt) - 1]))
-        cache.expect(rows)
-        cache.join(staged, [(0, len(prompt))])
+    cache.expect(rows)
+    _join(forward, cache, prompts)
     positions = range(cache.positions)[: len(prompts)]
     batched = _probe_decode(forward, cache, [len(prompt) for prompt in prompts])
     for position in positions:
         cache.leave(position)
     cache.expect(0)
     cache.compact(0)  # leaves the cache empty, and with its sizes known
-    for row, prompt in enumerate(prompts):
-        alone = model.module(mx.array([[*prompt, 7, 8]]), cache=make_prompt_cache(model.module))[0, -1]
-        difference = mx.linalg.norm(batched[row].astype(mx.float32) - alone.astype(mx.float32))
-        if not (difference <= 0.05 * mx.linalg.norm(alone.astype(mx.float32))).item():
-            return False
-    return True
+    return all(_agrees(model, prompt, [7, 8], batched[row]) for row, prompt in enumerate(prompts))
+
+
+def _verifies(model: LanguageModel, forward: Forward, cache: BatchCache) -> bool:
+    """Returns whether tokens 7 and 8 after each prompt have the same logits computed in one step as one by one."""
+    if cache.verify is None:
+        return False
+    prompts = [[token % model.vocab_size for token in prompt] for prompt in PROBE[: cache.free]]
+    try:
+        _join(forward, cache, prompts)
+        count = len(prompts)
+        free = cache.positions - count
+        tokens = [7] * count + [0] * free + [8] * count
+        lengths = [len(prompt) for prompt in prompts]
+        lengths += [0] * free + [length + 1 for length in lengths]
+        logits = cache.verify(forward, mx.array(tokens, mx.int32), lengths, range(count), None)
+        mx.eval(logits)
+        return all(
+            _agrees(model, prompt, [7], logits[row]) and _agrees(model, prompt, [7, 8], logits[cache.positions + row])
+            for row, prompt in enumerate(prompts)
+        )
+    except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError, RuntimeError) as error:
+        log.debug("%s can't verify drafts: %s", model.name, error)
+        return False
+    finally:
+        cache.reset()
+
+
+def _join(forward: Forward, cache: BatchCache, prompts: Sequence[Sequence[int]]) -> None:
+    for prompt in prompts:
+        staged = cache.stage(1, len(prompt))
+        forward.at(mx.array([prompt]), staged, mx.array([len(prompt) - 1]))
+        cache.join(staged, [(0, len(prompt))])
+
+
+def _agrees(model: LanguageModel, prompt: Sequence[int], tokens: Sequence[int], logits: mx.array) -> bool:
+    """Returns whether these are a text's last logits, computed alone."""
+    alone = model.module(mx.array([[*prompt, *tokens]]), cache=make_prompt_cache(model.module))[0, -1]
+    alone = alone.astype(mx.float32)
+    difference = mx.linalg.norm(logits.astype(mx.float32) - alone)
+    return bool((difference <= 0.05 * mx.linalg.norm(alone)).item())
 
 
 def _probe_decode(forward: Forward, cache: BatchCache, lengths: list[int]) -> mx.array:

@@ -7,19 +7,20 @@ one before it has been read.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from llguidance.numpy import fill_next_token_bitmask
 
 from mlx_parallm.devices.profile import PROMPT_STEP
+from mlx_parallm.engine.compute.grammar_masks import grammar_masks
 from mlx_parallm.engine.compute.pass_contexts import PassContexts
-from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, SamplingKernels, Scores, scores_of
+from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, SamplingKernels, scores_of
+from mlx_parallm.engine.compute.step import Step, Token
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
+from mlx_parallm.engine.speculative.drafted import Drafted
 from mlx_parallm.host import to_numpy
 from mlx_parallm.kv.block_pool import Chain
 from mlx_parallm.kv.merged import state_arrays
@@ -28,32 +29,6 @@ from mlx_parallm.models.forward import RowInputs
 from mlx_parallm.types import TokenLogprob
 
 PROMPT_LOGPROB_PIECE = 256  # positions whose full logits are held at once
-
-
-@dataclass(slots=True)
-class Token:
-    row: Row
-    token: int
-    logprob: TokenLogprob | None
-    sampled_logprob: float | None = None  # at its temperature, before penalties and cuts
-    valid: bool = True  # False: it was sampled from logits that are not numbers
-
-
-@dataclass(slots=True)
-class Step:
-    """One forward pass under way."""
-
-    kind: str  # "prefill" or "decode"
-    count: int  # prompt tokens, or rows
-    shape: tuple[int, ...] = ()  # of a pass over prompts: rows, tokens computed, tokens before them
-    rows: list[tuple[int, Row, int]] = field(default_factory=list)  # index in `sampled`, row, its epoch
-    sampler: Sampler | None = None
-    sampled: Sampled | None = None
-    invalid: mx.array | None = None  # (rows,) of a prompt's pass: whether logits are not numbers
-    fence: list[mx.array] = field(default_factory=list)  # what to wait for when nothing was sampled
-    prompt_scores: list[tuple[list[TokenLogprob | None], list[int], Scores]] = field(default_factory=list)
-    launched_at: float = field(default_factory=time.perf_counter)
-    started_at: float = 0.0  # when the host had handed all of it to the device
 
 
 class Runner:
@@ -139,30 +114,57 @@ class Runner:
             job.computed = stop
         work.count = end - job.computed
 
-    def decode(self, rows: Sequence[Row]) -> Step:
-        """One more token for `rows`, all of which have a place in the batch."""
+    def decode(self, rows: Sequence[Row], drafted: Drafted | None = None) -> Step:
+        """One more token for `rows`, all of which have a place in the batch; more for those whose drafts are right.
+
+        With drafts, all that was started has been read, and this is read before anything else is started.
+        """
         begun = time.perf_counter()
-        self._compact(max(row.length for row in self._rows if row) + 1)
-        if self._sampler is None:
-            self._renew_sampler()
-        assert self._sampler is not None
+        self._compact(max(row.length for row in self._rows if row) + 1 + (0 if drafted is None else drafted.longest))
         active = {row.position for row in rows}
         held = [row if row and row.position in active else None for row in self._rows]
         # A row that waits for its last token to be read is computed too: what it writes must go behind what it has.
         lengths = [row.length if row else 0 for row in self._rows]
         numbers = [row.launched if row else 0 for row in held]
-        logits = self.cache.decode(self._forward, self._last, lengths, self._context)
-        sampled = self._sampler(logits, numbers, self._history, self._grammar_masks(self._sampler))
-        self._last = sampled.tokens
-        if self._history is not None:
-            self._history.append(sampled.tokens)
-        step = Step("decode", len(rows), sampler=self._sampler, sampled=sampled, launched_at=begun)
+        if drafted is None:
+            sampler, sampled = self._next_tokens(lengths, numbers)
+        else:
+            sampler, sampled = self._verified_tokens(drafted, lengths, numbers)
+        step = Step("decode", len(rows), sampler=sampler, sampled=sampled, drafted=drafted, launched_at=begun)
         for position, row in enumerate(held):
             if row:
                 step.rows.append((position, row, row.epoch))
                 row.launched += 1
         self._start([*sampled.arrays(), *self.cache.pending()])
         return step
+
+    def _next_tokens(self, lengths: Sequence[int], numbers: Sequence[int]) -> tuple[Sampler, Sampled]:
+        if self._sampler is None:
+            self._renew_sampler()
+        assert self._sampler is not None
+        logits = self.cache.decode(self._forward, self._last, lengths, self._context)
+        masks = grammar_masks(self._sampler, numbers, self._vocab)
+        sampled = self._sampler(logits, numbers, self._history, masks)
+        self._last = sampled.tokens
+        if self._history is not None:
+            self._history.append(sampled.tokens)
+        return self._sampler, sampled
+
+    def _verified_tokens(
+        self, drafted: Drafted, lengths: Sequence[int], numbers: Sequence[int]
+    ) -> tuple[Sampler, Sampled]:
+        """The same, and what is sampled behind each drafted token: in order, as if they were rows of their own."""
+        assert self.cache.verify is not None
+        if self._sampler is None:
+            self._renew_sampler()
+        rows = [*self._rows, *drafted.rows]
+        numbers = [*numbers, *drafted.numbers]
+        sampler = Sampler(rows, self._vocab, self._kernels)
+        tokens = mx.concatenate([self._last, mx.array(drafted.tokens, mx.int32)])
+        context = self.contexts.of_rows(rows)
+        logits = self.cache.verify(self._forward, tokens, [*lengths, *drafted.lengths], drafted.slots, context)
+        history = None if self._history is None else self._history.with_drafts(drafted.slots, drafted.texts())
+        return sampler, sampler(logits, numbers, history, grammar_masks(sampler, numbers, self._vocab, drafted))
 
     def read(self, step: Step) -> list[Token]:
         """Waits for a step and brings its tokens to the host."""
@@ -172,6 +174,8 @@ class Runner:
             mx.eval(step.fence)
             return []
         tokens: list[int] = to_numpy(step.sampled.tokens).tolist()
+        if step.drafted is not None:
+            self._keep_accepted(step, step.drafted, tokens)
         asked = step.sampler.logprob_rows
         found: dict[int, TokenLogprob] = {}
         if step.sampled.scores is not None:
@@ -188,6 +192,21 @@ class Runner:
             for item in read:
                 item.valid = id(item.row) not in rows
         return read
+
+    def _keep_accepted(self, step: Step, drafted: Drafted, tokens: Sequence[int]) -> None:
+        """Rows go on behind the last of their drafted tokens that were sampled."""
+        assert step.sampled is not None
+        kept = [[position] for position in range(len(self._rows))]  # indices among what was sampled
+        own, step.rows = step.rows, []
+        for entries in drafted.accepted(own, tokens):
+            position, row, _ = entries[0]
+            kept[position] = [index for index, *_ in entries]
+            row.launched += len(entries) - 1
+            row.forced = {number for number in row.forced if number < row.launched}
+            step.rows += entries
+        if self._history is not None:
+            self._history.extend(step.sampled.tokens, kept)
+        self._last = step.sampled.tokens[mx.array([indices[-1] for indices in kept])]
 
     def leave(self, row: Row) -> None:
         """Frees a row's place; results still under way for it are ignored."""
@@ -303,7 +322,7 @@ class Runner:
         step.sampler = Sampler(rows, self._vocab, self._kernels)
         history = History(rows) if step.sampler.penalized else None
         numbers = [row.launched for row in rows]
-        step.sampled = step.sampler(logits, numbers, history, self._grammar_masks(step.sampler))
+        step.sampled = step.sampler(logits, numbers, history, grammar_masks(step.sampler, numbers, self._vocab))
         step.invalid = mx.isnan(logits).any(axis=-1)
         self._start([*step.sampled.arrays(), step.invalid])
         self._compact(max(len(job.tokens) for job in work.jobs) + 1)
@@ -377,17 +396,3 @@ class Runner:
         history.adopt(self._rows, self._history, self._history_rows, self._last)
         self._history = history
         self._history_rows = list(self._rows)
-
-    def _grammar_masks(self, sampler: Sampler) -> mx.array | None:
-        if not sampler.grammar_rows:
-            return None
-        masks = np.full((len(sampler.rows), -(-self._vocab // 32)), -1, np.int32)
-        words = masks.view(np.uint32)
-        for i, row in sampler.grammar_rows:
-            fill_next_token_bitmask(row.matcher, masks, i)
-            if not row.may_end_after(row.launched):
-                for token in row.end_ids:
-                    words[i, token // 32] &= ~np.uint32(1 << token % 32)
-            if row.recorded and int(np.bitwise_count(words[i]).sum()) == 1:
-                row.forced.add(row.launched)
-        return mx.array(words)

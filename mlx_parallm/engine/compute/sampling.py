@@ -5,6 +5,7 @@ What no row asks for is not computed. A row's random number depends on its seed 
 the same seed and prompt give the same tokens whatever else is in the batch.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -255,12 +256,35 @@ class History:
             self.tokens[new, : old.tokens.shape[1]] = old.tokens[was]
             self.lengths[new] = old.lengths[was]
 
+    def with_drafts(self, places: Sequence[int], drafts: Sequence[Sequence[int]]) -> "History":
+        """The rows, and behind them those at `places` again, each with what is drafted for it."""
+        rows = self.tokens.shape[0]
+        index = mx.array([*range(rows), *places])
+        longest = max(map(len, drafts))
+        table = np.zeros((rows + len(drafts), longest), np.int32)
+        for line, draft in zip(table[rows:], drafts, strict=True):
+            line[: len(draft)] = draft
+        drafted = copy.copy(self)
+        drafted._reserve(self._used + longest)
+        drafted.prompts = self.prompts[index]
+        behind = self.lengths[index]
+        drafted.lengths = behind + mx.array([0] * rows + [len(draft) for draft in drafts])
+        places_behind = behind[:, None] + mx.arange(longest)
+        drafted.tokens = mx.put_along_axis(drafted.tokens[index], places_behind, mx.array(table), axis=1)
+        return drafted
+
     def append(self, tokens: mx.array, where: mx.array | None = None) -> None:
         """One token per row; a row left out by `where` keeps its length, so what is written there does not count."""
         self._used += 1
         self._reserve(self._used)
         self.tokens = mx.put_along_axis(self.tokens, self.lengths[:, None], tokens[:, None], axis=1)
         self.lengths = self.lengths + (1 if where is None else where.astype(mx.int32))
+
+    def extend(self, tokens: mx.array, chosen: Sequence[Sequence[int]]) -> None:
+        """Each row's own of these tokens: `chosen` has their indices."""
+        for place in range(max(map(len, chosen))):
+            index = [indices[place] if place < len(indices) else 0 for indices in chosen]
+            self.append(tokens[mx.array(index)], mx.array([place < len(indices) for indices in chosen]))
 
     def _reserve(self, capacity: int) -> None:
         missing = capacity - self.tokens.shape[1]

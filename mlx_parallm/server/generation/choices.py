@@ -55,6 +55,8 @@ class ChoiceStream:
         self.stop_token: int | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.cached_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.begun: float | None = None  # by time.perf_counter, when its first delta came
         self._spans: Spans = (PolicySpan(0, 0, 0),)  # of its tokens, and of those that are being made
         self._exact = exact
@@ -121,6 +123,8 @@ class ChoiceStream:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
+        self.drafted_tokens = delta.drafted or self.drafted_tokens
+        self.accepted_tokens = delta.accepted or self.accepted_tokens
         self._spans = delta.spans or self._spans
         update = ChoiceUpdate(Piece(), delta.tokens)
         before = self.completion_tokens

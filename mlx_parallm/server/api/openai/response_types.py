@@ -21,6 +21,12 @@ class PromptTokensDetails(TypedDict):
 @response_body
 class CompletionTokensDetails(TypedDict):
     reasoning_tokens: int
+    accepted_prediction_tokens: NotRequired[
+        Annotated[int, Field(description="Tokens that speculation had drafted; left out where it drafted none")]
+    ]
+    rejected_prediction_tokens: NotRequired[
+        Annotated[int, Field(description="Drafted tokens that were not sampled, and are in no completion")]
+    ]
 
 
 @response_body

@@ -13,6 +13,7 @@ import orjson
 
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.api.openai.response_types import (
+    CompletionTokensDetails,
     EchoedFields,
     GenerationChunk,
     GenerationResponse,
@@ -119,7 +120,7 @@ class ResponseWriter(ABC, Generic[Choice, Chunk]):
             "prompt_tokens_details": {
                 "cached_tokens": sum(choice.cached_tokens for choice in choices[:: self.generation.n])
             },
-            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+            "completion_tokens_details": _completion_details(choices),
         }
 
     def _token_text(self, token: int) -> str:
@@ -167,6 +168,16 @@ def _by_id(entry: TokenLogprob, vocabulary: Vocabulary) -> dict[str, PromptToken
         str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": vocabulary.text(token)}
         for token, logprob, rank in [*ranked, (entry.token, entry.logprob, entry.rank)]
     }
+
+
+def _completion_details(choices: Sequence[ChoiceStream]) -> CompletionTokensDetails:
+    details: CompletionTokensDetails = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)}
+    drafted = sum(choice.drafted_tokens for choice in choices)
+    if drafted:
+        accepted = sum(choice.accepted_tokens for choice in choices)
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = drafted - accepted
+    return details
 
 
 def _model_name(generation: Generation) -> str:

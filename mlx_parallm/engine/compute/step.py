@@ -1,0 +1,38 @@
+"""A forward pass under way, and what is read of it."""
+
+import time
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from mlx_parallm.engine.compute.sampling import Sampled, Sampler, Scores
+from mlx_parallm.engine.rows import Row
+from mlx_parallm.engine.speculative.drafted import Drafted
+from mlx_parallm.types import TokenLogprob
+
+
+@dataclass(slots=True)
+class Token:
+    row: Row
+    token: int
+    logprob: TokenLogprob | None
+    sampled_logprob: float | None = None  # at its temperature, before penalties and cuts
+    valid: bool = True  # False: it was sampled from logits that are not numbers
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass under way."""
+
+    kind: str  # "prefill" or "decode"
+    count: int  # prompt tokens, or rows
+    shape: tuple[int, ...] = ()  # of a pass over prompts: rows, tokens computed, tokens before them
+    rows: list[tuple[int, Row, int]] = field(default_factory=list)  # index in `sampled`, row, its epoch
+    sampler: Sampler | None = None
+    sampled: Sampled | None = None
+    drafted: Drafted | None = None  # computed behind the rows' own tokens
+    invalid: mx.array | None = None  # (rows,) of a prompt's pass: whether logits are not numbers
+    fence: list[mx.array] = field(default_factory=list)  # what to wait for when nothing was sampled
+    prompt_scores: list[tuple[list[TokenLogprob | None], list[int], Scores]] = field(default_factory=list)
+    launched_at: float = field(default_factory=time.perf_counter)
+    started_at: float = 0.0  # when the host had handed all of it to the device

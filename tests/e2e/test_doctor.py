@@ -44,7 +44,7 @@ def test_lines_say_what_helps(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         ended = doctor("--no-model", "--port", str(port), "--ssd-cache-dir", str(tmp_path))
     assert ended.returncode == 0
-    assert f"slow   port        {port} is taken by another server" in ended.stdout
+    assert f"slow    port        {port} is taken by another server" in ended.stdout
     assert f"-> stop it, or serve with --port {port + 1}" in ended.stdout
     assert "slow: " in ended.stdout.splitlines()[-1]
     assert "parity" not in ended.stdout
@@ -53,7 +53,7 @@ def test_lines_say_what_helps(tmp_path: Path) -> None:
 def test_a_model_that_does_not_load_is_a_line(tmp_path: Path) -> None:
     ended = doctor("--model-path", "/no/such/model", "--ssd-cache-dir", str(tmp_path))
     assert ended.returncode == 1
-    assert "wrong  model       there is no folder /no/such/model" in ended.stdout
+    assert "wrong   model       there is no folder /no/such/model" in ended.stdout
     assert "Traceback" not in ended.stdout + ended.stderr
 
 

@@ -16,13 +16,13 @@ from mlx_parallm.engine.compute.runner import Runner
 
 decode, trigger = Runner.decode, pathlib.Path(sys.argv.pop(1))
 
-def broken(self, rows):
+def broken(self, rows, drafted=None):
     if trigger.exists():
         left = trigger.read_text()
         if left == "1":
             trigger.unlink()
         raise RuntimeError("sabotage")
-    return decode(self, rows)
+    return decode(self, rows, drafted)
 
 Runner.decode = broken
 sys.exit(main(sys.argv[1:]))

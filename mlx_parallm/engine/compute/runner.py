@@ -197,7 +197,8 @@ class Runner:
         """Rows go on behind the last of their drafted tokens that were sampled."""
         assert step.sampled is not None
         kept = [[position] for position in range(len(self._rows))]  # indices among what was sampled
-        own, step.rows = step.rows, []
+        own = step.rows
+        step.rows = []
         for entries in drafted.accepted(own, tokens):
             position, row, _ = entries[0]
             kept[position] = [index for index, *_ in entries]

@@ -74,6 +74,8 @@ class DebugMetrics(TypedDict):
     prompt_tokens: int
     generated_tokens: int
     cached_tokens: int
+    drafted_tokens: Annotated[int, Field(description="Tokens drafted by speculation")]
+    accepted_tokens: Annotated[int, Field(description="Drafted tokens that were accepted")]
     requests_finished: dict[str, int]
     requests_rejected: int
     preemptions: int

@@ -23,7 +23,6 @@ import servers  # isort: skip
 import httpx
 import weights
 from rich.console import Console
-from rich.table import Table
 
 NAMES = ["orders", "invoices", "readings", "tickets", "players", "routes", "songs", "parcels"]
 FUNCTION = '''def total_of_{name}({name}, rate):
@@ -121,9 +120,6 @@ def main() -> int:
     args = parser.parse_args()
     model = args.model or str(weights.embedded_float32())
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
-    table = Table()
-    for column in ("task", "rows", "ratio", "from", "to", "accepted", "drafted", "other answers"):
-        table.add_column(column, justify="left" if column == "task" else "right")
     rows = [int(one) for one in args.rows.split(",")]
     flags = ["--max-batch-size", str(max(rows)), "--no-ssd"]
     found = {}
@@ -137,9 +133,11 @@ def main() -> int:
                 texts = (prompts(task) * count)[:count]
                 texts = [f"{text}\n\n({number})" if number >= len(NAMES) else text for number, text in enumerate(texts)]
                 one = found[f"{task} {count}"] = measure(clients, texts, args.turns)
-                shown = (f"{one[name]:.2f}" for name in ("ratio", "least", "most", "accepted"))
-                table.add_row(task, str(count), *shown, str(one["drafted"]), str(one["differing"]))
-    console.print(table)
+                console.print(
+                    f"{task}, {count} at a time: {one['ratio']:.2f} times as fast ({one['least']:.2f} to "
+                    f"{one['most']:.2f}); {one['accepted']:.0%} of {one['drafted']} drafted tokens accepted; "
+                    f"{one['differing']} answers differ"
+                )
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1))
     return 1 if any(one["differing"] for one in found.values()) else 0

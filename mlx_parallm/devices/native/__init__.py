@@ -43,6 +43,7 @@ FUNCTIONS = {
     "rope": (POINTER, POINTER, POINTER, POINTER, POINTER, POINTER),
     "rms_norm": (POINTER, POINTER, POINTER, SIZE, SIZE, NUMBER),
     "add_low_rank": (POINTER, POINTER, POINTER, SIZE, SIZE, SIZE, SIZE),
+    "has_products": (),
     "products": (POINTER, SIZE, SIZE, POINTER, SIZE),
     "attend_packed": (POINTER, POINTER, POINTER, POINTER, NUMBER),
     "rope_packed": (POINTER, POINTER, POINTER, POINTER),

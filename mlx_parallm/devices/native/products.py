@@ -18,12 +18,16 @@ from mlx_parallm.devices.native import kernels
 from mlx_parallm.devices.native.pointers import Array, address_of, pointer
 from mlx_parallm.host import numpy_view
 
-MANY_ROWS = 192  # from here on a BLAS is faster; on x86 it always is
+ON_ARM = platform.machine() in ("aarch64", "arm64")
+# Where a BLAS is faster: below and above.
+LEAST_ROWS = 2 if ON_ARM else 1
+MANY_ROWS = 192 if ON_ARM else 40
 
 
 def has_lane_products() -> bool:
-    """Returns whether the processor multiplies a vector by one element of another, which the kernel is written for."""
-    return platform.machine() in ("aarch64", "arm64")
+    """Returns whether the processor multiplies a vector by one number cheaply, which the kernel is written for."""
+    library = kernels()
+    return library is not None and bool(library.has_products())
 
 
 class WeightAddresses:
@@ -64,7 +68,7 @@ def few_row_products(library: Any, x: mx.array, layers: Sequence[AdaptedWeights 
     shape = x.shape
     rows = x.size // shape[-1]
     usable = [layer for layer in layers if layer is not None]
-    if not 1 < rows <= MANY_ROWS or x.dtype != mx.float32 or len(usable) < len(layers):
+    if not LEAST_ROWS <= rows <= MANY_ROWS or x.dtype != mx.float32 or len(usable) < len(layers):
         return None
     mx.eval(x)
     outputs = products_of(library, numpy_view(x).reshape(rows, -1), usable)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.engine.rows import Row
-from mlx_parallm.engine.speculative.copying import FIRST_WIDTH, LEAST_MATCH, MOST_MATCH, SIZE, CopyDrafter
+from mlx_parallm.engine.speculative.copying import LEAST_MATCH, MOST_MATCH, SIZE, CopyDrafter
 from mlx_parallm.engine.speculative.drafted import Drafted
 from mlx_parallm.sampling_params import SamplingParams
 
@@ -27,22 +27,27 @@ def test_a_text_that_begins_again_is_copied_on_wider_and_wider() -> None:
     drafter = CopyDrafter([*TEXT, 99], 8)
     assert drafter.draft([], 8) == []
     assert drafter.draft([11, 12], 8) == []
-    assert drafter.draft([11, 12, 13], 8) == [14, 15, 16, 17]
-    drafter.learn(4, 4)
-    assert drafter.draft([11, 12, 13, 14, 15, 16, 17, 18], 8) == [19, 20, 99, 11, 12, 13, 14, 15]
-    assert drafter.draft([11, 12, 13, 14, 15, 16, 17, 18], 2) == [19, 20]
+    assert drafter.draft([11, 12, 13], 8) == [14]
+    drafter.learn(1, 1)
+    assert drafter.draft(TEXT[:5], 8) == [16, 17]
+    drafter.learn(2, 2)
+    assert drafter.draft(TEXT[:8], 8) == [19, 20, 99, 11], "and beyond the end, as if it began again"
+    assert drafter.draft(TEXT[:8], 2) == [19, 20]
 
 
 def test_drafts_that_are_wrong_get_narrower_and_ask_for_more_alike() -> None:
     drafter = CopyDrafter([*TEXT, 99, *TEXT[:3]], 8)
-    assert len(drafter.draft([], 8)) == FIRST_WIDTH
-    drafter.learn(FIRST_WIDTH, 2)
-    assert len(drafter.draft([], 8)) == 3
+    drafter.learn(4, 4)
+    assert len(drafter.draft([], 8)) == 8
+    drafter.learn(8, 2)
+    assert len(drafter.draft([], 8)) == 2
     for _ in range(MOST_MATCH):
-        drafter.learn(3, 0)
+        drafter.learn(2, 0)
     assert drafter.draft([], 8) == [], "three tokens alike are no longer enough"
     assert drafter.draft(TEXT[3:9], 8) == [20], "nine are"
     drafter.learn(1, 1)
+    assert drafter._least_match == MOST_MATCH
+    drafter.learn(8, 8)
     assert drafter._least_match == LEAST_MATCH
 
 

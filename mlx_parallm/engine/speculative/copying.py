@@ -8,8 +8,7 @@ from array import array
 from collections.abc import Sequence
 
 LEAST_MATCH = 3  # tokens that the text has to repeat before more of it is drafted
-MOST_MATCH = 8  # … after drafts that were all wrong
-FIRST_WIDTH = 4  # tokens of a draft, before it is known how well they do
+MOST_MATCH = 8  # … after drafts that were wrong
 WINDOW = 16384  # tokens that are searched: 64 KiB, in some microseconds
 TRIES = 8  # places where bytes match and tokens do not
 SIZE = array("i").itemsize
@@ -23,7 +22,7 @@ class CopyDrafter:
         self._text = bytearray(array("i", prompt).tobytes())
         self._generated = 0
         self._most = most
-        self._width = min(FIRST_WIDTH, most)
+        self._width = 1  # tokens of the next draft
         self._least_match = LEAST_MATCH
         self._ahead: int | None = None  # how far back the place is from which it copies
 
@@ -46,10 +45,11 @@ class CopyDrafter:
     def learn(self, drafted: int, accepted: int) -> None:
         """Takes note of how many tokens of its draft were right."""
         if accepted == drafted:
-            self._width = min(2 * self._width, self._most)
-            self._least_match = LEAST_MATCH
+            if drafted == self._most:
+                self._least_match = LEAST_MATCH
+            self._width = min(2 * drafted, self._most)
             return
-        self._width = min(accepted + 1, self._most)
+        self._width = max(accepted, 1)
         if not accepted:
             self._least_match = min(self._least_match + 1, MOST_MATCH)
 

@@ -256,7 +256,7 @@ def test_a_load_that_waits_for_room_twice_waits_no_longer(models: Path, started:
 
 
 def test_a_load_that_found_room_leaves_the_next_one_its_time(models: Path, started: Callable[..., Runtime]) -> None:
-    size, patience = weight_bytes(models / "one", DEVICES["cpu"]), 0.5
+    size, patience = weight_bytes(models / "one", DEVICES["cpu"]), 2.0
     runtime = started(model_dir=str(models), memory_limit=int(size * 1.6), request_timeout_seconds=patience)
     held = runtime.pool.acquire("one").result(60)
     waits = runtime.pool.acquire("two")

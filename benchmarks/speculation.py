@@ -75,24 +75,24 @@ class Client:
         drafted = accepted + details.get("rejected_prediction_tokens", 0)
         return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"], accepted, drafted
 
-    def run(self, texts: list[str]) -> tuple[float, list[str], int, int]:
-        """Returns tokens a second of requests that run together, their answers, tokens accepted and drafted."""
+    def run(self, texts: list[str], rows: int) -> tuple[float, list[str], int, int]:
+        """Returns tokens a second of requests, so many at a time, their answers, tokens accepted and drafted."""
         begun = time.perf_counter()
-        with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(rows) as pool:
             answers = list(pool.map(self.ask, texts))
         seconds = time.perf_counter() - begun
         told, tokens, accepted, drafted = zip(*answers, strict=True)
         return sum(tokens) / seconds, list(told), sum(accepted), sum(drafted)
 
 
-def measure(clients: list[Client], texts: list[str], turns: int) -> dict[str, float]:
+def measure(clients: list[Client], texts: list[str], rows: int, turns: int) -> dict[str, float]:
     ratios = []
     accepted = drafted = differing = 0
     for client in clients:
-        client.run(texts)
+        client.run(texts, rows)
     for turn in range(turns):
         order = clients if turn % 2 else clients[::-1]
-        found = {client: client.run(texts) for client in order}
+        found = {client: client.run(texts, rows) for client in order}
         with_drafts, without = (found[client] for client in clients)
         ratios.append(with_drafts[0] / without[0])
         accepted += with_drafts[2]
@@ -130,9 +130,10 @@ def main() -> int:
         clients = [Client(server, args.tokens) for server in (drafting, plain)]
         for task in args.tasks.split(","):
             for count in rows:
-                texts = (prompts(task) * count)[:count]
+                # Three for each row: others go on where some are done sooner, for drafts or for their length.
+                texts = (prompts(task) * count)[: 3 * count]
                 texts = [f"{text}\n\n({number})" if number >= len(NAMES) else text for number, text in enumerate(texts)]
-                one = found[f"{task} {count}"] = measure(clients, texts, args.turns)
+                one = found[f"{task} {count}"] = measure(clients, texts, count, args.turns)
                 console.print(
                     f"{task}, {count} at a time: {one['ratio']:.2f} times as fast ({one['least']:.2f} to "
                     f"{one['most']:.2f}); {one['accepted']:.0%} of {one['drafted']} drafted tokens accepted; "

@@ -54,6 +54,16 @@ def test_tuner(tiny_folder: Path, tmp_path: Path) -> None:
     assert all(one["score"] > 0 for one in found["settings"])
 
 
+def test_speculation(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "speculation.json"
+    options = ["--rows", "2", "--turns", "1", "--tokens", "16", "--tasks", "repeat,chat", "--json", str(out)]
+    answer = run("speculation.py", "--model", str(tiny_folder), *options)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = json.loads(out.read_text())
+    assert list(found) == ["repeat 2", "chat 2"]
+    assert all(one["differing"] == 0 and one["ratio"] > 0 for one in found.values())
+
+
 def test_dashboard(tiny_folder: Path) -> None:
     answer = run("dashboard.py", "--model", str(tiny_folder), "--clients", "2", "--seconds", "1.5", "--turns", "2")
     assert answer.returncode == 0, answer.stdout + answer.stderr

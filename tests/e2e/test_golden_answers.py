@@ -27,7 +27,8 @@ MOMENTS = frozenset("created created_at completed_at modified_at expires_at time
 MASKED = frozenset(
     "version digest size root path source memory parameter_size kv_bytes_limit active_memory peak_memory spare_memory "
     "serving_peak_memory memory_limit size_vram bytes_limit signature system_fingerprint modelfile "
-    "accepted_prediction_tokens rejected_prediction_tokens model_path eval_count generated_tokens output_tokens completion_tokens total_tokens number".split()
+    "accepted_prediction_tokens rejected_prediction_tokens "
+    "model_path eval_count generated_tokens output_tokens completion_tokens total_tokens number".split()
 )
 KINDS = "rollout chatcmpl cmpl msg resp rs fc call toolu gen req ctc lsh embd classify score rerank pool"
 IDS = re.compile(rf"\b({KINDS.replace(' ', '|')})([-_])[0-9a-zA-Z]{{8,}}")

@@ -138,7 +138,7 @@ def run_tests(tree: Path, *arguments: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_tasks_are_done_by_the_files_that_the_page_names(tmp_path: Path) -> None:
     """A new parameter, objective, embedding family and block size policy, in a copy of the tree, with its tests."""
     for folder in ("mlx_parallm", "tests", "docs"):  # with what Python has compiled of them

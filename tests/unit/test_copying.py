@@ -75,13 +75,11 @@ def test_a_draft_is_what_followed_a_place_that_is_alike(prompt: list[int], gener
         drafter.learn(len(draft), random.Random(count).randint(0, len(draft)))
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [[0] * 200_000, [1, 0, 0, 0] * 50_000, [256, 1] * 100_000, [random.Random(1).randrange(2) for _ in range(200_000)]],
-    ids=["zeros", "shifted", "bytes", "bits"],
-)
-def test_a_hostile_text_costs_as_much_as_any(prompt: list[int]) -> None:
+@pytest.mark.parametrize("period", [[0], [1, 0, 0, 0], [256, 1], None], ids=["zeros", "shifted", "bytes", "bits"])
+def test_a_hostile_text_costs_as_much_as_any(period: list[int] | None) -> None:
     """Bytes that match where tokens don't, and texts that are alike everywhere: the search is bounded."""
+    length = 200_000
+    prompt = random.Random(1).choices((0, 1), k=length) if period is None else period * (length // len(period))
     drafter = CopyDrafter(prompt, 8)
     generated: list[int] = []
     begun = time.process_time()

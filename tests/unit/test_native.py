@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
+from mlx_parallm.devices import native
 from mlx_parallm.devices.native import classes, kernels
 from mlx_parallm.devices.native.native_layers import Embedding, Linear
 from mlx_parallm.devices.native.products import has_lane_products
@@ -163,11 +164,18 @@ def test_products_of_a_few_rows(rows: tuple[int, ...], size: int, lines: int, bi
 def test_a_rows_product_is_the_same_beside_any_others() -> None:
     """Bit for bit: a row's sums are made in one order."""
     fast = type("Fast", (Linear,), {"kernels": kernels()})(576, 200, bias=True)
-    x = mx.random.normal((33, 576))
+    x = mx.random.normal((39, 576))
     if has_lane_products():
         whole = np.array(fast(x))
-        for first, end in ((0, 2), (0, 5), (3, 12), (20, 33), (7, 9)):
+        for first, end in ((0, 2), (0, 5), (3, 12), (20, 33), (7, 9), (0, 16), (5, 30), (1, 34)):
             assert np.array_equal(np.array(fast(x[first:end])), whole[first:end])
+
+
+@pytest.mark.parametrize(("allowed", "helpers"), [("1", 0), ("2", 1), ("64", 7), ("", 7), ("many", 7), ("0", 7)])
+def test_threads_are_as_many_as_the_user_allows(monkeypatch: pytest.MonkeyPatch, allowed: str, helpers: int) -> None:
+    monkeypatch.setattr(native.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", allowed)
+    assert native._threads() - 1 == helpers
 
 
 def test_an_embedding_as_the_output_head() -> None:

@@ -43,7 +43,7 @@ FUNCTIONS = {
     "rope": (POINTER, POINTER, POINTER, POINTER, POINTER, POINTER),
     "rms_norm": (POINTER, POINTER, POINTER, SIZE, SIZE, NUMBER),
     "add_low_rank": (POINTER, POINTER, POINTER, SIZE, SIZE, SIZE, SIZE),
-    "has_products": (),
+    "most_rows": (),
     "products": (POINTER, SIZE, SIZE, POINTER, SIZE),
     "attend_packed": (POINTER, POINTER, POINTER, POINTER, NUMBER),
     "rope_packed": (POINTER, POINTER, POINTER, POINTER),
@@ -71,12 +71,15 @@ def kernels() -> ctypes.CDLL | None:
         function = getattr(library, name)
         function.argtypes = types
         function.restype = ctypes.c_int
-    library.hire(min(_cores() - 1, MAX_HELPERS))
+    library.hire(min(_threads() - 1, MAX_HELPERS))
     return library
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _threads() -> int:
+    """Returns how many threads share a call: one for each core, or as many as OMP_NUM_THREADS leaves the BLAS, too."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(allowed)) if allowed.isdecimal() and int(allowed) else cores
 
 
 def _built(compiler: str) -> Path:

@@ -470,7 +470,7 @@ int rms_norm(const float *x, const float *weight, float *out, int64_t rows, int6
 
 /* Matrix products of a few rows with weights as they are stored, (N, K). A BLAS copies all weights into the order that
  * its inner loop wants before it multiplies, which for a few dozen rows takes a third of the time. Here the rows are
- * copied instead: eight side by side, to be multiplied by one weight at a time. */
+ * copied instead: eight or sixteen side by side, to be multiplied by one weight at a time. */
 #define TILE 8
 
 #ifdef __clang__
@@ -480,21 +480,51 @@ typedef int32_t places __attribute__((vector_size(16)));
 #define PICK(a, b, i, j, k, l) __builtin_shuffle(a, b, (places){i, j, k, l})
 #endif
 
-/* to[k][i] = from[i][k] for `lines` of TILE lines and zeros for the others; `size` is a multiple of four. */
-static void interleave(const float *from, int64_t lines, int64_t size, float *to) {
-    for (int half = 0; half < TILE; half += 4)
+/* Rows that lie side by side: as many as a register has numbers, where that is more than TILE and that many are left. */
+#ifdef __AVX512F__
+#define PANEL_ROWS 16
+#else
+#define PANEL_ROWS TILE
+#endif
+
+static inline int64_t panel_of(int64_t rows) { return rows > TILE ? PANEL_ROWS : TILE; }
+
+/* to[k][i] = from[i][k] for `lines` of `panel` lines and zeros for the others; `size` is a multiple of four. */
+static void interleave(const float *from, int64_t lines, int64_t size, int64_t panel, float *to) {
+    for (int64_t half = 0; half < panel; half += 4)
         for (int64_t k = 0; k < size; k += 4) {
             vec x[4];
             for (int i = 0; i < 4; i++) x[i] = half + i < lines ? at(from + (half + i) * size + k) : (vec){0};
             const vec low01 = PICK(x[0], x[1], 0, 4, 1, 5), low23 = PICK(x[2], x[3], 0, 4, 1, 5);
             const vec high01 = PICK(x[0], x[1], 2, 6, 3, 7), high23 = PICK(x[2], x[3], 2, 6, 3, 7);
-            vec *out = (vec *)(to + k * TILE + half);
-            out[0] = PICK(low01, low23, 0, 1, 4, 5);
-            out[2] = PICK(low01, low23, 2, 3, 6, 7);
-            out[4] = PICK(high01, high23, 0, 1, 4, 5);
-            out[6] = PICK(high01, high23, 2, 3, 6, 7);
+            float *out = to + k * panel + half;
+            *(vec *)out = PICK(low01, low23, 0, 1, 4, 5);
+            *(vec *)(out + panel) = PICK(low01, low23, 2, 3, 6, 7);
+            *(vec *)(out + 2 * panel) = PICK(high01, high23, 0, 1, 4, 5);
+            *(vec *)(out + 3 * panel) = PICK(high01, high23, 2, 3, 6, 7);
         }
 }
+
+#ifdef __AVX512F__
+typedef float vec16 __attribute__((vector_size(64), aligned(4), may_alias));
+
+static __attribute__((noinline)) void sixteen(const float *rows, const float *w, int64_t K, vec *out, const float *soon,
+                                              int64_t pace) {
+    vec16 sums[TILE];
+    for (int j = 0; j < TILE; j++) sums[j] = (vec16){0};
+    for (int64_t k = 0; k < K; k += 4, rows += 4 * PANEL_ROWS) {
+        __builtin_prefetch(soon, 0, 3);
+        soon += pace;
+#pragma GCC unroll 4
+        for (int q = 0; q < 4; q++) {
+            const vec16 a = *(const vec16 *)(rows + q * PANEL_ROWS);
+#pragma GCC unroll 8
+            for (int j = 0; j < TILE; j++) sums[j] += a * w[j * K + k + q];
+        }
+    }
+    memcpy(out, sums, sizeof sums);
+}
+#endif
 
 #if defined(__AVX2__) && defined(__FMA__)
 /* Sixteen registers of eight, and one number of a weight for all of them as cheap as a load. A row's sum is the same in
@@ -570,10 +600,14 @@ static __attribute__((noinline)) void four(const float *rows, const float *w, in
 }
 #endif
 
-/* Whether `products` is written for this processor. */
-int has_products(void) {
-#if defined(__aarch64__) || (defined(__AVX2__) && defined(__FMA__))
-    return 1;
+/* For how many rows `products` is at least as fast as a BLAS; 0 where it is not written for the processor. */
+int most_rows(void) {
+#if defined(__aarch64__)
+    return 192;
+#elif defined(__AVX512F__)
+    return 64;
+#elif defined(__AVX2__) && defined(__FMA__)
+    return 40;
 #else
     return 0;
 #endif
@@ -647,19 +681,32 @@ static void add_column(const struct product *p, int64_t n) {
     }
 }
 
+/* out[j][i] = the product of row i of a panel and line j of TILE; `soon`: what to bring near meanwhile. */
+static inline void panel_product(const float *rows, int64_t count, const float *w, int64_t K, vec *out, const float *soon,
+                                 int64_t pace) {
+#ifdef __AVX512F__
+    if (count > TILE) {
+        sixteen(rows, w, K, out, soon, pace);
+        return;
+    }
+#endif
+    (count > 4 ? eight : four)(rows, w, K, out, soon, pace);
+}
+
 /* Tiles of columns. What is left over when N is no multiple of TILE is done by `products`. */
 static int product_some(const void *context, int64_t first, int64_t end) {
     const struct product *p = context;
-    const int64_t M = p->M, N = p->N, K = p->K, panels = (M + TILE - 1) / TILE;
+    const int64_t M = p->M, N = p->N, K = p->K, panels = (M + PANEL_ROWS - 1) / PANEL_ROWS;
     for (int64_t n = first * TILE; n < end * TILE; n += TILE) {
-        for (int64_t m = 0; m < M; m += TILE) {
-            const int64_t rows = m + TILE < M ? TILE : M - m;
-            const float *soon = p->weights + (n + TILE) * K + m / TILE * (TILE * K / panels);
-            float sums[TILE][TILE];
-            (rows > 4 ? eight : four)(p->rows + m * K, p->weights + n * K, K, (vec *)sums, soon, 4 * TILE / panels);
+        const float *soon = p->weights + (n + TILE) * K;
+        for (int64_t m = 0, panel; m < M; m += panel, soon += TILE * K / panels) {
+            panel = panel_of(M - m);
+            const int64_t rows = m + panel < M ? panel : M - m;
+            float sums[TILE * PANEL_ROWS];
+            panel_product(p->rows + m * K, rows, p->weights + n * K, K, (vec *)sums, soon, 4 * TILE / panels);
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t j = 0; j < TILE; j++)
-                    p->out[(m + i) * N + n + j] = sums[j][i] + (p->bias ? p->bias[n + j] : 0.0f);
+                    p->out[(m + i) * N + n + j] = sums[j * panel + i] + (p->bias ? p->bias[n + j] : 0.0f);
         }
         add_columns(p, n);
     }
@@ -697,12 +744,15 @@ int products(const float *x, int64_t M, int64_t K, const int64_t *table, int64_t
         lines += table[7 * i + 3];
     }
     int64_t *begins = malloc(sizeof(int64_t) * (parties + 1)), *next_begin = begins;
-    float *rows = aligned_alloc(64, sizeof(float) * ((M + TILE) * (K + 16) + 16 * columns));
+    float *rows = aligned_alloc(64, sizeof(float) * ((M + PANEL_ROWS) * (K + 16) + 16 * columns));
     struct product each[MAX_PRODUCTS];
     int failed = !begins || !rows || count > MAX_PRODUCTS;
     if (!failed) {
-        float *z = rows + (M + TILE) * (K + 16);
-        for (int64_t m = 0; m < M; m += TILE) interleave(x + m * K, m + TILE < M ? TILE : M - m, K, rows + m * K);
+        float *z = rows + (M + PANEL_ROWS) * (K + 16);
+        for (int64_t m = 0, panel; m < M; m += panel) {
+            panel = panel_of(M - m);
+            interleave(x + m * K, m + panel < M ? panel : M - m, K, panel, rows + m * K);
+        }
         for (int64_t i = 0; i < count; i++) {
             const int64_t *line = table + 7 * i, *list = (const int64_t *)(intptr_t)line[4];
             const struct parties own = {list, line[5], line[6], z, next_begin};

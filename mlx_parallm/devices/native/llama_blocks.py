@@ -16,7 +16,7 @@ from mlx_lm.models import llama
 from mlx_parallm.devices.native.functions import WIDE
 from mlx_parallm.devices.native.native_layers import RMSNorm, Rope, offsets_of
 from mlx_parallm.devices.native.pointers import Array, Sizes, pointer
-from mlx_parallm.devices.native.products import LEAST_ROWS, MANY_ROWS, AdaptedWeights, products_of, weight_addresses
+from mlx_parallm.devices.native.products import AdaptedWeights, products_of, suits, weight_addresses
 from mlx_parallm.host import numpy_view
 
 
@@ -24,7 +24,7 @@ class NativeBlock(llama.TransformerBlock):
     kernels: Any
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        decoded = self._decoded(x, mask, cache) if LEAST_ROWS <= x.shape[0] <= MANY_ROWS and x.shape[1] == 1 else None
+        decoded = self._decoded(x, mask, cache) if suits(x.shape[0]) and x.shape[1] == 1 else None
         if decoded is not None:
             return decoded
         result: mx.array = super().__call__(x, mask, cache)

@@ -19,15 +19,23 @@ from mlx_parallm.devices.native.pointers import Array, address_of, pointer
 from mlx_parallm.host import numpy_view
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
-# Where a BLAS is faster: below and above.
-LEAST_ROWS = 2 if ON_ARM else 1
-MANY_ROWS = 192 if ON_ARM else 40
+LEAST_ROWS = 2 if ON_ARM else 1  # for fewer a BLAS is faster
+
+
+@functools.cache
+def most_rows() -> int:
+    """Returns for how many rows the kernel is as fast as a BLAS; 0 where the processor does not multiply a vector by
+    one number cheaply, which it is written for."""
+    library = kernels()
+    return 0 if library is None else int(library.most_rows())
 
 
 def has_lane_products() -> bool:
-    """Returns whether the processor multiplies a vector by one number cheaply, which the kernel is written for."""
-    library = kernels()
-    return library is not None and bool(library.has_products())
+    return most_rows() > 0
+
+
+def suits(rows: int) -> bool:
+    return LEAST_ROWS <= rows <= most_rows()
 
 
 class WeightAddresses:
@@ -68,7 +76,7 @@ def few_row_products(library: Any, x: mx.array, layers: Sequence[AdaptedWeights 
     shape = x.shape
     rows = x.size // shape[-1]
     usable = [layer for layer in layers if layer is not None]
-    if not LEAST_ROWS <= rows <= MANY_ROWS or x.dtype != mx.float32 or len(usable) < len(layers):
+    if not suits(rows) or x.dtype != mx.float32 or len(usable) < len(layers):
         return None
     mx.eval(x)
     outputs = products_of(library, numpy_view(x).reshape(rows, -1), usable)
@@ -128,7 +136,7 @@ def _adapted_products(
     library: Any, x: mx.array, layers: Sequence[tuple[nn.Module, int, int]], row_adapters: Any
 ) -> list[mx.array] | None:
     """x (B, T, size), each layer with its group and its number there. None where MLX should do it, or a BLAS."""
-    if x.ndim != 3 or x.shape[0] * x.shape[1] > MANY_ROWS:  # before row_groups are made of so many tokens
+    if x.ndim != 3 or not suits(x.shape[0] * x.shape[1]):  # before row_groups are made of so many tokens
         return None
     adapted = [
         None

@@ -22,6 +22,7 @@ class Device:
     cuda: bool = False  # CUDA kernels of our own
     metal: bool = False  # Metal kernels of our own, where they are right and worth it
     builds_kernels: bool = False  # at their first use, so that a start uses them once
+    builds_slowly: bool = False  # … each in seconds, and one at a time in a process
     fused_gradient: bool = False  # attention's backward pass keeps no scores, which grow with the square of a text
     recomputes: bool = False  # blocks are computed again in a backward pass, unless a run says otherwise
     plans_shapes: bool = False  # each new shape costs tens of milliseconds
@@ -41,7 +42,13 @@ DEVICES: Mapping[DeviceKind, Device] = {
         "metal", DeviceProfile.of("metal"), metal=True, keeps_quantised=True, builds_kernels=True, recomputes=True
     ),
     "cuda": Device(
-        "cuda", DeviceProfile.of("cuda"), cuda=True, builds_kernels=True, plans_shapes=True, fused_gradient=True
+        "cuda",
+        DeviceProfile.of("cuda"),
+        cuda=True,
+        builds_kernels=True,
+        builds_slowly=True,
+        plans_shapes=True,
+        fused_gradient=True,
     ),
 }
 

@@ -15,6 +15,7 @@ class Finding:
     verdict: Verdict = "ok"
     remedy: str = ""  # what to do about it; empty where there is nothing to do
     numbers: dict[str, Any] = field(default_factory=dict)  # for the report
+    seconds: float = 0.0  # that it took
 
     def line(self) -> str:
         told = f"{self.verdict:<7} {self.name:<11} {self.found}"
@@ -23,10 +24,13 @@ class Finding:
 
 def look(name: str, check: Callable[[], Finding]) -> Finding:
     """A check that fails is a finding, too."""
+    begun = time.monotonic()
     try:
-        return check()
+        finding = check()
     except Exception as error:  # whatever breaks here is what the user wants to know
-        return Finding(name, f"{type(error).__name__}: {error}", "wrong", "report this line")
+        finding = Finding(name, f"{type(error).__name__}: {error}", "wrong", "report this line")
+    finding.seconds = round(time.monotonic() - begun, 2)
+    return finding
 
 
 class TimeLimit:
@@ -37,8 +41,12 @@ class TimeLimit:
         self._ends = time.monotonic() + seconds
 
     @property
+    def left(self) -> float:
+        return self._ends - time.monotonic()
+
+    @property
     def over(self) -> bool:
-        return time.monotonic() > self._ends
+        return self.left < 0
 
     def look(self, name: str, check: Callable[[], Finding]) -> Finding:
         return self.skipped(name) if self.over else look(name, check)

@@ -5,10 +5,12 @@ computed the plain way, in float32, without caches, one text at a time; speeds a
 """
 
 import logging
+import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,13 +38,15 @@ log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 5, 6, 8, 16, 32)  # on both sides of where devices change the order of sums
 SPEED_ROWS = (1, 8, 32)
-PRECISIONS = {"16-bit": None, "4-bit ": 4}
+PRECISIONS = {"16-bit model": None, "4-bit model": 4}
+CORES_OF_PART = 2  # where parts run beside each other
 BOUND = 0.5  # how far a log-probability in 16 or 4 bits may be from float32's; of a wrong context it is several
 EXACT = 1e-3  # … and one in float32
 LIMIT_BYTES = 96 << 20  # for a model and its rows, which would take twice as much
 LONG = 300  # tokens of a prompt of which a part is found in the cache, on every device
 SECONDS = 160.0  # after which no check begins: the longest takes 20 s on two CPU cores
 REMEDY = "report this with the file: serving gives wrong tokens here"
+PARTS = (*operations.CHECKS, *PRECISIONS)
 BUSY_SPREAD = 1.5  # how much longer than the fastest the slowest of several equal products takes on a quiet machine
 
 
@@ -50,15 +54,42 @@ def examine() -> Iterator[Finding]:
     limit = TimeLimit(SECONDS)
     yield from machine.essentials()
     yield look("quiet", _quiet)
-    yield from operations.examine()
+    if this_device().builds_slowly:
+        yield from _parts_beside_each_other(limit)
+    else:
+        for name in PARTS:
+            yield from _part(name, limit)
     embedded = load(None, name="embedded")
-    sixteen_bit, *quantised = (RandomModelTest(name, bits, embedded, limit) for name, bits in PRECISIONS.items())
-    yield from sixteen_bit.examine()
     yield limit.look("limit", partial(_memory_limit, embedded))
     yield from Speed(embedded, limit).examine()
-    for test in quantised:  # last: CUDA compiles for half a minute before some of their products
-        yield from test.examine()
     yield look("still quiet", _quiet)
+
+
+def _part(name: str, limit: TimeLimit) -> Iterator[Finding]:
+    """Runs the checks of one operation, or of one random model."""
+    if limit.over:
+        yield limit.skipped(name)
+    elif name in operations.CHECKS:
+        yield from operations.examine([name])
+    else:
+        yield from RandomModelTest(PRECISIONS[name], load(None, name="embedded"), limit).examine()
+
+
+def _parts_beside_each_other(limit: TimeLimit) -> Iterator[Finding]:
+    """Runs each part in a process of its own: a process compiles one kernel at a time."""
+    workers = max(1, min(len(PARTS), (os.cpu_count() or 1) // CORES_OF_PART))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        ends = time.time() + limit.left  # a clock that all processes share
+        parts = [(name, pool.submit(_whole_part, name, ends)) for name in PARTS]
+        for name, part in parts:
+            try:
+                yield from part.result()
+            except Exception as error:  # a process that has died
+                yield Finding(name, f"{type(error).__name__}: {error}", "wrong", "report this line")
+
+
+def _whole_part(name: str, ends: float) -> list[Finding]:
+    return list(_part(name, TimeLimit(ends - time.time())))
 
 
 def _quiet() -> Finding:
@@ -99,18 +130,14 @@ def served(
 class RandomModelTest:
     """One random model, served in every way that this device has."""
 
-    def __init__(self, name: str, bits: int | None, embedded: LanguageModel, limit: TimeLimit) -> None:
+    def __init__(self, bits: int | None, embedded: LanguageModel, limit: TimeLimit) -> None:
         self._limit = limit
-        self._name = name.strip()
-        self._bits = bits
+        self._name = "16-bit" if bits is None else f"{bits}-bit"
         self._model = partial(random_model, bits, embedded.tokenizer)
         self._precision = self._model().precision  # in which it is served here
         self._reference = Reference(bits, len(embedded.tokenizer))
 
     def examine(self) -> Iterator[Finding]:
-        if self._limit.over:
-            yield self._limit.skipped(f"{self._name} model")
-            return
         look = self._limit.look
         with served(self._model) as probe:
             yield look(f"rows {self._name}", partial(self._rows, probe))

@@ -64,10 +64,7 @@ def test_a_check_stops_when_its_time_is_over_and_says_so(monkeypatch: pytest.Mon
 
 def test_checks_after_the_limit_are_skipped_by_name() -> None:
     over = TimeLimit(-1.0)
-    found = [
-        *selftest.RandomModelTest("4-bit ", 4, stand_in(), over).examine(),
-        *selftest.Speed(stand_in(), over).examine(),
-    ]
+    found = [*selftest._part("4-bit model", over), *selftest.Speed(stand_in(), over).examine()]
     assert [(one.name, one.verdict) for one in found] == [("4-bit model", "skipped"), ("speed", "skipped")]
     report = doctor_command._report(found)
     assert report["ok"]
@@ -144,14 +141,15 @@ def wrong_operations(only: str) -> set[str]:
 @pytest.mark.long
 def test_a_random_model_is_served_as_it_should_be() -> None:
     for bits in (None, 4):
-        found = findings(selftest.RandomModelTest("model", bits, stand_in(), ENDLESS))
+        name = "16-bit" if bits is None else "4-bit"
+        found = findings(selftest.RandomModelTest(bits, stand_in(), ENDLESS))
         assert {finding.verdict for finding in found.values()} == {"ok"}, [one.found for one in found.values()]
-        assert list(found) == ["rows model", "prefix model", "LoRA model", "traced model", "ahead 1 model"]
-        assert all(count >= 128 for count in found["prefix model"].numbers["cached"][1:])
+        assert list(found) == [f"{check} {name}" for check in ("rows", "prefix", "LoRA", "traced", "ahead 1")]
+        assert all(count >= 128 for count in found[f"prefix {name}"].numbers["cached"][1:])
 
 
 def wrong_engines() -> set[str]:
-    found = findings(selftest.RandomModelTest("model", None, stand_in(), ENDLESS))
+    found = findings(selftest.RandomModelTest(None, stand_in(), ENDLESS))
     return {finding.name for finding in found.values() if finding.verdict == "wrong"}
 
 
@@ -163,13 +161,13 @@ def test_a_stale_block_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, list(ids)[::-1], *sizes)
 
     monkeypatch.setattr(block_store.BlockStore, "read", read)
-    assert wrong_engines() == {"prefix model"}
+    assert wrong_engines() == {"prefix 16-bit"}
 
 
 @pytest.mark.slow
 def test_a_prefix_that_is_never_found_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix.BlockPrefix, "commit", lambda *_, **__: None)
-    assert wrong_engines() == {"prefix model"}
+    assert wrong_engines() == {"prefix 16-bit"}
 
 
 @pytest.mark.slow
@@ -180,7 +178,7 @@ def test_another_rows_adapter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, versions[1:] + versions[:1])
 
     monkeypatch.setattr(Registry, "row_adapters", row_adapters)
-    assert wrong_engines() == {"LoRA model"}
+    assert wrong_engines() == {"LoRA 16-bit"}
 
 
 @pytest.mark.slow
@@ -191,7 +189,7 @@ def test_a_row_that_reads_beyond_its_end_is_named(monkeypatch: pytest.MonkeyPatc
         return original(self, forward, tokens, [*lengths[:-1], lengths[-1] + (len(lengths) > 4)], context)
 
     monkeypatch.setattr(SlotCache, "decode", decode)
-    assert "rows model" in wrong_engines()
+    assert "rows 16-bit" in wrong_engines()
 
 
 @pytest.mark.slow
@@ -208,7 +206,7 @@ def test_a_trace_that_computes_something_else_is_named(monkeypatch: pytest.Monke
         return call
 
     monkeypatch.setattr(slots.mx, "compile", compiled)
-    assert wrong_engines() == {"traced model"}
+    assert wrong_engines() == {"traced 16-bit"}
 
 
 @pytest.mark.slow
@@ -221,6 +219,13 @@ def test_memory_beyond_the_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(selftest, "start_engine", unlimited)
     assert selftest._memory_limit(stand_in()).verdict == "wrong"
+
+
+@pytest.mark.slow
+def test_parts_beside_each_other_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "PARTS", ("norms", "no such part", "random"))
+    found = {finding.name: finding.verdict for finding in selftest._parts_beside_each_other(ENDLESS)}
+    assert found == {"norms": "ok", "no such part": "wrong", "random": "ok"}
 
 
 def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,15 @@
 """Attention of one query per row over slots of different lengths, as one CUDA kernel.
 
 MLX on CUDA has no fused attention with a mask: it computes every row as far as the longest, in half a dozen kernels.
-This one reads each row to its own length, and puts the row's new key and value into the slots in place, as
-`inplace` does: the step before it, on whose tokens it depends, is the last that wrote there.
-`slots.SlotLayer.attend` calls it; on other devices, and for shapes that it does not know, attention goes through MLX's
-own operations.
+These read each row to its own length, and put the row's new key and value into the slots in place, as
+`cuda_placing` does: the step before it, on whose tokens it depends, is the last that wrote there. What a row's sum is
+does not depend on the other rows. `attend` takes queries and keys that are rotated; `rotate_and_attend` takes them as
+one product gives them, side by side, and norms and rotates them first. `slots.SlotLayer` calls both; on other devices,
+and for shapes that they do not know, attention goes through MLX's own operations.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +19,27 @@ MIN_BLOCKS = 64  # fewer rows and heads would leave most of the device idle
 MAX_SHARING = 8
 WIDTHS = (64, 128, 256)
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeParams:
+    """The way in which RoPE rotates the heads of queries and keys by their positions."""
+
+    inv_freq: mx.array  # (half a head,): the angle of a position …
+    in_log2: bool  # … or its logarithm, to the base of 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """RMS norms of the heads of queries and keys, before they are rotated."""
+
+    queries: mx.array  # (head,)
+    keys: mx.array
+    eps: float
+
+
 # A block is one row and one head of keys and values, with the query heads that share it. Each group of LANES threads
 # takes every GROUPS-th token; what the groups have found is joined at the end.
-SOURCE = """
+BEGIN = """
     constexpr int PER = D / LANES;  // elements of a head that a thread holds
     constexpr int GROUPS = WARPS * 32 / LANES;
     const int head = blockIdx.y, row = blockIdx.z;
@@ -28,23 +48,47 @@ SOURCE = """
     const int length = offsets[row] + 1;
     const T* keys = k + (size_t(row) * heads + head) * capacity * D + lane * PER;
     const T* values = v + (size_t(row) * heads + head) * capacity * D + lane * PER;
-    const T* fresh_key = new_k + (size_t(row) * heads + head) * D + lane * PER;
-    const T* fresh_value = new_v + (size_t(row) * heads + head) * D + lane * PER;
+    float asked[SHARING][PER], sum[SHARING][PER], top[SHARING], total[SHARING];
+    Piece<T, PER> fresh_key, fresh_value;
+"""
+GIVEN = """
+    fresh_key = *as_piece<T, PER>(new_k + (size_t(row) * heads + head) * D + lane * PER);
+    fresh_value = *as_piece<T, PER>(new_v + (size_t(row) * heads + head) * D + lane * PER);
     const T* queries = q + (size_t(row) * heads + head) * SHARING * D + lane * PER;
-
+    for (int h = 0; h < SHARING; ++h)
+        for (int i = 0; i < PER; ++i)
+            asked[h][i] = float(queries[h * D + i]) * SCALE;
+"""
+# Of a line with all heads of queries, those of keys, those of values. Roundings are those of MLX's norm and RoPE.
+ROTATED = """
+    const T* line = y + size_t(row) * y_shape[1];
+    float cosine[PER], sine[PER];
+    for (int i = 0; i < PER; ++i) {
+        const float wave = inv_freq[(lane * PER + i) % (D / 2)];
+        const float angle = float(length - 1) * (IN_LOG2 ? exp2f(wave) : wave);
+        cosine[i] = cosf(angle);
+        sine[i] = sinf(angle);
+    }
+    for (int h = 0; h < SHARING; ++h) {
+        const Piece<T, PER> query = rotated<T, D, LANES, NORMS>(
+            line + (head * SHARING + h) * D, q_norm, eps[0], lane, cosine, sine);
+        for (int i = 0; i < PER; ++i)
+            asked[h][i] = float(query.of[i]) * SCALE;
+    }
+    fresh_key = rotated<T, D, LANES, NORMS>(line + (heads * SHARING + head) * D, k_norm, eps[0], lane, cosine, sine);
+    fresh_value = *as_piece<T, PER>(line + (heads * (SHARING + 1) + head) * D + lane * PER);
+"""
+ATTEND = """
     if (group == 0) {
         const size_t last = size_t(length - 1) * D;
-        *reinterpret_cast<Piece<T, PER>*>(const_cast<T*>(keys) + last) = *as_piece<T, PER>(fresh_key);
-        *reinterpret_cast<Piece<T, PER>*>(const_cast<T*>(values) + last) = *as_piece<T, PER>(fresh_value);
+        *reinterpret_cast<Piece<T, PER>*>(const_cast<T*>(keys) + last) = fresh_key;
+        *reinterpret_cast<Piece<T, PER>*>(const_cast<T*>(values) + last) = fresh_value;
     }
-    float asked[SHARING][PER], sum[SHARING][PER], top[SHARING], total[SHARING];
     for (int h = 0; h < SHARING; ++h) {
         top[h] = -1e30f;
         total[h] = 0.0f;
-        for (int i = 0; i < PER; ++i) {
-            asked[h][i] = float(queries[h * D + i]) * SCALE;
+        for (int i = 0; i < PER; ++i)
             sum[h][i] = 0.0f;
-        }
     }
     // Threads of a warp stay together: a group past the end computes its last token again, and drops it.
     for (int begin = 0; begin < length; begin += GROUPS * AT_ONCE) {
@@ -52,8 +96,8 @@ SOURCE = """
         for (int n = 0; n < AT_ONCE; ++n) {
             const int token = min(begin + n * GROUPS + group, length - 1);
             const bool fresh = token == length - 1;
-            key[n] = *as_piece<T, PER>(fresh ? fresh_key : keys + size_t(token) * D);
-            value[n] = *as_piece<T, PER>(fresh ? fresh_value : values + size_t(token) * D);
+            key[n] = fresh ? fresh_key : *as_piece<T, PER>(keys + size_t(token) * D);
+            value[n] = fresh ? fresh_value : *as_piece<T, PER>(values + size_t(token) * D);
         }
         for (int n = 0; n < AT_ONCE; ++n) {
             const bool inside = begin + n * GROUPS + group < length;
@@ -105,6 +149,32 @@ template <typename T, int N>
 __device__ const Piece<T, N>* as_piece(const T* from) {{ return reinterpret_cast<const Piece<T, N>*>(from); }}
 constexpr int WARPS = {warps};
 constexpr float SCALE = {scale}f;
+
+// A thread's piece of a head, rotated, and before that normed where NORMS says so.
+template <typename T, int D, int LANES, bool NORMS>
+__device__ Piece<T, D / LANES> rotated(const T* head, const T* norm, float eps, int lane, const float* cosine,
+                                       const float* sine) {{
+    constexpr int PER = D / LANES;
+    const int first = lane * PER, second = (first + D / 2) % D;
+    Piece<T, PER> own = *as_piece<T, PER>(head + first), other = *as_piece<T, PER>(head + second);
+    if (NORMS) {{
+        float squares = 0.0f;
+        for (int i = 0; i < PER; ++i)
+            squares += float(own.of[i]) * float(own.of[i]);
+        for (int step = LANES / 2; step; step /= 2)
+            squares += __shfl_xor_sync(0xffffffff, squares, step);
+        const float share = rsqrtf(squares / D + eps);
+        for (int i = 0; i < PER; ++i) {{
+            own.of[i] = T(float(T(float(own.of[i]) * share)) * float(norm[first + i]));
+            other.of[i] = T(float(T(float(other.of[i]) * share)) * float(norm[second + i]));
+        }}
+    }}
+    for (int i = 0; i < PER; ++i) {{
+        const float one = float(own.of[i]), pair = float(other.of[i]);
+        own.of[i] = T(lane < LANES / 2 ? one * cosine[i] - pair * sine[i] : pair * sine[i] + one * cosine[i]);
+    }}
+    return own;
+}}
 """
 
 
@@ -123,19 +193,62 @@ def attend(
     None, and nothing written, when the shapes are not for this kernel, or rows are not in the slots in order.
     """
     rows, heads, _, width = queries.shape
-    shared = keys.shape[1]
-    sharing = heads // shared
-    known = width in WIDTHS and keys.shape == values.shape and queries.dtype == keys.dtype == values.dtype
-    if slots is not None or not known or sharing > MAX_SHARING or rows * shared < MIN_BLOCKS:
+    if slots is not None or queries.dtype != keys.dtype or not _suits(rows, heads, width, keys, values):
         return None
+    return _run(_kernel(scale), [queries, keys, values, *fresh, offsets], keys, heads, queries.shape, [])
+
+
+def rotate_and_attend(
+    y: mx.array,
+    heads: int,
+    keys: mx.array,
+    values: mx.array,
+    offsets: mx.array,
+    rope: RopeParams,
+    norms: HeadNorms | None,
+    scale: float,
+) -> mx.array | None:
+    """The same of lines y (S, (H + 2 K) D): the heads of queries, of keys and of values, as they are before the norms
+    of heads and RoPE: (S, H D)."""
+    rows, columns = y.shape
+    width = keys.shape[3]
+    if y.dtype != keys.dtype or not _suits(rows, heads, width, keys, values) or rope.inv_freq.size != width // 2:
+        return None
+    assert columns == (heads + 2 * keys.shape[1]) * width
+    weights = [y, y] if norms is None else [norms.queries, norms.keys]
+    if any(weight.dtype != y.dtype for weight in weights):
+        return None
+    eps = mx.array([0.0 if norms is None else norms.eps])
+    inputs = [y, keys, values, offsets, rope.inv_freq, *weights, eps]
+    template = [("IN_LOG2", rope.in_log2), ("NORMS", norms is not None)]
+    return _run(_rotating_kernel(scale), inputs, keys, heads, (rows, heads * width), template)
+
+
+def _suits(rows: int, heads: int, width: int, keys: mx.array, values: mx.array) -> bool:
+    shared = keys.shape[1]
+    known = width in WIDTHS and keys.shape == values.shape and keys.dtype == values.dtype and rows == keys.shape[0]
+    return known and heads // shared <= MAX_SHARING and rows * shared >= MIN_BLOCKS
+
+
+def _run(
+    kernel: Any,
+    inputs: list[mx.array],
+    keys: mx.array,
+    heads: int,
+    shape: tuple[int, ...],
+    template: list[tuple[str, Any]],
+) -> mx.array:
+    rows, shared, _, width = keys.shape
+    sharing = heads // shared
     lanes = width // 8 if sharing <= 4 else 32  # more would leave too few registers
-    out = _kernel(scale)(
-        inputs=[queries, keys, values, *fresh, offsets],
-        template=[("T", queries.dtype), ("D", width), ("SHARING", sharing), ("LANES", lanes), ("AT_ONCE", 4)],
+    sizes = [("T", keys.dtype), ("D", width), ("SHARING", sharing), ("LANES", lanes), ("AT_ONCE", 4)]
+    out = kernel(
+        inputs=inputs,
+        template=[*sizes, *template],
         grid=(WARPS * 32, shared, rows),
         threadgroup=(WARPS * 32, 1, 1),
-        output_shapes=[queries.shape],
-        output_dtypes=[queries.dtype],
+        output_shapes=[shape],
+        output_dtypes=[keys.dtype],
     )
     result: mx.array = out[0]
     return result
@@ -143,7 +256,16 @@ def attend(
 
 @functools.cache
 def _kernel(scale: float) -> Any:
+    return _built("slot_attention", ["q", "k", "v", "new_k", "new_v", "offsets"], BEGIN + GIVEN + ATTEND, scale)
+
+
+@functools.cache
+def _rotating_kernel(scale: float) -> Any:
+    names = ["y", "k", "v", "offsets", "inv_freq", "q_norm", "k_norm", "eps"]
+    return _built("rotating_slot_attention", names, BEGIN + ROTATED + ATTEND, scale)
+
+
+def _built(name: str, inputs: list[str], source: str, scale: float) -> Any:
     binary = scale * 1.4426950408889634  # exp2 in place of exp
     header = HEADER.format(warps=WARPS, scale=repr(float(binary)))
-    name = f"slot_attention_{hash(binary) & 0xFFFFFFFF:x}"
-    return mx.fast.cuda_kernel(name, ["q", "k", "v", "new_k", "new_v", "offsets"], ["out"], SOURCE, header)
+    return mx.fast.cuda_kernel(f"{name}_{hash(binary) & 0xFFFFFFFF:x}", inputs, ["out"], source, header)

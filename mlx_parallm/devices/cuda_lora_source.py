@@ -48,98 +48,39 @@ __device__ Piece<T> adapted(const T* y, const T* b, int out_features, int rank, 
 }}
 """
 
-# A block is one token, one layer (or a gate and its like) and a share of the layer's outputs. Every block of a token
-# computes all of z, which is little beside waiting for one another.
-BEGIN = """
+# A block is one token, one layer and a share of the layer's outputs, which lie side by side in y. Every block of a
+# token computes all of z, which is little beside waiting for one another.
+ADD = """
     constexpr int N = BYTES / sizeof(T);
-    const int token = blockIdx.z, row = token / x_shape[1], size = x_shape[2], rank = spans[2 * row + 1];
+    const int token = blockIdx.z, row = token / x_shape[1], size = x_shape[2], total = y_shape[2], layer = blockIdx.y;
+    const int column = layer ? ends[layer - 1] : 0, out_features = ends[layer] - column;
+    const bool adapts = firsts[layer] >= 0;
+    const int rank = adapts ? spans[2 * row + 1] : 0;
+    const size_t first = adapts ? size_t(firsts[layer]) + spans[2 * row] : 0, line = size_t(token) * total + column;
     const int begin = (blockIdx.x * WARPS * 32 + threadIdx.x) * N, step = gridDim.x * WARPS * 32 * N;
-    const T* inputs = x + size_t(token) * size;
-"""
-WHICH = """
-    const T *y, *a, *b;
-    T* out;
-    int out_features;
-    switch (blockIdx.y) {{ {cases} }}
-"""
-ADD = (
-    WHICH
-    + BEGIN
-    + """
-    const size_t first = size_t(firsts[blockIdx.y]) + spans[2 * row];
+    const T *a, *b;
+    switch (layer) {{ {cases} }}
     __shared__ float z[MAX_RANK];
-    project(a + first * size, inputs, size, rank, z);
+    project(a + first * size, x + size_t(token) * size, size, rank, z);
     __syncthreads();
     for (int i = begin; i < out_features; i += step)
-        *reinterpret_cast<Piece<T>*>(out + size_t(token) * out_features + i) =
-            adapted(y + size_t(token) * out_features + i, b + first * out_features + i, out_features, rank, z);
+        *reinterpret_cast<Piece<T>*>(out + line + i) =
+            adapted(y + line + i, b + first * out_features + i, out_features, rank, z);
 """
-)
-CASE = "case {i}: y = y{i}; a = a{i}; b = b{i}; out = out{i}; out_features = y{i}_shape[2]; break;"
-ADD_RESIDUAL = (
-    BEGIN
-    + """
-    const int out_features = y0_shape[2];
-    const size_t first = size_t(firsts[0]) + spans[2 * row], line = size_t(token) * out_features;
-    __shared__ float z[MAX_RANK];
-    project(a0 + first * size, inputs, size, rank, z);
-    __syncthreads();
-    for (int i = begin; i < out_features; i += step) {
-        Piece<T> found = adapted(y0 + line + i, b0 + first * out_features + i, out_features, rank, z);
-        const Piece<T> more = *as_piece(residual + line + i);
-        for (int n = 0; n < N; ++n)
-            found.of[n] = T(float(found.of[n]) + float(more.of[n]));
-        *reinterpret_cast<Piece<T>*>(out0 + line + i) = found;
-    }
-"""
-)
-GATE = (
-    BEGIN
-    + """
-    const int out_features = y0_shape[2];
-    const size_t left = size_t(firsts[0]) + spans[2 * row], right = size_t(firsts[1]) + spans[2 * row];
-    const size_t line = size_t(token) * out_features;
-    __shared__ float z[2 * MAX_RANK];
-    project(a0 + left * size, inputs, size, rank, z);
-    project(a1 + right * size, inputs, size, rank, z + MAX_RANK);
-    __syncthreads();
-    for (int i = begin; i < out_features; i += step) {
-        Piece<T> found = adapted(y0 + line + i, b0 + left * out_features + i, out_features, rank, z);
-        const Piece<T> beside = adapted(y1 + line + i, b1 + right * out_features + i, out_features, rank, z + MAX_RANK);
-        for (int n = 0; n < N; ++n) {
-            const float gate = found.of[n], small = 1.0f / (1.0f + expf(fabsf(gate)));
-            const T open = T(gate < 0.0f ? small : 1.0f - small), let = T(gate * float(open));
-            found.of[n] = T(float(let) * float(beside.of[n]));
-        }
-        *reinterpret_cast<Piece<T>*>(out0 + line + i) = found;
-    }
-"""
-)
+CASE = "case {i}: a = a{i}; b = b{i}; break;"
 
-ROPE = (
-    WHICH
-    + BEGIN
-    + """
-    const bool adapts = firsts[blockIdx.y] >= 0, rotates = blockIdx.y < 2;
-    const int own = adapts ? rank : 0, half = inv_freq_shape[0], pieces = half / N;
-    const size_t first = adapts ? size_t(firsts[blockIdx.y]) + spans[2 * row] : 0, line = size_t(token) * out_features;
-    const float position = offsets[row];
-    __shared__ float z[MAX_RANK];
-    project(a + first * size, inputs, size, own, z);
-    __syncthreads();
-    for (int piece = begin / N; piece < out_features / N / 2; piece += step / N) {{
-        const int place = piece % pieces * N;
-        const size_t i = size_t(piece / pieces) * 2 * half + place, j = i + half;
-        Piece<T> left = adapted(y + line + i, b + first * out_features + i, out_features, own, z);
-        Piece<T> right = adapted(y + line + j, b + first * out_features + j, out_features, own, z);
-        for (int n = 0; rotates && n < N; ++n) {{
-            const float wave = inv_freq[place + n], angle = position * (IN_LOG2 ? exp2f(wave) : wave);
-            const float c = cosf(angle), s = sinf(angle), one = float(left.of[n]), other = float(right.of[n]);
-            left.of[n] = T(one * c - other * s);
-            right.of[n] = T(one * s + other * c);
-        }}
-        *reinterpret_cast<Piece<T>*>(out + line + i) = left;
-        *reinterpret_cast<Piece<T>*>(out + line + j) = right;
-    }}
+# swiglu of the two halves of each line, with the roundings of MLX's own.
+GATE = """
+    constexpr int N = BYTES / sizeof(T);
+    const int width = y_shape[1] / 2, row = blockIdx.y, i = (blockIdx.x * blockDim.x + threadIdx.x) * N;
+    if (i >= width) return;
+    const T* line = y + size_t(row) * 2 * width + i;
+    Piece<T> found = *as_piece(line);
+    const Piece<T> beside = *as_piece(line + width);
+    for (int n = 0; n < N; ++n) {
+        const float gate = found.of[n], small = 1.0f / (1.0f + expf(fabsf(gate)));
+        const T open = T(gate < 0.0f ? small : 1.0f - small), let = T(gate * float(open));
+        found.of[n] = T(float(let) * float(beside.of[n]));
+    }
+    *reinterpret_cast<Piece<T>*>(out + size_t(row) * width + i) = found;
 """
-)

@@ -37,6 +37,11 @@ class Attend(Protocol):
 AttendWritten = Callable[[mx.array, mx.array, mx.array, mx.array, float], mx.array | None]
 
 
+# The same as `Attend` of queries, keys and values side by side, (B, E), as they are before RoPE: how many heads of
+# queries, slots' keys and values, how many tokens each row has, how to rotate, norms of heads or None, the scale.
+RotateAndAttend = Callable[[mx.array, int, mx.array, mx.array, mx.array, Any, Any, float], mx.array | None]
+
+
 class Traceable(RowContext, Protocol):
     """The same, where passes are traced."""
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_parallm.devices.cuda_placing import Placer, placer
 from mlx_parallm.devices.profile import SLOT_STEPS
-from mlx_parallm.kv.batch import Attend, AttendWritten, ForwardPass, RowContext, Traceable, Verify
+from mlx_parallm.kv.batch import Attend, AttendWritten, ForwardPass, RotateAndAttend, RowContext, Traceable, Verify
 from mlx_parallm.kv.block_store import Side, groups_of
 from mlx_parallm.kv.prompt_layer import PromptLayer
 
@@ -35,12 +35,14 @@ class _Step:
         "mask",
         "offset",
         "offsets",
+        "rotate_and_attend",
         "slots",
     )
 
-    def __init__(self, mask_rank: int, attend: Attend | None, attend_written: AttendWritten | None) -> None:
-        self.attend = attend
-        self.attend_written = attend_written
+    def __init__(self, mask_rank: int, method: "SlotMethod") -> None:
+        self.attend = method.attend
+        self.attend_written = method.attend_written
+        self.rotate_and_attend = method.rotate_and_attend
         self._mask_shape = (-1, *[1] * (mask_rank - 2))
         self.offset = self.offsets = self.index = self.mask = mx.zeros((0,), mx.int32)
         self.length = 0
@@ -109,6 +111,16 @@ class SlotLayer:
             self._before = ()
         return self._attend_drafts(queries, scale) if attended is None and step.slots is not None else attended
 
+    def rotate_and_attend(
+        self, y: mx.array, heads: int, rope: Any, norms: Any, scale: float, mask: Any
+    ) -> mx.array | None:
+        """Attention of a step whose queries, keys and values lie side by side, (B, E), as they are before RoPE, in one
+        kernel, which also writes them here; None, with nothing written, where it must go another way."""
+        step = self._step
+        if step.rotate_and_attend is None or mask is not step.mask or step.slots is not None:
+            return None
+        return step.rotate_and_attend(y, heads, self.keys, self.values, step.offset, rope, norms, scale)
+
     def _attend_drafts(self, queries: mx.array, scale: float) -> mx.array:
         """Attention of all the tokens of a step, (S + E, H, 1, D), once they are written."""
         step = self._step
@@ -148,6 +160,7 @@ class SlotMethod:
     in_place: bool = False  # prompts join by a CUDA kernel
     attend: Attend | None = None  # attention over a layer's slots in one kernel, which also writes there
     attend_written: AttendWritten | None = None  # the same once a step's tokens are written
+    rotate_and_attend: RotateAndAttend | None = None  # the same of queries and keys before RoPE
     slot_steps: tuple[int, ...] = SLOT_STEPS
 
 
@@ -168,7 +181,7 @@ class SlotCache:
         self._method = method
         self.verify: Verify | None = self._decode
         self._traces: dict[tuple[int, int, Hashable], Any] = {}  # by how far attention reads, drafts, a context's form
-        self._step = _Step(method.mask_rank, method.attend, method.attend_written)
+        self._step = _Step(method.mask_rank, method)
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
         self._capacity = 0

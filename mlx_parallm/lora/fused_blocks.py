@@ -1,8 +1,9 @@
 """Attention, MLP and whole blocks that compute their layers together and own the kernels for it.
 
 Layers that read the same inputs (queries, keys and values; gate and up) are one product, or one kernel that adds rows'
-adapters. On CUDA, where a decode step is bound by the number of kernels that it starts, those kernels also do what
-follows: RoPE, swiglu, the sum with the residual.
+adapters. On CUDA, where a decode step is bound by the number of kernels that it starts, such layers' weights lie side
+by side, so that they are one product; RoPE, attention and the writes into the cache are one kernel, swiglu is one, and
+the product behind each adds the residual. So a block is eight kernels, and one more for each product with adapters.
 
 A block takes the place of a layer whose `__call__` has the very code of one of mlx-lm's classes below: Llama's form, in
 which most of its architectures are written. Other layers stay as they are, each with its own hook. `compute.patch` puts
@@ -10,7 +11,9 @@ the blocks into a model.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -19,13 +22,46 @@ from mlx_lm.models import deepseek_v3, llama, qwen3
 from mlx_lm.models.activations import swiglu as mlx_swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from mlx_parallm.lora.hooks import LayerOutput, LoRAHook, RopeParams
+from mlx_parallm.devices.cuda_attention import HeadNorms, RopeParams
+from mlx_parallm.lora.hooks import JointKernels, LayerOutput, LoRAHook, is_plain
 from mlx_parallm.lora.kernel import log2_inv_freq
 
 PLAIN_ATTENTION: Sequence[Any] = (llama.Attention,)
 NORMED_ATTENTION: Sequence[Any] = (qwen3.Attention,)  # queries and keys are normed before RoPE
 SWIGLU_MLPS: Sequence[Any] = (llama.MLP, deepseek_v3.DeepseekV3MLP)
 BLOCKS: Sequence[Any] = (llama.TransformerBlock,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JointWeights:
+    """Weights of layers of the same inputs, side by side in memory: the layers' own are parts of them."""
+
+    transposed: mx.array  # (size, all out_features)
+    bias: mx.array | None
+    out_features: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> "JointWeights | None":
+        """Puts the layers' weights beside each other; None where they can't be one product."""
+        weights = [layer["weight"] for layer in layers if is_plain(layer)]
+        biases = [layer["bias"] for layer in layers if "bias" in layer]
+        if len(weights) < len(layers) or len(biases) not in (0, len(layers)):
+            return None
+        if len({array.dtype for array in (*weights, *biases)}) > 1:
+            return None
+        out_features = tuple(len(weight) for weight in weights)
+        for name, arrays in (("weight", weights), ("bias", biases)):
+            if arrays:
+                joint = mx.concatenate(arrays)
+                parts = mx.split(joint, list(itertools.accumulate(out_features))[:-1])
+                mx.eval(joint, parts)  # views, so that memory holds nothing twice
+                for layer, part in zip(layers, parts, strict=True):
+                    layer[name] = part
+                arrays[:] = [joint]
+        return cls(weights[0].T, biases[0] if biases else None, out_features)
+
+    def product(self, x: mx.array) -> mx.array:
+        return x @ self.transposed if self.bias is None else mx.addmm(self.bias, x, self.transposed)
 
 
 class JointProjections:
@@ -35,7 +71,24 @@ class JointProjections:
         self._layers = tuple(layers)
         self._hooks: list[LoRAHook] = [layer.hook for layer in layers]
         self.active = self._hooks[0].active
-        self.active.joint_inputs.append(tuple((hook.group, hook.number) for hook in self._hooks))
+        self._places = tuple((hook.group, hook.number) for hook in self._hooks)
+        self.active.joint_inputs.append(self._places)
+        self._kernels: JointKernels | None = self.active.kernels.joint
+        self._weights = None if self._kernels is None else JointWeights.of(layers)
+
+    def side_by_side(self, x: mx.array) -> mx.array | None:
+        """Each layer's output for x (B, size) with the rows' adapters, in one array; None where they can't be one."""
+        weights = self._weights
+        if weights is None or self._kernels is None:
+            return None
+        row_adapters = self.active.row_adapters
+        y = weights.product(x)
+        if not any(row_adapters.has(group) for group, _ in self._places):
+            return y
+        if not all(row_adapters.without_dora(group) for group, _ in self._places):
+            return None
+        total = self._kernels.add(x[:, None], y[:, None], self._places, weights.out_features, row_adapters)
+        return None if total is None else total[:, 0]
 
     def __call__(self, x: mx.array) -> list[mx.array]:
         """Each layer's output for x with the rows' adapters."""
@@ -44,18 +97,6 @@ class JointProjections:
 
     def base_products(self, x: mx.array) -> list[mx.array]:
         return [layer.base_product(x) for layer in self._layers]
-
-    def outputs(self, ys: Sequence[mx.array]) -> list[LayerOutput]:
-        """Returns the layers' outputs as the kernels take them."""
-        return [(y, hook.group, hook.number) for y, hook in zip(ys, self._hooks, strict=True)]
-
-    def all_have_lora_alone(self) -> bool:
-        return all(hook.has_lora_alone() for hook in self._hooks)
-
-    def some_have_lora_none_dora(self) -> bool:
-        row_adapters = self.active.row_adapters
-        groups = [hook.group for hook in self._hooks]
-        return all(map(row_adapters.without_dora, groups)) and any(map(row_adapters.has, groups))
 
     def add(self, x: mx.array, ys: Sequence[mx.array]) -> list[mx.array]:
         """The rows' adapters added to the layers' outputs ys."""
@@ -73,11 +114,16 @@ class JointProjections:
     def _added_by_kernel(self, x: mx.array, ys: Sequence[mx.array]) -> dict[int, mx.array]:
         """Adds by one kernel, for all layers that LoRA alone changes; returns the sums by the layers' places here."""
         add = self.active.kernels.add
-        outputs = self.outputs(ys)
-        places = [place for place, hook in enumerate(self._hooks) if hook.has_lora_alone()]
+        row_adapters = self.active.row_adapters
+        outputs: list[LayerOutput] = [(y, *place) for y, place in zip(ys, self._places, strict=True)]
+        places = [
+            place
+            for place, hook in enumerate(self._hooks)
+            if row_adapters.has(hook.group) and row_adapters.without_dora(hook.group)
+        ]
         if add is None or not places:
             return {}
-        sums = add(x, [outputs[place] for place in places], self.active.row_adapters)
+        sums = add(x, [outputs[place] for place in places], row_adapters)
         return {} if sums is None else dict(zip(places, sums, strict=True))
 
     def _multiplied(self, x: mx.array) -> list[mx.array] | None:
@@ -111,6 +157,12 @@ class OutputProjection:
             return self._hook.linear(x, self._layer)
         return self._hook.linear_and_residual(x, self._layer, residual)
 
+    def decode(self, x: mx.array, residual: mx.array) -> mx.array:
+        """The same of one token a row: (B, size), (B, out_features)."""
+        if self._hook.active.row_adapters.has(self._hook.group):
+            return self._hook.linear_and_residual(x[:, None], self._layer, residual[:, None])[:, 0]
+        return self._hook.linear_and_residual(x, self._layer, residual)
+
 
 class FusedMLP:
     """down(swiglu(gate(x), up(x)))"""
@@ -119,24 +171,22 @@ class FusedMLP:
         self._gate_and_up = JointProjections([mlp.gate_proj, mlp.up_proj])
         self._down = OutputProjection(mlp.down_proj)
         self._swiglu = type(mlp).__call__.__globals__["swiglu"]  # which may be bound to a kernel of ours
-        fused = self._gate_and_up.active.kernels.fused
-        self._gate_kernel = fused.gate if fused is not None and self._swiglu is mlx_swiglu else None
+        joint = self._gate_and_up.active.kernels.joint
+        self._gate_kernel = joint.gate if joint is not None and self._swiglu is mlx_swiglu else None
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         if _takes_rows(self._gate_and_up, x):
             return self._down(self._gated(x.reshape(len(x), -1)), residual).reshape(x.shape)
         return self._down(self._gated(x), residual)
 
+    def decode(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """The same of one token a row (B, D), by kernels; None where they can't."""
+        y = None if self._gate_kernel is None else self._gate_and_up.side_by_side(x)
+        gated = None if y is None or self._gate_kernel is None else self._gate_kernel(y)
+        return None if gated is None else self._down.decode(gated, residual)
+
     def _gated(self, x: mx.array) -> mx.array:
-        projections = self._gate_and_up
-        if self._gate_kernel is not None and projections.all_have_lora_alone():
-            ys = projections.base_products(x)
-            gated = self._gate_kernel(x, projections.outputs(ys), projections.active.row_adapters)
-            if gated is not None:
-                return gated
-            gate, up = projections.add(x, ys)
-        else:
-            gate, up = projections(x)
+        gate, up = self._gate_and_up(x)
         product: mx.array = self._swiglu(gate, up)
         return product
 
@@ -152,9 +202,9 @@ class FusedAttention:
         self._rope = attention.rope
         self._scale = attention.scale
         self._attend = type(attention).__call__.__globals__["scaled_dot_product_attention"]  # maybe the cache's own
-        fused = self._projections.active.kernels.fused
-        self._rope_params = _rope_params(attention) if fused is not None and norms is None else None
-        self._rope_kernel = fused.rope if fused is not None else None
+        by_kernel = self._projections.active.kernels.joint is not None
+        self._rope_params = _rope_params(attention) if by_kernel else None
+        self._head_norms = None if norms is None else HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, residual: mx.array | None = None) -> mx.array:
         queries, keys, values = self._rotated_heads(x, 0 if cache is None else cache.offset)
@@ -166,34 +216,25 @@ class FusedAttention:
             return self._output(attended.reshape(len(x), -1), residual).reshape(x.shape)
         return self._output(attended.reshape(*x.shape[:2], -1), residual)
 
+    def decode(self, x: mx.array, mask: Any, cache: Any, residual: mx.array) -> mx.array | None:
+        """The same of one token a row (B, D), by kernels; None, with nothing written, where they can't."""
+        if self._rope_params is None or not hasattr(cache, "rotate_and_attend"):
+            return None
+        y = self._projections.side_by_side(x)
+        if y is None:
+            return None
+        attended = cache.rotate_and_attend(y, self._heads[0], self._rope_params, self._head_norms, self._scale, mask)
+        return None if attended is None else self._output.decode(attended, residual)
+
     def _rotated_heads(self, x: mx.array, offset: Any) -> Sequence[mx.array]:
         """Queries, keys and values (B, heads, T, width), the first two at their positions."""
         projections = self._projections
-        if self._can_rotate_by_kernel(x, offset):
-            ys = projections.base_products(x)
-            heads = self._rotated_by_kernel(x, ys, offset)
-            if heads is not None:
-                return heads
-            ys = projections.add(x, ys)
-        else:
-            ys = projections(x.reshape(len(x), -1) if _takes_rows(projections, x) else x)
+        ys = projections(x.reshape(len(x), -1) if _takes_rows(projections, x) else x)
         tokens = x.shape[1]
         queries, keys, values = (
             self._split(y, tokens, heads, norm) for y, heads, norm in zip(ys, self._heads, self._norms, strict=True)
         )
         return self._rope(queries, offset=offset), self._rope(keys, offset=offset), values
-
-    def _can_rotate_by_kernel(self, x: mx.array, offset: Any) -> bool:
-        if self._rope_params is None or x.shape[1] != 1 or not isinstance(offset, mx.array):
-            return False
-        return self._projections.some_have_lora_none_dora()
-
-    def _rotated_by_kernel(self, x: mx.array, ys: Sequence[mx.array], offsets: mx.array) -> list[mx.array] | None:
-        assert self._rope_kernel is not None
-        assert self._rope_params is not None
-        outputs = self._projections.outputs(ys)
-        row_adapters = self._projections.active.row_adapters
-        return self._rope_kernel(x, outputs, row_adapters, self._rope_params, offsets)
 
     @staticmethod
     def _split(y: mx.array, tokens: int, heads: int, norm: Any) -> mx.array:
@@ -212,8 +253,20 @@ class FusedBlock:
         self._mlp_norm = block.post_attention_layernorm
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        decoded = self._decoded(x.reshape(len(x), -1), mask, cache) if x.shape[1] == 1 else None
+        if decoded is not None:
+            return decoded.reshape(x.shape)
         h = self._attention(self._attention_norm(x), mask, cache, residual=x)
         return self._mlp(self._mlp_norm(h), residual=h)
+
+    def _decoded(self, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+        """(B, D) -> (B, D), by kernels; None where they can't."""
+        h = self._attention.decode(self._attention_norm(x), mask, cache, residual=x)
+        if h is None:
+            return None
+        normed = self._mlp_norm(h)
+        decoded = self._mlp.decode(normed, residual=h)
+        return self._mlp(normed[:, None], residual=h[:, None])[:, 0] if decoded is None else decoded
 
 
 def fused_part(layer: Any) -> FusedAttention | FusedMLP | None:

@@ -26,24 +26,15 @@ Adder = Callable[[mx.array, Sequence[LayerOutput], Any], list[mx.array] | None]
 Multiplier = Callable[[mx.array, Sequence[LayerWeights], Any], list[mx.array] | None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RopeParams:
-    """The way in which RoPE rotates the heads of queries and keys by their positions."""
-
-    inv_freq: mx.array  # (half a head,): the angle of a position …
-    in_log2: bool  # … or its logarithm, to the base of 2
-
-
 @dataclass(frozen=True, slots=True)
-class FusedKernels:
-    """Kernels that add rows' own products and also do what follows. None where MLX's operations should do it."""
+class JointKernels:
+    """Kernels for layers of the same inputs, whose outputs lie side by side. They return None where MLX's operations
+    should do it."""
 
-    # The output of one layer, and the residual -> their sum.
-    add_residual: Callable[[mx.array, LayerOutput, Any, mx.array], mx.array | None]
-    # The outputs of gate and up -> swiglu of both.
-    gate: Callable[[mx.array, Sequence[LayerOutput], Any], mx.array | None]
-    # Queries, keys and values, how and how far (B,) to rotate -> (B, heads, 1, width) of each.
-    rope: Callable[[mx.array, Sequence[LayerOutput], Any, RopeParams, mx.array], list[mx.array] | None]
+    # Adds rows' own products: x (B, T, size), the outputs, the layers' places, their out_features, the rows' adapters.
+    add: Callable[[mx.array, mx.array, Sequence[LayerPlace], Sequence[int], Any], mx.array | None]
+    # swiglu of gate and up (B, 2 F) -> (B, F).
+    gate: Callable[[mx.array], mx.array | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ class AdapterKernels:
 
     add: Adder | None = None
     multiply: Multiplier | None = None
-    fused: FusedKernels | None = None
+    joint: JointKernels | None = None
     by_operations: bool = False  # `add` is made of MLX's operations: few of them count, and so does a stack's width
 
     @property
@@ -61,7 +52,7 @@ class AdapterKernels:
         return self.add is not None and not self.by_operations
 
     def __bool__(self) -> bool:
-        return self.add is not None or self.multiply is not None or self.fused is not None
+        return self.add is not None or self.multiply is not None or self.joint is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -81,11 +72,6 @@ class LoRAHook:
     group: int
     number: int
 
-    def has_lora_alone(self) -> bool:
-        """Returns whether some row of the pass has an adapter for this layer, and none of those is DoRA."""
-        row_adapters = self.active.row_adapters
-        return row_adapters.has(self.group) and row_adapters.without_dora(self.group)
-
     def linear(self, x: mx.array, layer: Any) -> mx.array:
         """A linear layer's output (B, T, out_features) for inputs x (B, T, size), with each row's adapter."""
         row_adapters = self.active.row_adapters
@@ -97,13 +83,12 @@ class LoRAHook:
         return self.add(x, layer.base_product(x), layer)
 
     def linear_and_residual(self, x: mx.array, layer: Any, residual: mx.array) -> mx.array:
-        """residual + the same, by one kernel where there is one."""
-        fused = self.active.kernels.fused
-        if fused is None or not self.has_lora_alone():
+        """residual + the same. On CUDA the product adds it, and adapters are added to the sum: a row without one has
+        the same numbers, whatever the others have."""
+        without_dora = self.active.row_adapters.without_dora(self.group)
+        if self.active.kernels.joint is None or not without_dora or not is_plain(layer) or "bias" in layer:
             return residual + self.linear(x, layer)
-        y = layer.base_product(x)
-        total = fused.add_residual(x, (y, self.group, self.number), self.active.row_adapters, residual)
-        return residual + self.add(x, y, layer) if total is None else total
+        return self.add(x, mx.addmm(residual, x, layer["weight"].T), layer)
 
     def add(self, x: mx.array, y: mx.array, layer: Any) -> mx.array:
         """Each row's adapter added to the layer's output y for x."""
@@ -136,6 +121,11 @@ class LoRAHook:
         if not isinstance(row_adapters, GroupedLoRA) or not row_adapters.without_dora(self.group):
             return None
         return row_adapters.row_groups(self.group, tokens), self.number
+
+
+def is_plain(layer: Any) -> bool:
+    """Returns whether a layer is linear, with weights that are not quantised."""
+    return isinstance(layer, nn.Linear) and "scales" not in layer
 
 
 @functools.cache

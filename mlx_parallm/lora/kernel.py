@@ -1,11 +1,9 @@
-"""CUDA kernels that add each row's own low-rank product to the outputs of layers of the same inputs.
+"""CUDA kernels for layers of the same inputs, whose outputs lie side by side, and for what rows' adapters add to them.
 
 A pass over few tokens is bound by the number of kernels that it starts. With MLX's operations an adapter costs five
-per layer; here it is one for q, k and v together, and none more where the kernel takes the place of others:
-`add_and_residual` also adds the block's residual to a layer's output, `add_and_gate` also computes swiglu, and
-`add_and_rope`, in passes of one token a row, also applies RoPE. They round between one and the other as separate
-kernels would; within swiglu they don't. `layers` and `blocks` call them as `AdapterKernels`, once `kernel_check` has
-found them right; `cuda_source` has their text.
+per layer; here it is one for q, k and v together. A row without an adapter keeps its numbers to the bit, so that what
+it computes does not depend on the adapters beside it. `hooks` and `fused_blocks` call them, once `kernel_check` has
+found them right; `cuda_lora_source` has their text.
 """
 
 import functools
@@ -18,15 +16,14 @@ import numpy as np
 
 from mlx_parallm.devices import cuda_lora_source as cuda_source
 from mlx_parallm.devices.cuda_lora_source import BYTES, MAX_RANK, WARPS
-from mlx_parallm.lora.hooks import LayerOutput, RopeParams
+from mlx_parallm.lora.hooks import LayerOutput, LayerPlace
 from mlx_parallm.lora.row_adapters import StackedLoRA
 
 ENOUGH_BLOCKS = 128  # about as many as a large device runs side by side
 # Tokens times rank: each token reads its own columns, which in longer prompts takes longer than to start MLX's kernels.
 MOST_READ = 1 << 13
-
-# y (B, T, out_features), a (L, C, size), b (L, C, out_features), the first of the L * C
-KernelLayer = tuple[mx.array, mx.array, mx.array, int]
+GATE_THREADS = 128
+TYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def add_adapters(x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA) -> list[mx.array] | None:
@@ -34,122 +31,90 @@ def add_adapters(x: mx.array, layers: Sequence[LayerOutput], row_adapters: Stack
 
     None where MLX's operations should do it.
     """
-    kernel_layers = _kernel_layers(x, layers, row_adapters)
-    if kernel_layers is None:
-        return None
-    return _run(_add_kernel(len(kernel_layers)), x, kernel_layers, row_adapters, [y.shape for y, *_ in kernel_layers])
-
-
-def add_and_residual(x: mx.array, layer: LayerOutput, row_adapters: StackedLoRA, residual: mx.array) -> mx.array | None:
-    """The same for one layer, and then added to residual (B, T, out_features)."""
-    kernel_layers = _kernel_layers(x, [layer], row_adapters)
-    if kernel_layers is None or residual.shape != layer[0].shape or residual.dtype != x.dtype:
-        return None
-    return _run(_residual_kernel(), x, kernel_layers, row_adapters, [residual.shape], [residual])[0]
-
-
-def add_and_gate(x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA) -> mx.array | None:
-    """The same for two layers, and then swiglu of the first and the second."""
-    kernel_layers = _kernel_layers(x, layers, row_adapters)
-    if kernel_layers is None or layers[0][0].shape != layers[1][0].shape:
-        return None
-    return _run(_gate_kernel(), x, kernel_layers, row_adapters, [layers[0][0].shape])[0]
-
-
-def add_and_rope(
-    x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA, rope: RopeParams, offsets: mx.array
-) -> list[mx.array] | None:
-    """The same for queries, keys and values, of which the first two are then rotated; not all need have adapters."""
-    kernel_layers = _kernel_layers(x, layers, row_adapters)
-    half = rope.inv_freq.shape[0]
-    if kernel_layers is None or half * x.dtype.size % BYTES or any(y.shape[2] % (2 * half) for y, *_ in kernel_layers):
-        return None
-    if x.shape[1] != 1 or offsets.shape != x.shape[:1] or offsets.dtype != mx.int32:
-        return None
-    shapes = [(len(x), y.shape[2] // (2 * half), 1, 2 * half) for y, *_ in kernel_layers]
-    return _run(
-        _rope_kernel(), x, kernel_layers, row_adapters, shapes, [offsets, rope.inv_freq], [("IN_LOG2", rope.in_log2)]
-    )
-
-
-def _kernel_layers(x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA) -> list[KernelLayer] | None:
-    """Returns what the kernels need of layers; None where they can't do it."""
-    if row_adapters.spans is None or row_adapters.max_rank > MAX_RANK or x.ndim != 3:
-        return None
-    if x.shape[1] > 1 and x.shape[0] * x.shape[1] * row_adapters.max_rank > MOST_READ:
-        return None
-    any_group = next(row_adapters.groups[group] for _, group, _ in layers if row_adapters.has(group))
-    kernel_layers: list[KernelLayer] = []
+    sums = []
     for y, group, number in layers:
-        a, b, _ = row_adapters.groups.get(group, any_group)
-        kernel_layers.append((y, a, b, number * a.shape[1] if row_adapters.has(group) else -1))
-    return kernel_layers if _aligned(x, kernel_layers) else None
+        total = add_side_by_side(x, y, [(group, number)], [y.shape[2]], row_adapters)
+        if total is None:
+            return None
+        sums.append(total)
+    return sums
 
 
-def _run(
-    kernel: Any,
-    x: mx.array,
-    kernel_layers: Sequence[KernelLayer],
-    row_adapters: StackedLoRA,
-    shapes: Sequence[tuple[int, ...]],
-    more: Sequence[mx.array] = (),
-    template: Sequence[tuple[str, Any]] = (),
-) -> list[mx.array]:
-    ys, a, b, firsts = zip(*kernel_layers, strict=True)
-    threads = WARPS * 32
+def add_side_by_side(
+    x: mx.array, y: mx.array, places: Sequence[LayerPlace], out_features: Sequence[int], row_adapters: StackedLoRA
+) -> mx.array | None:
+    """The same for layers whose outputs lie side by side in y (B, T, all out_features); not all need have adapters."""
+    if not _suits(x, y, out_features, row_adapters):
+        return None
+    any_group = next(row_adapters.groups[group] for group, _ in places if row_adapters.has(group))
+    sides = [row_adapters.groups.get(group, any_group) for group, _ in places]
+    if any(side.dtype != x.dtype for a, b, _ in sides for side in (a, b)):
+        return None
+    firsts = [
+        number * a.shape[1] if row_adapters.has(group) else -1
+        for (group, number), (a, _, _) in zip(places, sides, strict=True)
+    ]
+    ends = np.cumsum(out_features).tolist()
     tokens = x.shape[0] * x.shape[1]
-    shares = max(1, min(4, ENOUGH_BLOCKS // (len(shapes) * tokens)))
-    outputs: list[mx.array] = kernel(
-        inputs=[x, row_adapters.spans, _first_columns(firsts), *more, *ys, *a, *b],
-        template=[("T", x.dtype), *template],
-        grid=(threads * shares, len(shapes), tokens),
+    shares = max(1, min(4, ENOUGH_BLOCKS // (len(places) * tokens)))
+    threads = WARPS * 32
+    outputs: list[mx.array] = _add_kernel(len(places))(
+        inputs=[
+            *(x, row_adapters.spans, _numbers(tuple(firsts)), _numbers(tuple(ends)), y),
+            *(a for a, _, _ in sides),
+            *(b for _, b, _ in sides),
+        ],
+        template=[("T", x.dtype)],
+        grid=(threads * shares, len(places), tokens),
         threadgroup=(threads, 1, 1),
-        output_shapes=list(shapes),
-        output_dtypes=[x.dtype] * len(shapes),
+        output_shapes=[y.shape],
+        output_dtypes=[y.dtype],
     )
-    return outputs
+    return outputs[0]
 
 
-def _aligned(x: mx.array, kernel_layers: Sequence[KernelLayer]) -> bool:
-    of_one_dtype = all(array.dtype == x.dtype for y, a, b, _ in kernel_layers for array in (y, a, b))
-    whole = all(
-        array.shape[-1] * array.dtype.size % BYTES == 0 for array in (x, *(layer[0] for layer in kernel_layers))
+def gate(y: mx.array) -> mx.array | None:
+    """swiglu of gate and up, side by side in y (B, 2 F): (B, F). None where MLX's operations should do it."""
+    rows, both = y.shape
+    width = both // 2
+    if width * y.dtype.size % BYTES or y.dtype not in TYPES:
+        return None
+    blocks = -(-width // (GATE_THREADS * (BYTES // y.dtype.size)))
+    outputs: list[mx.array] = _gate_kernel()(
+        inputs=[y],
+        template=[("T", y.dtype)],
+        grid=(GATE_THREADS * blocks, rows, 1),
+        threadgroup=(GATE_THREADS, 1, 1),
+        output_shapes=[(rows, width)],
+        output_dtypes=[y.dtype],
     )
-    return of_one_dtype and whole and x.dtype in (mx.float32, mx.float16, mx.bfloat16)
+    return outputs[0]
+
+
+def _suits(x: mx.array, y: mx.array, out_features: Sequence[int], row_adapters: StackedLoRA) -> bool:
+    if row_adapters.spans is None or row_adapters.max_rank > MAX_RANK or x.ndim != 3:
+        return False
+    if x.shape[1] > 1 and x.shape[0] * x.shape[1] * row_adapters.max_rank > MOST_READ:
+        return False
+    whole = all(count * x.dtype.size % BYTES == 0 for count in (x.shape[2], *out_features))
+    return whole and x.dtype == y.dtype and x.dtype in TYPES
 
 
 @functools.cache
-def _first_columns(firsts: tuple[int, ...]) -> mx.array:
-    return mx.array(firsts, mx.int32)
+def _numbers(numbers: tuple[int, ...]) -> mx.array:
+    return mx.array(numbers, mx.int32)
 
 
 @functools.cache
 def _add_kernel(count: int) -> Any:
-    return _kernel(f"add_adapters_{count}", cuda_source.ADD.format(cases=_cases(count)), count, count)
-
-
-@functools.cache
-def _residual_kernel() -> Any:
-    return _kernel("add_and_residual", cuda_source.ADD_RESIDUAL, 1, 1, ["residual"])
+    names = ["x", "spans", "firsts", "ends", "y", *(f"{side}{i}" for side in "ab" for i in range(count))]
+    source = cuda_source.ADD.format(cases=" ".join(cuda_source.CASE.format(i=i) for i in range(count)))
+    return mx.fast.cuda_kernel(f"add_adapters_{count}", names, ["out"], source, cuda_source.HEADER)
 
 
 @functools.cache
 def _gate_kernel() -> Any:
-    return _kernel("add_and_gate", cuda_source.GATE, 2, 1)
-
-
-@functools.cache
-def _rope_kernel() -> Any:
-    return _kernel("add_and_rope", cuda_source.ROPE.format(cases=_cases(3)), 3, 3, ["offsets", "inv_freq"])
-
-
-def _cases(count: int) -> str:
-    return " ".join(cuda_source.CASE.format(i=i) for i in range(count))
-
-
-def _kernel(name: str, source: str, count: int, outputs: int, more: Sequence[str] = ()) -> Any:
-    names = ["x", "spans", "firsts", *more, *(f"{side}{i}" for side in "yab" for i in range(count))]
-    return mx.fast.cuda_kernel(name, names, [f"out{i}" for i in range(outputs)], source, cuda_source.HEADER)
+    return mx.fast.cuda_kernel("gate_side_by_side", ["y"], ["out"], cuda_source.GATE, cuda_source.HEADER)
 
 
 def log2_inv_freq(base: float, half: int) -> mx.array:

@@ -5,53 +5,51 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.activations import swiglu
 
 from mlx_parallm.host import to_numpy
-from mlx_parallm.lora.hooks import AdapterKernels, Adder, FusedKernels, LayerOutput, RopeParams
-from mlx_parallm.lora.kernel import add_adapters, add_and_gate, add_and_residual, add_and_rope, log2_inv_freq
+from mlx_parallm.lora.hooks import AdapterKernels, Adder, JointKernels, LayerOutput
+from mlx_parallm.lora.kernel import add_adapters, add_side_by_side, gate
 from mlx_parallm.lora.row_adapters import Groups, StackedLoRA
 
 log = logging.getLogger(__name__)
 
 MOST_LAYERS = 3  # of the same inputs
-WIDTH = 32  # of a head
-ROPE_BASE = 500.0
+BOUNDS = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 0.1}
+
+Kernel = Callable[[mx.array, Sequence[LayerOutput], StackedLoRA], list[mx.array] | None]
 
 
 def checked_kernels(dtype: mx.Dtype) -> AdapterKernels:
     """The kernels that are right for a model of that precision."""
     add = checked_adder(dtype)
-    return AdapterKernels(add=add, fused=None if add is None else checked_fused(dtype))
+    return AdapterKernels(add=add, joint=None if add is None else checked_joint(dtype))
 
 
 def checked_adder(dtype: mx.Dtype) -> Adder | None:
+    return add_adapters if _passes(lambda: _adds_right(dtype, add_adapters)) else None
+
+
+def checked_joint(dtype: mx.Dtype) -> JointKernels | None:
+    def is_right() -> bool:
+        return _adds_right(dtype, _side_by_side) and _gates(dtype)
+
+    return JointKernels(add_side_by_side, gate) if _passes(is_right) else None
+
+
+def _adds_right(dtype: mx.Dtype, kernel: Kernel) -> bool:
     sizes = [[32 * (i + 1) for i in range(count)] for count in range(1, MOST_LAYERS + 1)]
-
-    def is_right() -> bool:
-        return all(
-            adds_right(dtype, out_features, add_adapters, tokens=tokens) for out_features in sizes for tokens in (1, 3)
-        )
-
-    return add_adapters if _passes(is_right) else None
+    return all(adds_right(dtype, out_features, kernel, tokens=tokens) for out_features in sizes for tokens in (1, 3))
 
 
-def checked_fused(dtype: mx.Dtype) -> FusedKernels | None:
-    freqs = ROPE_BASE ** (mx.arange(0, WIDTH, 2) / WIDTH)
-
-    def is_right() -> bool:
-        return (
-            _adds_residual(dtype)
-            and _gates(dtype)
-            and _rotates(dtype, RopeParams(log2_inv_freq(ROPE_BASE, WIDTH // 2), in_log2=True), base=ROPE_BASE)
-            and _rotates(dtype, RopeParams(1.0 / freqs, in_log2=False), base=None, freqs=freqs)
-        )
-
-    return FusedKernels(add_and_residual, add_and_gate, add_and_rope) if _passes(is_right) else None
+def _side_by_side(x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA) -> list[mx.array] | None:
+    widths = [y.shape[2] for y, _, _ in layers]
+    places = [(group, number) for _, group, number in layers]
+    joint = add_side_by_side(x, mx.concatenate([y for y, _, _ in layers], axis=2), places, widths, row_adapters)
+    return None if joint is None else list(mx.split(joint, np.cumsum(widths)[:-1].tolist(), axis=2))
 
 
 def _passes(is_right: Callable[[], bool]) -> bool:
@@ -64,47 +62,20 @@ def _passes(is_right: Callable[[], bool]) -> bool:
     return False
 
 
-def _adds_residual(dtype: mx.Dtype) -> bool:
-    residual = mx.random.normal((2, 3, 32), key=mx.random.key(1)).astype(dtype)
-
-    def kernel(x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA) -> list[mx.array] | None:
-        total = add_and_residual(x, layers[0], row_adapters, residual)
-        return None if total is None else [total]
-
-    return adds_right(dtype, [32], kernel, lambda sums: [residual + sums[0]], tokens=3)
-
-
 def _gates(dtype: mx.Dtype) -> bool:
-    def kernel(x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA) -> list[mx.array] | None:
-        gated = add_and_gate(x, layers, row_adapters)
-        return None if gated is None else [gated]
-
-    return adds_right(dtype, [32, 32], kernel, lambda sums: [swiglu(sums[0], sums[1])], tokens=3)
-
-
-def _rotates(dtype: mx.Dtype, rope: RopeParams, **frequencies: Any) -> bool:
-    offsets = mx.array([7, 300], mx.int32)
-
-    def kernel(x: mx.array, layers: Sequence[LayerOutput], row_adapters: StackedLoRA) -> list[mx.array] | None:
-        return add_and_rope(x, layers, row_adapters, rope, offsets)
-
-    def rotated(sums: list[mx.array]) -> list[mx.array]:
-        queries, keys, values = (one.reshape(2, -1, 1, WIDTH) for one in sums)
-        how = {"traditional": False, "scale": 1.0, "offset": offsets, **frequencies}
-        return [mx.fast.rope(queries, WIDTH, **how), mx.fast.rope(keys, WIDTH, **how), values]
-
-    return adds_right(dtype, [96, 32, 32], kernel, rotated)
+    both = [mx.random.normal((3, 32), key=mx.random.key(key)).astype(dtype) for key in (1, 2)]
+    found = gate(mx.concatenate(both, axis=1))
+    return found is not None and bool(mx.allclose(found, swiglu(*both), atol=BOUNDS[dtype]).item())
 
 
 def adds_right(
     dtype: mx.Dtype,
     out_features: Sequence[int],
-    kernel: Callable[[mx.array, Sequence[LayerOutput], StackedLoRA], list[mx.array] | None],
-    then: Callable[[list[mx.array]], list[mx.array]] = lambda sums: sums,
+    kernel: Kernel,
     tokens: int = 1,
 ) -> bool:
-    """Returns whether a kernel gives what layers of some sizes should, for a row without an adapter and one with.
-    `then`: what it does to the sums. The products are NumPy's: MLX's own on CUDA are in fewer bits than float32 has."""
+    """Returns whether a kernel gives what layers of some sizes should, for a row without an adapter and one with. The
+    products are NumPy's: MLX's own on CUDA are in fewer bits than float32 has."""
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> mx.array:
@@ -121,5 +92,4 @@ def adds_right(
         inputs, row_a, row_b, total = (to_numpy(one.astype(mx.float32)) for one in (x, a[1, 8:], b[1, 8:], y))
         total[1] += inputs[1] @ row_a.T @ row_b
         sums.append(mx.array(total).astype(dtype))
-    bound = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 0.1}[dtype]
-    return all(mx.allclose(one, other, atol=bound).item() for one, other in zip(outputs, then(sums), strict=True))
+    return all(mx.allclose(one, other, atol=BOUNDS[dtype]).item() for one, other in zip(outputs, sums, strict=True))

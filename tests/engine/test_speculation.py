@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.doctor.selftest import random_adapter
 from mlx_parallm.engine.speculative import speculation
@@ -16,7 +17,8 @@ from tests.engine.test_parity import SAMPLED, prompt_of
 TRACED = DeviceProfile(0, True, 64, max_padding=0.5, round_prompts=False, drafts=8)
 EAGER = DeviceProfile(0, False, 64, max_padding=0.5, round_prompts=False, drafts=8)  # by MLX's own attention
 AHEAD = DeviceProfile(2, True, 64, max_padding=0.5, round_prompts=True, match_step=16, min_match=16, drafts=8)
-MODES = [("llama", None), ("qwen3", None), ("llama", TRACED), ("llama", EAGER), ("llama", AHEAD)]
+OWN = this_device().profile.speculating("copy")  # GPUs draft nothing by themselves
+MODES = [("llama", OWN), ("qwen3", OWN), ("llama", TRACED), ("llama", EAGER), ("llama", AHEAD)]
 
 
 class Oracle:

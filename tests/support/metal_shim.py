@@ -9,16 +9,16 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.host import to_numpy
+from mlx_parallm.host import numpy_view, to_numpy
 
-HEADER = Path(__file__).parent / "metal_shim.h"
+HEADERS = Path(__file__).parent
 TYPES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.int32: "int", mx.uint32: "uint"}
 STORED = {mx.float32: np.float32, mx.float16: np.float16, mx.bfloat16: np.uint16, mx.int32: np.int32}
 PLACES = {  # what Metal tells a thread
@@ -33,7 +33,8 @@ PLACES = {  # what Metal tells a thread
 }
 MOST_BUFFERS = 31
 MOST_THREADS = 1024
-FOLDER = Path(tempfile.gettempdir()) / f"mlx-parallm-metal-shim-{hashlib.sha256(HEADER.read_bytes()).hexdigest()[:12]}"
+SHIMS = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(HEADERS.glob("*_shim.h")))).hexdigest()[:12]
+FOLDER = Path(tempfile.gettempdir()) / f"mlx-parallm-shim-{SHIMS}"
 
 
 class ShimError(Exception):
@@ -41,6 +42,11 @@ class ShimError(Exception):
 
 
 class ShimKernel:
+    places: Mapping[str, str] = PLACES
+    header = HEADERS / "metal_shim.h"
+    most_buffers = MOST_BUFFERS
+    in_place: frozenset[str] = frozenset()  # inputs that may be written to
+
     def __init__(
         self, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = ""
     ) -> None:
@@ -53,7 +59,7 @@ class ShimKernel:
         self._shaped = [name for name in self._inputs if re.search(rf"\b{name}_shape\b", source)]
         assert not re.search(r"_strides\b|_ndim\b", source), "the shim has shapes alone"
         buffers = len(self._inputs) + len(self._shaped) + len(self._outputs)
-        assert buffers <= MOST_BUFFERS, f"{name} has {buffers} buffers"
+        assert buffers <= self.most_buffers, f"{name} has {buffers} buffers"
         self.seed = 1
 
     def __call__(
@@ -92,8 +98,11 @@ class ShimKernel:
         if not met:
             raise ShimError(f"{self.name}: threads wait where others never come")
         for name, array, copy in zip(self._inputs, given, kept, strict=True):
-            if array.tobytes() != copy.tobytes():
+            if name not in self.in_place and array.tobytes() != copy.tobytes():
                 raise ShimError(f"{self.name} writes to its input {name}")
+        for name, array, copy in zip(self._inputs, inputs, given, strict=True):
+            if name in self.in_place:
+                _write_back(array, copy)
         return [_restored(array, dtype) for array, dtype in zip(found, output_dtypes, strict=True)]
 
     def _compiled(
@@ -107,7 +116,7 @@ class ShimKernel:
             source = stem.with_suffix(".cpp")
             source.write_text(text)
             with tempfile.NamedTemporaryFile(dir=FOLDER, suffix=".so", delete=False) as half_done:
-                command = ["g++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", f"-I{HEADER.parent}"]
+                command = ["g++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", f"-I{HEADERS}"]
                 done = subprocess.run(
                     [*command, str(source), "-o", half_done.name], capture_output=True, text=True, check=False
                 )
@@ -117,11 +126,16 @@ class ShimKernel:
         function.restype = ctypes.c_bool
         return function
 
+    def _in_cpp(self, text: str) -> str:
+        """What threadgroups share becomes static, and pointers to it plain ones."""
+        declared = re.sub(r"^(\s*)threadgroup\b(?=[^;()]*\[)", r"\1static", text, flags=re.MULTILINE)
+        return re.sub(r"\bthreadgroup\s+(?=\w+\s*\*)", "", declared)
+
     def _text(
         self, types: Sequence[mx.Dtype], output_types: Sequence[mx.Dtype], template: Sequence[tuple[str, Any]]
     ) -> str:
-        lines = ['#include "metal_shim.h"', *(f"#define {name} {value}" for name, value in PLACES.items())]
-        lines += [_in_cpp(self._header), "static void** buffers;", "static int** shapes;"]
+        lines = [f'#include "{self.header.name}"', *(f"#define {name} {value}" for name, value in self.places.items())]
+        lines += [self._in_cpp(self._header), "static void** buffers;", "static int** shapes;"]
         kinds = ", ".join(f"{_kind_of(value)} {name}" for name, value in template)
         lines += [f"template <{kinds}>" if template else "", "void function() {"]
         for i, (name, dtype) in enumerate(zip(self._inputs, types, strict=True)):
@@ -131,18 +145,12 @@ class ShimKernel:
         for i, (name, dtype) in enumerate(zip(self._outputs, output_types, strict=True), len(types)):
             lines.append(f"{TYPES[dtype]}* {name} = static_cast<{TYPES[dtype]}*>(buffers[{i}]);")
         values = ", ".join(TYPES[value] if isinstance(value, mx.Dtype) else str(int(value)) for _, value in template)
-        lines += [_in_cpp(self._source), "}"]
+        lines += [self._in_cpp(self._source), "}"]
         lines.append(
             'extern "C" bool launch(void** arrays, int** sizes, const uint* grid, const uint* threads, uint seed) {'
             f" buffers = arrays; shapes = sizes; return shim::run(function<{values}>, grid, threads, seed); }}"
         )
         return "\n".join(lines)
-
-
-def _in_cpp(text: str) -> str:
-    """What threadgroups share becomes static, and pointers to it plain ones."""
-    declared = re.sub(r"^(\s*)threadgroup\b(?=[^;()]*\[)", r"\1static", text, flags=re.MULTILINE)
-    return re.sub(r"\bthreadgroup\s+(?=\w+\s*\*)", "", declared)
 
 
 def _kind_of(value: Any) -> str:
@@ -155,6 +163,13 @@ def _stored(array: mx.array) -> Any:
     """A contiguous copy."""
     bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     return np.array(to_numpy(bits), STORED[array.dtype], order="C", copy=True)
+
+
+def _write_back(array: mx.array, changed: Any) -> None:
+    """Into the array's own memory, which MLX does not align as a GPU's is."""
+    view = numpy_view(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+    assert view.flags.writeable
+    view[...] = changed
 
 
 def _restored(array: Any, dtype: mx.Dtype) -> mx.array:

@@ -17,17 +17,17 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors.numpy import save
 
+from mlx_parallm.devices.cuda_attention import HeadNorms, RopeParams
 from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.native.products import adapted_products, low_rank_adder
-from mlx_parallm.devices.profile import DeviceProfile
-from mlx_parallm.engine.compute.batching import slot_cache
 from mlx_parallm.engine.compute.patch import add_hooks, fuse_blocks
+from mlx_parallm.kv.slots import SlotCache, SlotMethod
 from mlx_parallm.lora import kernel
 from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.lora.adapter_files import from_peft, parse, parse_config, read_folder, usual_config
-from mlx_parallm.lora.hooks import AdapterKernels, FusedKernels, RopeParams
+from mlx_parallm.lora.hooks import AdapterKernels, JointKernels
 from mlx_parallm.lora.joint_products import BY_OPERATIONS
-from mlx_parallm.lora.kernel_check import adds_right, checked_adder, checked_fused
+from mlx_parallm.lora.kernel_check import adds_right, checked_adder
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.row_adapters import BASE, AdapterStack, GroupedLoRA, Resident, RowAdapters, StackedLoRA, width_of
 from mlx_parallm.models.forward import Forward
@@ -196,39 +196,68 @@ def added_by_hand(x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA)
     return added
 
 
+def rotated_and_attended(
+    y: mx.array,
+    heads: int,
+    keys: mx.array,
+    values: mx.array,
+    offsets: mx.array,
+    rope: RopeParams,
+    norms: HeadNorms | None,
+    scale: float,
+) -> mx.array:
+    """What the kernel gives, and writes."""
+    rows, shared, capacity, width = keys.shape
+    parts = mx.split(y, [heads * width, (heads + shared) * width], axis=1)
+    queries, new_keys, new_values = (part.reshape(rows, -1, 1, width) for part in parts)
+    if norms is not None:
+        queries = mx.fast.rms_norm(queries, norms.queries, norms.eps)
+        new_keys = mx.fast.rms_norm(new_keys, norms.keys, norms.eps)
+    angles = (offsets[:, None] * (mx.power(2.0, rope.inv_freq) if rope.in_log2 else rope.inv_freq))[:, None, None]
+    cos, sin = mx.cos(angles), mx.sin(angles)  # (B, 1, 1, half)
+
+    def rotated(heads: mx.array) -> mx.array:
+        one, other = mx.split(heads, 2, axis=-1)
+        return mx.concatenate([one * cos - other * sin, one * sin + other * cos], axis=-1)
+
+    place = mx.arange(rows)[:, None], mx.arange(shared), offsets[:, None]
+    keys[place] = rotated(new_keys)[:, :, 0]
+    values[place] = new_values[:, :, 0]
+    mask = (mx.arange(capacity) <= offsets[:, None])[:, None, None]
+    attended = mx.fast.scaled_dot_product_attention(rotated(queries), keys, values, scale=scale, mask=mask)
+    return attended.reshape(rows, -1)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "llama3", "qwen2", "qwen3", "gemma3"])
-def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> None:
-    """As a GPU does it: RoPE, swiglu and a block's sums are a part of the kernels that add adapters."""
+def test_blocks_of_few_kernels(kind: str, compiled: bool) -> None:
+    """As on CUDA: products of layers side by side, RoPE and attention in one kernel, the residual in a product."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
     plain, fused = ((tiny("llama", rope_scaling=scaling) if kind == "llama3" else tiny(kind)).module for _ in range(2))
-    counts = {"close": 0, "gate": 0, "turn": 0}
+    counts = {"add": 0, "gate": 0, "attend": 0}
 
-    def close(x: mx.array, layer: Any, row_adapters: StackedLoRA, residual: mx.array) -> mx.array | None:
-        counts["close"] += 1
-        return residual + by_hand(x, [layer], row_adapters)[0]
+    def add(
+        x: mx.array, y: mx.array, places: Sequence[Any], out_features: Sequence[int], row_adapters: StackedLoRA
+    ) -> mx.array | None:
+        counts["add"] += 1
+        parts = mx.split(y, np.cumsum(out_features)[:-1].tolist(), axis=2)
+        return mx.concatenate(
+            by_hand(x, [(part, *place) for part, place in zip(parts, places, strict=True)], row_adapters), axis=2
+        )
 
-    def gate(x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA) -> mx.array | None:
+    def gate(y: mx.array) -> mx.array | None:
         counts["gate"] += 1
-        return swiglu(*by_hand(x, layers, row_adapters))
+        return swiglu(*mx.split(y, 2, axis=1))
 
-    def turn(
-        x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA, turn: RopeParams, offsets: mx.array
-    ) -> list[mx.array] | None:
-        counts["turn"] += 1
-        half = turn.inv_freq.shape[0]
-        heads = [one.reshape(len(x), -1, 1, 2 * half) for one in by_hand(x, layers, row_adapters)]
-        speeds = mx.power(2.0, turn.inv_freq) if turn.in_log2 else turn.inv_freq
-        angles = (offsets[:, None] * speeds)[:, None, None]  # (B, 1, 1, half)
-        for i, (one, other) in enumerate((h[..., :half], h[..., half:]) for h in heads[:2]):
-            cos, sin = mx.cos(angles), mx.sin(angles)
-            heads[i] = mx.concatenate([one * cos - other * sin, one * sin + other * cos], axis=-1)
-        return heads
+    def attend(*given: Any) -> mx.array | None:
+        counts["attend"] += 1
+        return rotated_and_attended(*given)
 
     def by_hand(x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA) -> list[mx.array]:
         return [row_adapters.add_to_linear(g, n, x, y, None) if row_adapters.has(g) else y for y, g, n in layers]
 
-    kernels = AdapterKernels(add=by_hand, fused=FusedKernels(close, gate, turn))
+    kernels = AdapterKernels(add=by_hand, joint=JointKernels(add, gate))
+    known = dict(tree_flatten(plain.parameters()))
     layout = with_adapters(plain, AdapterKernels(), traced=True)
     fused_layout = with_adapters(fused, kernels, traced=True)
     mixtures = []
@@ -245,7 +274,8 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
         prompts = mx.random.randint(3, 90, (4, 20), key=mx.random.key(4))
         lengths = [20, 10, 15, 3]
         for row_adapters in (None, *mixtures):
-            cache = slot_cache(len(module.layers), 4, 1 << 30, DeviceProfile.of("metal" if compiled else "cpu"))
+            method = SlotMethod(32, compiled=compiled, rotate_and_attend=attend if module is fused else None)
+            cache = SlotCache(len(module.layers), 4, 1 << 30, method)
             staged = cache.stage(4, 20)
             mx.eval(forward.at(prompts, staged, mx.array(lengths) - 1, row_adapters))
             cache.join(staged, list(enumerate(lengths)))
@@ -258,8 +288,9 @@ def test_kernels_that_also_do_what_comes_behind(kind: str, compiled: bool) -> No
     expected = outputs(plain, layout)
     for one, other in zip(outputs(fused, fused_layout), expected, strict=True):
         assert mx.allclose(one, other, atol=1e-4 if this_device().kind == "cpu" else 0.1)  # CUDA's products are rounder
-    known = kind != "gemma3"
-    assert [bool(count) for count in counts.values()] == [known, known, known and kind != "qwen3"]
+    assert [bool(count) for count in counts.values()] == [kind != "gemma3"] * 3
+    assert [name for name, weight in tree_flatten(fused.parameters()) if weight.shape != known[name].shape] == []
+    assert all(mx.array_equal(weight, known[name]) for name, weight in tree_flatten(fused.parameters()))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -268,61 +299,8 @@ def test_a_kernels_trial_knows_right_from_wrong(dtype: mx.Dtype) -> None:
         return [y * (1 + mx.arange(2)[:, None, None]).astype(dtype) for y in added_by_hand(x, layers, row_adapters)]
 
     assert adds_right(dtype, [32, 64], added_by_hand)
-    assert adds_right(
-        dtype, [32, 32], lambda *given: [swiglu(*added_by_hand(*given))], lambda sums: [swiglu(sums[0], sums[1])]
-    )
     assert not adds_right(dtype, [32, 64], wrong)
     assert not adds_right(dtype, [32], lambda x, layers, row_adapters: [y for y, *_ in layers])
-
-
-@pytest.mark.skipif(this_device().kind != "cuda", reason="needs CUDA")
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_the_kernels_gate_and_close_as_mlx_does(dtype: mx.Dtype) -> None:
-    assert checked_fused(dtype) is not None
-    rows, size, lines, columns = 48, 576, 1536, 128
-    x, first, second, residual = (
-        mx.random.normal((rows, 1, count)).astype(dtype) for count in (size, lines, lines, lines)
-    )
-    thin = [(0.05 * mx.random.normal((3, columns, count))).astype(dtype) for count in (size, lines) * 2]
-    groups = {0: (thin[0], thin[1], None), 1: (thin[2], thin[3], None)}
-    spans = ([(0, 0), (0, 8), (8, 64), (72, 56), (120, 8)] * rows)[:rows]
-    row_adapters = StackedLoRA(groups, spans=mx.array(spans, mx.int32), max_rank=64)
-    bound = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
-
-    def sums(x: mx.array, layers: Sequence[Any], row_adapters: StackedLoRA, residual: mx.array) -> list[mx.array]:
-        added = kernel.add_adapters(x, layers, row_adapters)
-        gated, closed = (
-            kernel.add_and_gate(x, layers, row_adapters),
-            kernel.add_and_residual(x, layers[0], row_adapters, residual),
-        )
-        assert added is not None
-        assert gated is not None
-        assert closed is not None
-        assert mx.array_equal(closed, residual + added[0])
-        assert mx.allclose(gated, swiglu(*added), rtol=bound, atol=bound)
-        return added
-
-    added = sums(x, [(first, 0, 2), (second, 1, 1)], row_adapters, residual)
-    base, offsets = 500000.0, mx.array([0, 1, 77, 4000, 90000, *range(43)], mx.int32)
-    for turn, how in (
-        (RopeParams(kernel.log2_inv_freq(base, 32), True), {"base": base}),
-        (RopeParams(1 / (base ** (mx.arange(32) / 32)), False), {"base": None, "freqs": base ** (mx.arange(32) / 32)}),
-    ):
-        some = [(first, 0, 2), (second, 7, 0), (second, 1, 1)]  # nobody has anything for the second
-        found = kernel.add_and_rope(x, some, row_adapters, turn, offsets)
-        assert found is not None
-        for one, whole, turned in zip(found, (added[0], second, added[1]), (True, True, False), strict=True):
-            heads = whole.reshape(rows, -1, 1, 64)
-            if turned:
-                heads = mx.fast.rope(heads, 64, traditional=False, scale=1.0, offset=offsets, **how)
-            assert mx.allclose(
-                one, heads, rtol=1e-2 if dtype == mx.bfloat16 else 1e-3, atol=1e-5 if dtype == mx.float32 else 1e-2
-            )
-    wide = StackedLoRA(groups, spans=mx.array(spans[: rows // 3], mx.int32), max_rank=64)  # three tokens a row
-    x, first, second, residual = (one.reshape(rows // 3, 3, -1) for one in (x, first, second, residual))
-    layers = [(first, 0, 2), (second, 1, 1)]
-    sums(x, layers, wide, residual)
-    assert kernel.add_and_rope(x, [*layers, (second, 1, 0)], wide, turn, offsets[: rows // 3]) is None
 
 
 @pytest.mark.skipif(this_device().kind != "cuda", reason="needs CUDA")
@@ -366,8 +344,8 @@ def test_long_prompts_are_left_to_mlx() -> None:
         (1, 8, False),
     ):
         row_adapters = StackedLoRA({0: (a, b, None)}, spans=mx.zeros((2, 2), mx.int32), max_rank=max_rank)
-        layers = [(mx.zeros((2, tokens, 32)), 0, 1)]
-        assert (kernel._kernel_layers(mx.zeros((2, tokens, 64)), layers, row_adapters) is None) == left
+        x, y = mx.zeros((2, tokens, 64)), mx.zeros((2, tokens, 32))
+        assert kernel._suits(x, y, [32], row_adapters) != left
     one, other = (StackedLoRA({0: (a, b, None)}, max_rank=rank) for rank in (8, 64))
     assert one.form == other.form, "a trace is for both"
 

@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.devices.cuda_attention import MIN_BLOCKS, attend
+from mlx_parallm.devices.cuda_attention import MIN_BLOCKS, attend, rotate_and_attend
 from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.metal.slot_attention import SlotAttention
 from mlx_parallm.devices.native.functions import slot_attention
@@ -275,8 +275,16 @@ def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfil
     elif this_device().native and not profile.compiled:
         kernel = slot_attention()
     written = SlotAttention() if this_device().metal and mask_rank == 4 else None
-    steps = profile.slot_steps
-    method = SlotMethod(profile.view_step, profile.compiled, mask_rank, profile.fused, kernel, written, steps)
+    method = SlotMethod(
+        profile.view_step,
+        profile.compiled,
+        mask_rank,
+        in_place=profile.fused,
+        attend=kernel,
+        attend_written=written,
+        rotate_and_attend=rotate_and_attend if profile.fused else None,
+        slot_steps=profile.slot_steps,
+    )
     return SlotCache(layers, max_rows, max_bytes, method)
 
 

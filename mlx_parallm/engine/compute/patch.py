@@ -78,7 +78,7 @@ def fuse_blocks(module: nn.Module, kernels: AdapterKernels) -> None:
     # Attention and MLP before the blocks around them, which hand them the residual only where both can take it.
     for _, layer in module.named_modules():
         _compute_by(layer, fused_part(layer))
-    if kernels.fused is not None:
+    if kernels.joint is not None:
         for _, layer in module.named_modules():
             _compute_by(layer, fused_block(layer))
 

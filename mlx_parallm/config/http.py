@@ -195,6 +195,13 @@ class BatchConfig:
         "nothing",
         choices=("auto", "copy", "off"),
     )
+    exact: str = option(
+        "auto",
+        "give a request the same completion alone and in any batch, with its prompt cached or not, in 16 bits too. "
+        "auto: where a step takes at most 5% longer for it on this machine, as the first start measures; always: at "
+        "any cost, and where it can't be done, the start fails; off: never. Models in float32 are exact by themselves",
+        choices=("auto", "always", "off"),
+    )
     dedupe: bool = option(
         False, "compute identical deterministic requests that are in flight together only once", parse=parse_bool
     )

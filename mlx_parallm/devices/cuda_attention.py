@@ -45,6 +45,11 @@ BEGIN = """
     const int head = blockIdx.y, row = blockIdx.z;
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const int heads = gridDim.y, capacity = k_shape[2];
+    if (row >= k_shape[0]) {  // it has no slot: it is computed for the shape of the pass alone
+        for (int d = threadIdx.x; d < SHARING * D; d += WARPS * 32)
+            out[(size_t(row) * heads + head) * SHARING * D + d] = T(0.0f);
+        return;
+    }
     const int length = offsets[row] + 1;
     const T* keys = k + (size_t(row) * heads + head) * capacity * D + lane * PER;
     const T* values = v + (size_t(row) * heads + head) * capacity * D + lane * PER;
@@ -187,7 +192,8 @@ def attend(
     scale: float,
     slots: mx.array | None = None,
 ) -> mx.array | None:
-    """Queries (S, H, 1, D) over slots (S, K, C, D), of which row s has offsets[s] tokens: (S, H, 1, D).
+    """Queries (S, H, 1, D) over slots (S, K, C, D), of which row s has offsets[s] tokens: (S, H, 1, D). Where there are
+    more rows than slots, the others get zeros.
 
     Row s's new token, `fresh` (keys and values (S, K, 1, D)), is written in place behind them and attended to.
     None, and nothing written, when the shapes are not for this kernel, or rows are not in the slots in order.
@@ -195,7 +201,7 @@ def attend(
     rows, heads, _, width = queries.shape
     if slots is not None or queries.dtype != keys.dtype or not _suits(rows, heads, width, keys, values):
         return None
-    return _run(_kernel(scale), [queries, keys, values, *fresh, offsets], keys, heads, queries.shape, [])
+    return _run(_kernel(scale), [queries, keys, values, *fresh, offsets], heads, queries.shape, [])
 
 
 def rotate_and_attend(
@@ -221,31 +227,32 @@ def rotate_and_attend(
     eps = mx.array([0.0 if norms is None else norms.eps])
     inputs = [y, keys, values, offsets, rope.inv_freq, *weights, eps]
     template = [("IN_LOG2", rope.in_log2), ("NORMS", norms is not None)]
-    return _run(_rotating_kernel(scale), inputs, keys, heads, (rows, heads * width), template)
+    return _run(_rotating_kernel(scale), inputs, heads, (rows, heads * width), template)
 
 
 def _suits(rows: int, heads: int, width: int, keys: mx.array, values: mx.array) -> bool:
     shared = keys.shape[1]
-    known = width in WIDTHS and keys.shape == values.shape and keys.dtype == values.dtype and rows == keys.shape[0]
+    known = width in WIDTHS and keys.shape == values.shape and keys.dtype == values.dtype and rows >= keys.shape[0]
     return known and heads // shared <= MAX_SHARING and rows * shared >= MIN_BLOCKS
 
 
 def _run(
     kernel: Any,
     inputs: list[mx.array],
-    keys: mx.array,
     heads: int,
     shape: tuple[int, ...],
     template: list[tuple[str, Any]],
 ) -> mx.array:
-    rows, shared, _, width = keys.shape
+    """`inputs`: the second are the slots' keys. `shape`: of the output, which has a line for each row."""
+    keys = inputs[1]
+    _, shared, _, width = keys.shape
     sharing = heads // shared
     lanes = width // 8 if sharing <= 4 else 32  # more would leave too few registers
     sizes = [("T", keys.dtype), ("D", width), ("SHARING", sharing), ("LANES", lanes), ("AT_ONCE", 4)]
     out = kernel(
         inputs=inputs,
         template=[*sizes, *template],
-        grid=(WARPS * 32, shared, rows),
+        grid=(WARPS * 32, shared, shape[0]),
         threadgroup=(WARPS * 32, 1, 1),
         output_shapes=[shape],
         output_dtypes=[keys.dtype],

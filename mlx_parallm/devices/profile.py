@@ -10,6 +10,7 @@ DeviceKind = Literal["cpu", "metal", "cuda"]
 SLOT_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 DRAFTS = 8
 PROMPT_STEP = 128  # tokens: where prompts are computed in round shapes, all sizes are multiples of this
+CHUNK = 512  # tokens of a piece of a prompt, where equal texts must be computed in equal shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,15 @@ class DeviceProfile:
     slot_steps: tuple[int, ...] = SLOT_STEPS  # a step computes so many rows, free ones among them
     drafts: int = 0  # most tokens of a row that are drafted, and verified in one step; 0: none
     prefill_step: int | None = None  # tokens of a piece of a prompt; None: as many as --prefill-step-size allows
+    # Numbers of rows that passes compute, which all give a row the same numbers; (): as many as there are.
+    exact_rows: tuple[int, ...] = ()
+    chunk: int = 0  # pieces of prompts, and cached prefixes, end at whole multiples of so many tokens; 0: anywhere
+
+    def exactly(self, rows: tuple[int, ...], chunk: int) -> "DeviceProfile":
+        """The same profile, by which a row's numbers do not depend on the rows beside it, or on what is cached."""
+        if not rows:
+            return self
+        return replace(self, exact_rows=rows, chunk=chunk, match_step=chunk, min_match=chunk, pass_tokens=0, drafts=0)
 
     def speculating(self, way: str) -> "DeviceProfile":
         """`way`: of --speculation; auto leaves it to the device."""

@@ -23,7 +23,7 @@ from mlx_parallm.paths import user_cache
 
 log = logging.getLogger(__name__)
 
-FORM = 1  # of what is kept: another one is measured anew
+FORM = 2  # of what is kept: another one is measured anew
 MOST_STEPS_IN_FLIGHT = 4
 MOST_STEPS = 64  # of `slot_steps`
 MOST_ROWS = 4096
@@ -38,6 +38,7 @@ class Tuning:
     slot_steps: tuple[int, ...]
     view_step: int
     prefill_step: int | None = None
+    exact_rows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -50,16 +51,20 @@ class Tuning:
                 continue
             if not _is_whole(value) or not least <= value <= most:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least} to {most}")
+        rows = self.exact_rows
+        if rows and (len(rows) > MOST_STEPS or not _rise(rows) or rows[0] < 1 or rows[-1] > MOST_ROWS):
+            raise ConfigError(f"exact_rows must be at most {MOST_STEPS} rising whole numbers from 1 to {MOST_ROWS}")
         steps = self.slot_steps
-        rises = all(_is_whole(step) for step in steps) and list(steps) == sorted(set(steps))
-        if not steps or len(steps) > MOST_STEPS or not rises or steps[0] != 1 or steps[-1] > MOST_ROWS:
+        if not steps or len(steps) > MOST_STEPS or not _rise(steps) or steps[0] != 1 or steps[-1] > MOST_ROWS:
             raise ConfigError(
                 f"slot_steps must be at most {MOST_STEPS} rising whole numbers from 1 to {MOST_ROWS}, beginning with 1"
             )
 
     @classmethod
     def of(cls, profile: DeviceProfile) -> Self:
-        return cls(profile.steps_in_flight, profile.slot_steps, profile.view_step, profile.prefill_step)
+        return cls(
+            profile.steps_in_flight, profile.slot_steps, profile.view_step, profile.prefill_step, profile.exact_rows
+        )
 
     @classmethod
     def parse(cls, document: Any) -> Self:
@@ -69,13 +74,20 @@ class Tuning:
         missing = [name for name in ("steps_in_flight", "slot_steps", "view_step") if name not in document]
         if missing:
             raise ConfigError(f"{missing[0]} is missing")
-        if not isinstance(document["slot_steps"], list):
-            raise ConfigError("slot_steps must be a list")
-        prefill_step = document.get("prefill_step")
-        return cls(document["steps_in_flight"], tuple(document["slot_steps"]), document["view_step"], prefill_step)
+        rows = document.get("exact_rows", [])
+        for name, value in (("slot_steps", document["slot_steps"]), ("exact_rows", rows)):
+            if not isinstance(value, list):
+                raise ConfigError(f"{name} must be a list")
+        return cls(
+            document["steps_in_flight"],
+            tuple(document["slot_steps"]),
+            document["view_step"],
+            document.get("prefill_step"),
+            tuple(rows),
+        )
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "slot_steps": list(self.slot_steps)}
+        return {**asdict(self), "slot_steps": list(self.slot_steps), "exact_rows": list(self.exact_rows)}
 
     def applied_to(self, profile: DeviceProfile) -> DeviceProfile:
         return replace(
@@ -145,6 +157,11 @@ class TuningFiles:
     def _path(self, identity: Mapping[str, Any]) -> Path:
         key = json.dumps(identity, sort_keys=True, default=str)
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _rise(numbers: tuple[object, ...]) -> bool:
+    whole = [number for number in numbers if isinstance(number, int) and _is_whole(number)]
+    return len(whole) == len(numbers) and whole == sorted(set(whole))
 
 
 def _is_whole(value: object) -> bool:

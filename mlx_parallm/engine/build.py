@@ -18,7 +18,7 @@ from mlx_parallm.engine.compute.batching import batch_cache, check_room, prefix_
 from mlx_parallm.engine.compute.pass_contexts import PassContexts
 from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.compute.sampling import SamplingKernels
-from mlx_parallm.engine.compute.tuned import Tune, Tuned
+from mlx_parallm.engine.compute.tuned import Tune, Tuned, check_exact
 from mlx_parallm.engine.delivery import Delivery, Outbox, Recording
 from mlx_parallm.engine.intake import Admission, Intake
 from mlx_parallm.engine.live_requests import LiveRequests
@@ -185,6 +185,7 @@ def device_parts(
     if tune is not None and cache.method is not None:
         tuned = tune(model, forward, cache, profile)
         profile = tuned.profile
+    check_exact(model, config, profile)
     warm_up(forward, layout, cache, model.vocab_size, profile)
     prefix = prefix_cache(model, cache, config, plan.blocks, profile)
     if layout.traced and prefix is not None and prefix.store is not None:
@@ -217,7 +218,8 @@ def _limits(config: ServeConfig, profile: DeviceProfile, cache: BatchCache, pref
         max_streams=config.batch.max_concurrent_streams,
         step_tokens=min(config.batch.prefill_step_size, profile.prefill_step or config.batch.prefill_step_size),
         gather_seconds=config.batch.batch_timeout if config.batch.scheduler == "default" else 0.0,
-        max_padding=profile.max_padding if cache.stages_many else None,
+        max_padding=profile.max_padding if cache.stages_many and not profile.chunk else None,
+        chunk=profile.chunk,
         worth_waiting=max(64, profile.min_match),
         round_to=PROMPT_STEP if profile.round_prompts and cache.stages_many else 1,
         pass_tokens=profile.pass_tokens if prefix is not None and prefix.store is not None else 0,
@@ -246,7 +248,7 @@ def _build_serving(base: BaseParts, compute: ComputeParts) -> EngineParts:
     delivery = Delivery(outbox, live, scheduler, runner, policies, base.recording, metrics)
     pipeline = StepPipeline(runner, scheduler, accounts, delivery, outbox, metrics, base.profile.steps_in_flight)
     idle = IdleState(runner, accounts)
-    preemption = Preemption(scheduler, runner, lookup, metrics)
+    preemption = Preemption(scheduler, runner, lookup, metrics, starts_over=bool(compute.profile.chunk))
     return EngineParts(
         base=base,
         compute=compute,

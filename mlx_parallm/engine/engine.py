@@ -15,12 +15,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.config import ServeConfig
 from mlx_parallm.devices.device import device_name
+from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine.background import Background
-from mlx_parallm.engine.build import EngineParts
+from mlx_parallm.engine.build import ComputeParts, EngineParts
 from mlx_parallm.engine.compute.batching import check_room
 from mlx_parallm.engine.delivery import Recorder
 from mlx_parallm.engine.thread import SHUTTING_DOWN
-from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.prefix import Prefix
 from mlx_parallm.lora.layout import Layout
 from mlx_parallm.lora.registry import Registry
@@ -34,24 +34,23 @@ from mlx_parallm.text.compiled_grammar import CompiledGrammar
 from mlx_parallm.types import OnDelta, PauseMode, Request
 
 
-def describe(
-    model: LanguageModel, cache: BatchCache, prefix: Prefix | None, plan: MemoryPlan, config: ServeConfig
-) -> list[tuple[str, str]]:
+def describe(model: LanguageModel, parts: ComputeParts, plan: MemoryPlan, config: ServeConfig) -> list[tuple[str, str]]:
     return [
         ("model", f"{model.name} ({model.precision}, {size_text(model.weight_bytes)} of weights)"),
         ("device", device_name()),
         ("context", f"{model.context_length} tokens"),
-        ("batch", f"up to {config.batch.max_batch_size} answers at once, {cache.described}"),
-        ("exactness", _exactness(model.precision)),
+        ("batch", f"up to {config.batch.max_batch_size} answers at once, {parts.runner.cache.described}"),
+        ("exactness", _exactness(model.precision, parts.profile, config)),
         ("memory", _memory(plan)),
-        ("cache", _cache(prefix, config)),
+        ("cache", _cache(parts.prefix, config)),
     ]
 
 
-def _exactness(precision: str) -> str:
-    if precision == "float32":
+def _exactness(precision: str, profile: DeviceProfile, config: ServeConfig) -> str:
+    if precision == "float32" or profile.exact_rows:
         return "a completion is the same alone and in a batch, token for token"
-    return f"in {precision}, rounding differs between batch sizes: a completion may differ from the one computed alone"
+    told = f"in {precision}, rounding differs between batch sizes: a completion may differ from the one computed alone"
+    return told if config.batch.exact == "off" else f"{told} (--exact always, --dtype float32)"
 
 
 def _memory(plan: MemoryPlan) -> str:
@@ -283,4 +282,4 @@ class Engine:
     def describe(self) -> list[tuple[str, str]]:
         """Returns what start-up tells people: label and value."""
         compute = self._parts.compute
-        return describe(self.model, compute.runner.cache, compute.prefix, self.memory, self._parts.base.config)
+        return describe(self.model, compute, self.memory, self._parts.base.config)

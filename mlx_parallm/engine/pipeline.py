@@ -85,6 +85,9 @@ class StepPipeline:
             if not item.valid:
                 self._delivery.fail(row, UnprocessableError(NOT_FINITE, code="not_finite"))
                 continue
+            if row.repeated:  # it lost its place, and has this one
+                row.repeated -= 1
+                continue
             if not row.tokens:
                 row.begun = row.begun or time.perf_counter()
                 self._metrics.time_to_first_token.observe(time.monotonic() - row.readers[0].arrival)

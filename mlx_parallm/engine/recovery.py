@@ -33,7 +33,17 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    def __init__(self, scheduler: Scheduler, runner: Runner, lookup: PrefixLookup, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        lookup: PrefixLookup,
+        metrics: EngineMetrics,
+        starts_over: bool = False,
+    ) -> None:
+        """`starts_over`: rows without a place are computed again from their prompt on, token by token, since a prompt's
+        pass would give other numbers."""
+        self._starts_over = starts_over
         self._scheduler = scheduler
         self._runner = runner
         self._lookup = lookup
@@ -55,11 +65,16 @@ class Preemption:
         self._metrics.preemptions += 1
 
     def requeue(self, row: Row) -> None:
-        """A row without a place waits for one; what it has generated becomes part of its prompt."""
+        """A row without a place waits for one; what it has generated becomes part of its prompt, or is computed
+        again."""
         row.rewind()
         if not row.tokens:
             row.prompt_logprobs = None  # they are computed again
-        job = Job([row], row.prompt + row.tokens, row.priority, row.readers[0].arrival)
+        tokens = row.prompt + row.tokens
+        if self._starts_over and len(row.policies) < 2:  # by one adapter, or none, from the first token on
+            row.start_over()
+            tokens = row.prompt
+        job = Job([row], tokens, row.priority, row.readers[0].arrival)
         if row.chain is not None:
             job.chain = Chain(row.chain.root, row.chain.size, list(row.chain.hashes)).extend(job.content)
         else:  # it had moved to another adapter: all of it is computed anew, with that one alone

@@ -70,6 +70,7 @@ class Row:
     rollout: bool = False  # gives way to requests: nobody but rollouts reads it
     follows: bool = False
     drafter: Any = None  # guesses its next tokens; None before the first time
+    repeated: int = 0  # tokens that it has and that are computed again: so many are still to be read
     drafted: int = 0  # tokens
     accepted: int = 0  # of those
     images: PromptImages | None = None
@@ -155,6 +156,16 @@ class Row:
         self.launched = len(self.tokens)
         self.take_adapter(self.adapter)
 
+    def start_over(self) -> None:
+        """Has all its tokens computed again, from its prompt on, in the shapes that they were computed in."""
+        self.repeated = len(self.tokens)
+        self.launched = 0
+
+    @property
+    def next_known(self) -> int | None:
+        """The token that is asked of the device next, where the row has it already."""
+        return self.tokens[self.launched] if self.launched < len(self.tokens) else None
+
     def delta_for(self, reader: Reader) -> Delta:
         """All that `reader` has not been sent yet."""
         delta = Delta(
@@ -206,6 +217,10 @@ class Job:
     @property
     def owner(self) -> str:
         return next((row.owner for row in self.rows), "")
+
+    @property
+    def has_images(self) -> bool:
+        return self.rows[0].images is not None
 
     @property
     def next_image(self) -> int | None:

@@ -78,6 +78,7 @@ class Limits:
     chunk_seconds: float = 2.5  # prompts aim to take no longer between two decode steps; only slow devices notice
     round_to: int = 1  # prompts are computed in pieces of whole multiples of so many tokens
     pass_tokens: int = 0  # rather than start a pass of its own for a prompt, compute so many cached tokens again
+    chunk: int = 0  # tokens: pieces of prompts end at whole multiples of it alone; 0: anywhere
     worth_waiting: int = 64  # tokens that a prompt shares with one being computed, to wait a turn and find them cached
 
 
@@ -159,8 +160,8 @@ class Scheduler:
         pieces: list[Prefill] = []
         whole: list[Job] = []
         if self.partial:
-            pieces.append(self._piece(self.partial, budget))
-            budget -= pieces[0].count
+            pieces += self._pieces(self.partial, budget)
+            budget -= sum(piece.count for piece in pieces)
         gathered = self.admitting and self._may_gather()  # once the first has waited long enough, all go
         while gathered and budget > 0 and not self.partial:
             started = [*(piece.jobs[0] for piece in pieces), *whole]
@@ -175,12 +176,13 @@ class Scheduler:
                 self.release(job)
                 break
             self.waiting.remove(job)
-            if job.remaining <= budget and job.next_image is None:
+            if job.remaining <= min(budget, self.limits.chunk or budget) and job.next_image is None:
                 whole.append(job)
                 budget -= job.remaining
             else:
-                pieces.append(self._piece(job, budget))
-                budget = 0
+                own = self._pieces(job, budget)
+                pieces += own
+                budget = 0 if self.partial else budget - sum(piece.count for piece in own)
         return pieces + self._group(whole, budget)
 
     def _budget(self) -> int:
@@ -188,16 +190,23 @@ class Scheduler:
             return self.limits.step_tokens
         return min(self.limits.step_tokens, max(MIN_PIECE, int(self.prompt_rate * self.limits.chunk_seconds)))
 
-    def _piece(self, job: Job, budget: int) -> Prefill:
+    def _pieces(self, job: Job, budget: int) -> list[Prefill]:
+        """Pieces of a prompt: one, or as many chunks as the budget has room for, and always one."""
         image = job.next_image
         if image is not None:
             self.partial = job
-            return Prefill([job], 0, image)
-        count = min(budget, job.remaining)
-        if count < job.remaining and count > self.limits.round_to:
-            count -= count % self.limits.round_to
-        self.partial = job if count < job.remaining else None
-        return Prefill([job], count)
+            return [Prefill([job], 0, image)]
+        if not self.limits.chunk:
+            count = min(budget, job.remaining)
+            if count < job.remaining and count > self.limits.round_to:
+                count -= count % self.limits.round_to
+            counts = [count]
+        else:
+            counts = [min(self.limits.chunk, job.remaining)]
+            while job.remaining > sum(counts) and sum(counts) + self.limits.chunk <= budget and not job.has_images:
+                counts.append(min(self.limits.chunk, job.remaining - sum(counts)))
+        self.partial = job if sum(counts) < job.remaining else None
+        return [Prefill([job], count) for count in counts]
 
     def _fetching(self, job: Job) -> bool:
         return job.fetching_until > 0 and job.fetching_until > self.clock()

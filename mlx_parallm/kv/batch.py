@@ -113,6 +113,10 @@ class BatchCache(Protocol):
         """Reckons with another rank's."""
         ...
 
+    def padding(self, rows: int) -> int:
+        """Returns how many rows that belong to nobody a step over so many computes as well."""
+        ...
+
     @property
     def positions(self) -> int: ...  # rows in the batch, free ones among them
 

@@ -41,6 +41,9 @@ class _RowCaches:
     def free(self) -> int:
         return self._max_slots - sum(self._used)
 
+    def padding(self, rows: int) -> int:
+        return 0
+
     def stage(self, rows: int, capacity: int) -> list[Any]:
         assert rows == 1, "these caches are prefilled one prompt at a time"
         return self._make_cache()

@@ -35,6 +35,7 @@ class _Step:
         "mask",
         "offset",
         "offsets",
+        "padding",
         "rotate_and_attend",
         "slots",
     )
@@ -46,10 +47,12 @@ class _Step:
         self._mask_shape = (-1, *[1] * (mask_rank - 2))
         self.offset = self.offsets = self.index = self.mask = mx.zeros((0,), mx.int32)
         self.length = 0
+        self.padding = 0  # rows at the end that have no slot
         self.slots: mx.array | None = None  # in which each token is, where rows have several; else they are in order
 
-    def set(self, offset: mx.array, length: int, slots: mx.array | None = None) -> None:
+    def set(self, offset: mx.array, length: int, padding: int, slots: mx.array | None = None) -> None:
         self.offset = offset
+        self.padding = padding
         self.slots = slots
         missing = LEAST_OFFSETS - len(offset) if self.attend_written is not None else 0
         self.offsets = mx.pad(offset, (0, missing)) if missing > 0 else offset  # for kernels, which want so many
@@ -91,7 +94,8 @@ class SlotLayer:
         if step.slots is None:
             return written
         heads = mx.arange(slots.shape[1])
-        written[step.slots[rows:, None], heads, step.offset[rows:, None]] = new[rows:, :, 0]
+        end = len(step.slots)
+        written[step.slots[rows:, None], heads, step.offset[rows:end, None]] = new[rows:end, :, 0]
         return written
 
     def attend(self, queries: mx.array, scale: float, mask: Any) -> mx.array | None:
@@ -99,7 +103,8 @@ class SlotLayer:
         step = self._step
         if mask is not step.mask:
             return None
-        if step.attend_written is not None and step.slots is None:
+        padded = step.padding > 0
+        if step.attend_written is not None and step.slots is None and not padded:
             return step.attend_written(queries, self.keys, self.values, step.offsets, scale)
         attended = None
         if step.attend is not None and self._before:
@@ -109,7 +114,9 @@ class SlotLayer:
                 self.keys = keys
                 self.values = values
             self._before = ()
-        return self._attend_drafts(queries, scale) if attended is None and step.slots is not None else attended
+        return (
+            self._attend_rows(queries, scale) if attended is None and (padded or step.slots is not None) else attended
+        )
 
     def rotate_and_attend(
         self, y: mx.array, heads: int, rope: Any, norms: Any, scale: float, mask: Any
@@ -121,24 +128,39 @@ class SlotLayer:
             return None
         return step.rotate_and_attend(y, heads, self.keys, self.values, step.offset, rope, norms, scale)
 
-    def _attend_drafts(self, queries: mx.array, scale: float) -> mx.array:
-        """Attention of all the tokens of a step, (S + E, H, 1, D), once they are written."""
+    def _attend_rows(self, queries: mx.array, scale: float) -> mx.array:
+        """Attention of all the tokens of a step, (S + E, H, 1, D), once they are written: of the slots' own, of drafts,
+        and nothing for rows that have no slot."""
         step = self._step
         rows = self.keys.shape[0]
-        assert step.slots is not None
+        end = len(queries) - step.padding
         keys = self.keys[:, :, : step.length]
         values = self.values[:, :, : step.length]
-        drafts = step.slots[rows:]
         attend = mx.fast.scaled_dot_product_attention
-        own = attend(queries[:rows], keys, values, scale=scale, mask=step.mask[:rows])
-        further = attend(queries[rows:], keys[drafts], values[drafts], scale=scale, mask=step.mask[rows:])
-        return mx.concatenate([own, further])
+        attended = [self._attend_own(queries[:rows], keys, values, scale)]
+        if step.slots is not None:
+            drafts = step.slots[rows:]
+            attended.append(
+                attend(queries[rows:end], keys[drafts], values[drafts], scale=scale, mask=step.mask[rows:end])
+            )
+        if step.padding:
+            attended.append(mx.zeros((step.padding, *queries.shape[1:3], values.shape[-1]), queries.dtype))
+        return mx.concatenate(attended)
+
+    def _attend_own(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        step = self._step
+        if step.attend_written is not None:
+            attended = step.attend_written(queries, self.keys, self.values, step.offsets, scale)
+            if attended is not None:
+                return attended
+        mask = step.mask[: len(queries)]
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
     def places(self, mask: Any) -> tuple[mx.array, mx.array, mx.array, mx.array | None] | None:
         """Keys and values that a kernel may write a step's tokens to, where, and their slots where those are not in
         order; None where it must go by the mask."""
         step = self._step
-        if step.attend is None or mask is not step.mask:
+        if step.attend is None or mask is not step.mask or step.padding:
             return None
         return self.keys, self.values, step.offset, step.slots
 
@@ -162,6 +184,11 @@ class SlotMethod:
     attend_written: AttendWritten | None = None  # the same once a step's tokens are written
     rotate_and_attend: RotateAndAttend | None = None  # the same of queries and keys before RoPE
     slot_steps: tuple[int, ...] = SLOT_STEPS
+    pass_rows: tuple[int, ...] = ()  # numbers of rows that a pass computes, those without a slot too; (): the slots
+
+    def padding(self, rows: int) -> int:
+        """Returns how many rows without a slot a pass over so many has."""
+        return next((count - rows for count in self.pass_rows if count >= rows), 0)
 
 
 class SlotCache:
@@ -180,7 +207,8 @@ class SlotCache:
     ) -> None:
         self._method = method
         self.verify: Verify | None = self._decode
-        self._traces: dict[tuple[int, int, Hashable], Any] = {}  # by how far attention reads, drafts, a context's form
+        # By how far attention reads, drafts, rows without a slot, a context's form.
+        self._traces: dict[tuple[int, int, int, Hashable], Any] = {}
         self._step = _Step(method.mask_rank, method)
         self.layers = [SlotLayer(self._step) for _ in range(layers)]
         self._used: list[bool] = []
@@ -203,6 +231,9 @@ class SlotCache:
         """Goes on in another way, from the next row on: nothing may run."""
         assert not self._used, "rows run"
         self._method = method
+
+    def padding(self, rows: int) -> int:
+        return self._method.padding(rows)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -306,24 +337,29 @@ class SlotCache:
         if longest > self._capacity:
             self._resize(len(self._used), longest, None)
         length = min(_round_up(longest, self._method.view_step), self._capacity)
-        offset = mx.array(list(lengths), mx.int32)
+        padding = self._method.padding(len(lengths))
+        offset = mx.array([*lengths, *[0] * padding], mx.int32)
+        if padding:
+            tokens = mx.pad(tokens, (0, padding))
         places = [mx.array([*range(len(self._used)), *slots], mx.int32)] if slots else []
         if not self._method.compiled:
-            self._step.set(offset, length, *places)
-            return forward(tokens[:, None], self.layers, context)[:, 0]
+            self._step.set(offset, length, padding, *places)
+            return forward(tokens[:, None], self.layers, context)[: len(lengths), 0]
         traced = cast(Traceable | None, context)
-        key = (length, len(slots), None if traced is None else traced.form)
+        key = (length, len(slots), padding, None if traced is None else traced.form)
         if key not in self._traces:
             if len(self._traces) >= MAX_TRACES:
                 del self._traces[next(iter(self._traces))]
-            self._traces[key] = mx.compile(self._traceable(forward, length, traced))
+            self._traces[key] = mx.compile(self._traceable(forward, length, padding, traced))
         arrays = [] if traced is None else traced.arrays()
         logits, state = self._traces[key](tokens, [offset, *places], self._state(), arrays)
         self._set_state(state)
         result: mx.array = logits
         return result
 
-    def _traceable(self, forward: ForwardPass, length: int, context: Traceable | None) -> Callable[..., Any]:
+    def _traceable(
+        self, forward: ForwardPass, length: int, padding: int, context: Traceable | None
+    ) -> Callable[..., Any]:
         make = None if context is None else context.maker()
 
         def step(
@@ -331,8 +367,9 @@ class SlotCache:
         ) -> tuple[mx.array, list[mx.array]]:
             self._set_state(state)
             offset, *slots = places
-            self._step.set(offset, length, *slots)
-            return forward(tokens[:, None], self.layers, make and make(context_arrays))[:, 0], self._state()
+            self._step.set(offset, length, padding, *slots)
+            logits = forward(tokens[:, None], self.layers, make and make(context_arrays))
+            return logits[: len(tokens) - padding, 0], self._state()
 
         return step
 

@@ -169,6 +169,9 @@ class LedCache:
     def free(self) -> int:
         return self._own.free
 
+    def padding(self, rows: int) -> int:
+        return self._own.padding(rows)
+
     @property
     def nbytes(self) -> int:
         return self._own.nbytes

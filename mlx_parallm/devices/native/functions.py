@@ -122,6 +122,8 @@ def _attend_slots(
     """(B, H, 1, D); None, and nothing written, where MLX should do it."""
     arrays = (queries, keys, values, *fresh)
     width = queries.shape[-1]
+    if len(queries) > len(keys if slots is None else slots):  # some have no slot
+        return None
     if width % WIDE or keys.shape != values.shape or any(array.dtype != mx.float32 for array in arrays):
         return None
     mx.eval(arrays)

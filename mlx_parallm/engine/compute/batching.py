@@ -203,9 +203,10 @@ def _try_adapters(forward: Forward, layout: Layout, cache: BatchCache) -> None:
         mx.eval(forward.at(mx.array([PROBE[0]] * 2), staged, mx.array([4, 4]), row_adapters))
         positions = cache.join(staged, [(number, len(PROBE[0])) for number in range(2)])
         by_position = dict(zip(positions, rows, strict=True))
-        placed = [by_position.get(position) for position in range(cache.positions)]
+        count = cache.positions
+        placed = [by_position.get(position) for position in range(count + cache.padding(count))]
         row_adapters = layout.stack([row for row in placed if row]).for_rows(placed)
-        mx.eval(cache.decode(forward, mx.zeros((len(placed),), mx.int32), [len(PROBE[0])] * len(placed), row_adapters))
+        mx.eval(cache.decode(forward, mx.zeros((count,), mx.int32), [len(PROBE[0])] * count, row_adapters))
         for position in positions:
             cache.leave(position)
         cache.compact(0)
@@ -244,7 +245,10 @@ def prefix_cache(
         fused=profile.fused,
         ahead=profile.steps_in_flight > 0,
     )
-    identity = _identity(model, config, size, f"{packing} {store.host_shapes()}")
+    form = f"{packing} {store.host_shapes()}"
+    if profile.chunk:  # what others have computed in other shapes differs in its last bits
+        form += f" in chunks of {profile.chunk}, {profile.exact_rows} rows"
+    identity = _identity(model, config, size, form)
     disk = _disk(config, identity)
     return BlockPrefix(store, size, identity, profile.min_match, disk, profile.match_step)
 
@@ -279,6 +283,7 @@ def slot_cache(layers: int, max_rows: int, max_bytes: int, profile: DeviceProfil
         profile.view_step,
         profile.compiled,
         mask_rank,
+        pass_rows=profile.exact_rows,
         in_place=profile.fused,
         attend=kernel,
         attend_written=written,

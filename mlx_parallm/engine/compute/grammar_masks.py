@@ -23,7 +23,7 @@ def grammar_masks(
     known = len(sampler.rows) if drafted is None else own + drafted.count
     followed: dict[Row, int] = {}  # drafted tokens that a grammar was taken along for a moment
     for i, row in sampler.grammar_rows:
-        if i >= known:
+        if i >= known or numbers[i] < len(row.tokens):  # what is sampled there is not kept
             continue
         if drafted is not None and i >= own:
             row.matcher.consume_token(drafted.tokens[i - own])

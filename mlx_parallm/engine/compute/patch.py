@@ -39,13 +39,13 @@ def use_device_kernels(module: nn.Module, profile: DeviceProfile) -> None:
     """Gives a model without adapters the device's kernels. Does nothing to one that has them already."""
     if this_device().native and not profile.compiled:  # C kernels can't be traced
         use_native_kernels(module)
-    elif this_device().cuda or this_device().metal or profile.drafts:
+    else:
         let_caches_attend(module)
 
 
 def let_caches_attend(module: nn.Module) -> None:
-    """Attention asks the cache first: one that has `attend` may know a faster way over what it holds, or several tokens
-    of a row."""
+    """Attention asks the cache first: one that has `attend` may know a faster way over what it holds, several tokens of
+    a row, or rows that belong to nobody."""
     replace_layers(module, cache_first_class)
 
 

@@ -6,7 +6,7 @@ one before it has been read.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -46,6 +46,7 @@ class Runner:
         self._forward = parts.forward
         self.cache = parts.cache
         self._prefix = parts.prefix
+        self._chunk = parts.tuned.profile.chunk
         self._vocab = vocab_size
         self._before_wait = before_wait
         self._round_prompts = round_prompts and self.cache.stages_many
@@ -145,9 +146,9 @@ class Runner:
         logits = self.cache.decode(self._forward, self._last, lengths, self._context)
         masks = grammar_masks(self._sampler, numbers, self._vocab)
         sampled = self._sampler(logits, numbers, self._history, masks)
-        self._last = sampled.tokens
+        self._last = _with_known(sampled.tokens, enumerate(self._rows))
         if self._history is not None:
-            self._history.append(sampled.tokens)
+            self._history.append(self._last)
         return self._sampler, sampled
 
     def _verified_tokens(
@@ -161,7 +162,7 @@ class Runner:
         numbers = [*numbers, *drafted.numbers]
         sampler = Sampler(rows, self._vocab, self._kernels)
         tokens = mx.concatenate([self._last, mx.array(drafted.tokens, mx.int32)])
-        context = self.contexts.of_rows(rows)
+        context = self.contexts.of_rows([*rows, *[None] * self.cache.padding(len(rows))])
         logits = self.cache.verify(self._forward, tokens, [*lengths, *drafted.lengths], drafted.slots, context)
         history = None if self._history is None else self._history.with_drafts(drafted.slots, drafted.texts())
         return sampler, sampler(logits, numbers, history, grammar_masks(sampler, numbers, self._vocab, drafted))
@@ -261,13 +262,13 @@ class Runner:
         caches = work.jobs[0].staged
         assert caches is not None
         scored = wants_prompt_logprobs(job)
-        width = work.count if scored else self._width(work)
+        width = work.count if scored and not self._chunk else self._width(work)
         table = np.zeros((self._height(len(counts)), width), np.int32)
         step.shape = (*table.shape, job.computed)
         for line, other, count in zip(table, work.jobs, counts, strict=False):
             line[:count] = other.tokens[other.computed : other.computed + count]
         if scored:
-            logits = self._scored_prompt(job, mx.array(table), caches, step)
+            logits = self._scored_prompt(job, mx.array(table), counts[0], caches, step)
         else:
             index = [count - 1 for count in counts] + [0] * (len(table) - len(counts))
             context = self.contexts.of_piece(job, job.computed, width, work.jobs, len(table))
@@ -294,16 +295,18 @@ class Runner:
         self._before_wait()
         mx.async_eval(arrays)
 
-    def _scored_prompt(self, job: Job, tokens: mx.array, caches: list[Any], step: Step) -> mx.array:
-        """The same pass in smaller pieces, keeping the log-probability of each next prompt token."""
+    def _scored_prompt(self, job: Job, tokens: mx.array, count: int, caches: list[Any], step: Step) -> mx.array:
+        """The same pass in smaller pieces, keeping the log-probability of each next prompt token; behind the first
+        `count` tokens is padding."""
         row = job.rows[0]
         top = row.sampling.prompt_logprobs or 0
         if row.prompt_logprobs is None:
             shared: list[TokenLogprob | None] = [None]  # the first token has none
             for fork in job.rows:
                 fork.prompt_logprobs = shared
-        for start in range(0, tokens.shape[1], PROMPT_LOGPROB_PIECE):
-            piece = tokens[:, start : start + PROMPT_LOGPROB_PIECE]
+        width = tokens.shape[1] if self._chunk else PROMPT_LOGPROB_PIECE
+        for start in range(0, tokens.shape[1], width):
+            piece = tokens[:, start : start + width]
             context = self.contexts.of_piece(job, job.computed + start, piece.shape[1])
             logits = self._forward(piece, caches, context)[0].astype(mx.float32)  # (T, V)
             first = job.computed + start + 1
@@ -313,7 +316,7 @@ class Runner:
                 mx.async_eval(scores.arrays())
                 assert row.prompt_logprobs is not None
                 step.prompt_scores.append((row.prompt_logprobs, targets, scores))
-        return logits[-1:]
+        return logits[count - 1 - start : count - start]
 
     def _first_tokens(self, work: Prefill, logits: mx.array, step: Step) -> None:
         rows = [row for job in work.jobs for row in job.rows]
@@ -328,17 +331,18 @@ class Runner:
         self._start([*step.sampled.arrays(), step.invalid])
         self._compact(max(len(job.tokens) for job in work.jobs) + 1)
         self._join(rows, sources, work.jobs)
+        first = _with_known(step.sampled.tokens, enumerate(rows))
         for number, row in enumerate(rows):
             row.launched += 1
             step.rows.append((number, row, row.epoch))
-        self._last[mx.array([row.position for row in rows])] = step.sampled.tokens
+        self._last[mx.array([row.position for row in rows])] = first
         for job in work.jobs:
             job.staged = None
         self._sampler = None
 
     def precompute(self, tokens: list[int]) -> None:
         """Computes the prefix of texts to come, for the prefix cache alone."""
-        if self._prefix is None or not self._prefix.worth_keeping(tokens) or max(tokens) >= self._vocab:
+        if self._prefix is None or self._chunk or not self._prefix.worth_keeping(tokens) or max(tokens) >= self._vocab:
             return
         chain = self._prefix.chain(tokens, "")
         staged = self.cache.stage(1, len(tokens) + chain.size)  # the last block may not be full
@@ -359,7 +363,12 @@ class Runner:
         if self._prefix is not None and self._prefix.store is not None and row.chain is not None:
             assert row.position is not None
             text = row.prompt + row.tokens + ([row.stop_token] if row.stop_token is not None else [])
-            self._prefix.commit(self.cache.layers, row.position, row.chain, row.content(text[: row.length]))
+            end = row.length
+            if (
+                self._chunk
+            ):  # only what a prompt's passes have computed in whole chunks is what they would compute again
+                end = len(row.prompt) - len(row.prompt) % self._chunk
+            self._prefix.commit(self.cache.layers, row.position, row.chain, row.content(text[:end]))
 
     def _join(self, rows: Sequence[Row], sources: Sequence[int], jobs: Sequence[Job]) -> None:
         staged = jobs[0].staged
@@ -388,7 +397,7 @@ class Runner:
 
     def _renew_sampler(self) -> None:
         self._sampler = Sampler(self._rows, self._vocab, self._kernels)
-        self._context = self.contexts.of_rows(self._rows)
+        self._context = self.contexts.of_rows([*self._rows, *[None] * self.cache.padding(len(self._rows))])
         if not self._sampler.penalized:
             self._history = None
             return
@@ -397,3 +406,14 @@ class Runner:
         history.adopt(self._rows, self._history, self._history_rows, self._last)
         self._history = history
         self._history_rows = list(self._rows)
+
+
+def _with_known(sampled: mx.array, rows: Iterable[tuple[int, Row | None]]) -> mx.array:
+    """What was sampled at each place, but where a row that is computed again has the token already."""
+    known = [(place, row.next_known) for place, row in rows if row is not None and row.next_known is not None]
+    if not known:
+        return sampled
+    places, tokens = zip(*known, strict=True)
+    result = sampled + 0
+    result[mx.array(places)] = mx.array(tokens, mx.int32)
+    return result

@@ -232,7 +232,7 @@ class History:
 
     def __init__(self, rows: Sequence[Row | None]) -> None:
         """Starts with what the host knows of the rows: prompt and generated tokens."""
-        known = [row.prompt + row.tokens if row else [] for row in rows]
+        known = [row.prompt + row.tokens[: row.launched] if row else [] for row in rows]
         self._used = max(map(len, known), default=0)  # no row is longer
         table = np.zeros((len(rows), self._used + 256), np.int32)
         for line, tokens in zip(table, known, strict=True):

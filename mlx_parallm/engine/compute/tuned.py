@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.devices.profile import DeviceProfile
+from mlx_parallm.devices.profile import CHUNK, DeviceProfile
 from mlx_parallm.devices.tuning import Tuning, TuningFiles, identity_of, read_profile
+from mlx_parallm.engine.compute.exactness import Exactness
 from mlx_parallm.engine.compute.tuner import Tuner
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.kv.batch import BatchCache
 from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.models.forward import Forward
@@ -28,6 +30,12 @@ class Tuned:
         return {**Tuning.of(self.profile).as_json(), "source": self.source}
 
 
+NOT_EXACT = (
+    "--exact always: {name} in {precision} gives a request other numbers beside other requests, whatever is tried on "
+    "this device. Give --exact auto, or --dtype float32, which is exact and takes twice the memory of 16 bits"
+)
+
+
 # Chooses the profile for a model that runs in slots; what the device has is where it begins.
 Tune = Callable[[LanguageModel, Forward, BatchCache, DeviceProfile], Tuned]
 
@@ -43,8 +51,10 @@ def tuned_by(config: ServeConfig, files: TuningFiles | None = None) -> Tune:
             found, source = pinned, f"--profile {path}"
         else:
             found, source = _kept_or_measured(model, forward, cache, profile, config, files or TuningFiles())
-        tuned = found.applied_to(profile)
-        cache.adopt_method(replace(cache.method, slot_steps=tuned.slot_steps, view_step=tuned.view_step))
+        tuned = found.applied_to(profile).exactly(found.exact_rows, chunk_of(config))
+        cache.adopt_method(
+            replace(cache.method, slot_steps=tuned.slot_steps, view_step=tuned.view_step, pass_rows=tuned.exact_rows)
+        )
         log.info("tuning of %s, %s: %s", model.name, source, found.as_json())
         return Tuned(tuned, source)
 
@@ -68,6 +78,8 @@ def _kept_or_measured(
             "rows": cache.free,
             "piece": config.batch.prefill_step_size,
             "profile": str(profile),
+            "exact": config.batch.exact,
+            "kv_bits": config.cache.kv_bits,
         }
     )
     kept = files.find(identity)
@@ -75,5 +87,28 @@ def _kept_or_measured(
         return kept, "measured at an earlier start"
     tuner = Tuner(forward, cache, profile, config.batch.prefill_step_size)
     found = tuner.run()
-    files.keep(identity, found, tuner.measured)
+    measured = dict(tuner.measured)
+    if can_be_exact(model, config):
+        exactness = Exactness(forward, cache, model.vocab_size)
+        found = replace(found, exact_rows=exactness.rows(always=config.batch.exact == "always"))
+        measured["exact_cost"] = round(exactness.cost, 3)
+    files.keep(identity, found, measured)
     return found, "measured at this start"
+
+
+def chunk_of(config: ServeConfig) -> int:
+    """Returns how many tokens a piece of a prompt has where equal texts are computed in equal shapes: whole blocks."""
+    block = config.cache.block_size
+    return max(block, min(CHUNK, config.batch.prefill_step_size) // block * block)
+
+
+def can_be_exact(model: LanguageModel, config: ServeConfig) -> bool:
+    """Returns whether to look for a way in which rows don't change each other's numbers: float32 needs none, and keys
+    and values that are kept in fewer bits are others than those that were computed."""
+    return config.batch.exact != "off" and model.precision != "float32" and config.cache.kv_bits is None
+
+
+def check_exact(model: LanguageModel, config: ServeConfig, profile: DeviceProfile) -> None:
+    """What `--exact always` asks for, or no start."""
+    if config.batch.exact == "always" and model.precision != "float32" and not profile.exact_rows:
+        raise ConfigError(NOT_EXACT.format(name=model.name, precision=model.precision))

@@ -24,7 +24,9 @@ class Speculation:
         if not self._most or self._cache.verify is None:
             return False
         return any(
-            len(self._drafter(row).draft(row.tokens, self._most)) > row.launched - len(row.tokens) for row in rows
+            row.next_known is None
+            and len(self._drafter(row).draft(row.tokens, self._most)) > row.launched - len(row.tokens)
+            for row in rows
         )
 
     def draft(self, rows: Sequence[Row]) -> Drafted | None:
@@ -40,7 +42,7 @@ class Speculation:
 
     def _draft_of(self, row: Row) -> list[int]:
         limit = min(self._most, row.max_tokens - row.launched - 1)
-        if limit <= 0 or row.launched > len(row.tokens):
+        if limit <= 0 or row.launched != len(row.tokens):
             return []
         draft = self._drafter(row).draft(row.tokens, limit)
         end = next((i for i, token in enumerate(draft) if token in row.stop_ids), len(draft))

@@ -112,6 +112,7 @@ def main() -> int:
     add("--turns", type=int, default=5, help="of each engine, to measure (default: %(default)s)")
     add("--requests", type=int, help="of a turn (default: 4 per row)")
     add("--ways", default=",".join(WAYS), help="of --exact (default: %(default)s)")
+    add("--compare", default=WAYS[0], help="the ways whose answers are compared (default: %(default)s)")
     add("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
@@ -123,6 +124,8 @@ def main() -> int:
     for way, runtime in runtimes.items():
         engine = runtime.engine
         console.print(f"--exact {way}: tuning {engine.metrics.tuning}")
+        if way not in args.compare.split(","):
+            continue
         found[way] = count_equal(engine, args.prompts, args.tokens)
         for what, count in found[way].items():
             of = len(range(0, args.prompts, 2)) if "beside" in what else args.prompts
@@ -136,6 +139,8 @@ def main() -> int:
             for way, runtime in (order if turn % 2 else order[::-1])
         }
         turns += [measured] if turn else []
+        told = {way: {what: round(rate) for what, rate in some.items()} for way, some in measured.items()}
+        console.print(f"turn {turn} (0: new shapes, not counted): {told}")
     if turns:
         first, second = ways[:2]
         for what in turns[0][first]:

@@ -4,7 +4,7 @@ MLX on CUDA has no fused attention with a mask: it computes every row as far as 
 These read each row to its own length, and put the row's new key and value into the slots in place, as
 `cuda_placing` does: the step before it, on whose tokens it depends, is the last that wrote there. What a row's sum is
 does not depend on the other rows. `attend` takes queries and keys that are rotated; `rotate_and_attend` takes them as
-one product gives them, side by side, and norms and rotates them first. `slots.SlotLayer` calls both; on other devices,
+one product gives them, side by side, and norms and rotates them first. `slot_layer.SlotLayer` calls both; elsewhere,
 and for shapes that they do not know, attention goes through MLX's own operations.
 """
 

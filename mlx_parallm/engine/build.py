@@ -189,7 +189,7 @@ def device_parts(
     warm_up(forward, layout, cache, model.vocab_size, profile)
     prefix = prefix_cache(model, cache, config, plan.blocks, profile)
     if layout.traced and prefix is not None and prefix.store is not None:
-        warm_blocks(forward, cache, prefix, PROMPT_STEP)
+        warm_blocks(forward, cache, prefix, profile.chunk or PROMPT_STEP)
     return DeviceParts(forward, cache, prefix, tuned)
 
 

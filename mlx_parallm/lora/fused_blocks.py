@@ -158,9 +158,8 @@ class OutputProjection:
         return self._hook.linear_and_residual(x, self._layer, residual)
 
     def decode(self, x: mx.array, residual: mx.array) -> mx.array:
-        """The same of one token a row: (B, size), (B, out_features)."""
-        if self._hook.active.row_adapters.has(self._hook.group):
-            return self._hook.linear_and_residual(x[:, None], self._layer, residual[:, None])[:, 0]
+        """The same of one token a row: (B, size), (B, out_features). The product is of this shape with adapters and
+        without: another might be another kernel's, with other roundings."""
         return self._hook.linear_and_residual(x, self._layer, residual)
 
 

@@ -91,11 +91,14 @@ class LoRAHook:
         return self.add(x, mx.addmm(residual, x, layer["weight"].T), layer)
 
     def add(self, x: mx.array, y: mx.array, layer: Any) -> mx.array:
-        """Each row's adapter added to the layer's output y for x."""
+        """Each row's adapter added to the layer's output y for x (B, T, size), or (B, size) where each row has one
+        token and no kernel takes that."""
         row_adapters = self.active.row_adapters
         add = self.active.kernels.add
         if not row_adapters.has(self.group):
             return y
+        if x.ndim == 2 and self.active.kernels.joint is not None:
+            return self.add(x[:, None], y[:, None], layer)[:, 0]
         if add is not None and row_adapters.without_dora(self.group):
             sums = add(x, [(y, self.group, self.number)], row_adapters)
             if sums is not None:

@@ -55,6 +55,30 @@ def test_tuner(tiny_folder: Path, tmp_path: Path) -> None:
     assert all(one["score"] > 0 for one in (*found["settings"], *found["swept"]))
 
 
+@pytest.mark.slow
+def test_exactness(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "exactness.json"
+    options = [
+        "--dtype",
+        "float16",
+        "--rows",
+        "4",
+        "--prompts",
+        "4",
+        "--tokens",
+        "4",
+        "--turns",
+        "1",
+        "--requests",
+        "4",
+    ]
+    answer = run("exactness.py", "--model", str(tiny_folder), *options, "--json", str(out))
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = json.loads(out.read_text())
+    assert set(found["always"].values()) == {4, 2}
+    assert found["fresh"]["ratio"] > 0
+
+
 def test_speculation(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "speculation.json"
     options = ["--rows", "2", "--turns", "1", "--tokens", "16", "--tasks", "repeat,chat", "--json", str(out)]

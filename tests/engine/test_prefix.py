@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 
 from mlx_parallm.devices.profile import DeviceProfile
 from mlx_parallm.engine import prefix_lookup
-from mlx_parallm.engine.compute.batching import WARM_UP_TOKENS, prompt_shapes, warm_blocks, warm_prompt_shapes
+from mlx_parallm.engine.compute.batching import (
+    WARM_UP_TOKENS,
+    chunk_shapes,
+    prompt_shapes,
+    warm_blocks,
+    warm_prompt_shapes,
+)
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.kv import disk, prefix, snapshots
 from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache
@@ -295,7 +301,9 @@ def test_prompt_shapes_are_warmed_up() -> None:
                 return super().at(tokens, caches, index, choice)
 
         watched = Watched(running.engine.model.module)
-        running.engine._thread.run_between_steps(lambda: warm_prompt_shapes(watched, runner.cache, 16))  # type: ignore[arg-type]
+        running.engine._thread.run_between_steps(
+            lambda: warm_prompt_shapes(watched, runner.cache, prompt_shapes(4, 16))
+        )
         running.settle()
         block_prefix = running.engine._parts.compute.prefix
         assert isinstance(block_prefix, prefix.BlockPrefix)
@@ -312,9 +320,17 @@ def test_prompt_shapes_are_warmed_up() -> None:
 
 def test_no_pass_of_the_warm_up_is_too_large() -> None:
     shapes = list(prompt_shapes(64, 256))
-    assert max(count * width for count, _, width in shapes) == WARM_UP_TOKENS
+    assert max(count * width for count, _, _, width in shapes) == WARM_UP_TOKENS
     assert len(shapes) == len(set(shapes))
-    assert {count for count, _, _ in shapes} == {1, 2, 4, 8, 16, 32}, "64 prompts are too many"
+    assert {count for count, _, _, _ in shapes} == {1, 2, 4, 8, 16, 32}, "64 prompts are too many"
+    assert all(known + width == total for _, total, known, width in shapes)
+
+
+def test_chunks_are_warmed_up_one_after_another() -> None:
+    shapes = list(chunk_shapes(512))
+    assert len(shapes) == len(set(shapes)) == 19
+    assert {(1, 640, 0, 512), (1, 640, 512, 128), (1, 2048, 1536, 512)} < set(shapes)
+    assert all(count == 1 and known % 512 == 0 and width <= 512 for count, _, known, width in shapes)
 
 
 @pytest.mark.long

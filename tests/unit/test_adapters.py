@@ -21,7 +21,8 @@ from mlx_parallm.devices.cuda_attention import HeadNorms, RopeParams
 from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.native.products import adapted_products, low_rank_adder
 from mlx_parallm.engine.compute.patch import add_hooks, fuse_blocks
-from mlx_parallm.kv.slots import SlotCache, SlotMethod
+from mlx_parallm.kv.slot_layer import SlotMethod
+from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.lora import kernel
 from mlx_parallm.lora.adapter import Adapter, AdapterError, Part, Target, check_fit, check_name, with_paths_of
 from mlx_parallm.lora.adapter_files import from_peft, parse, parse_config, read_folder, usual_config

@@ -8,7 +8,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_parallm.kv.merged import MergedCache, SerialCache
-from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache, SlotMethod
+from mlx_parallm.kv.slot_layer import SlotMethod
+from mlx_parallm.kv.slots import CAPACITY_STEP, SlotCache
 
 HEADS, WIDTH = 2, 8
 ROW_BYTES = CAPACITY_STEP * 2 * HEADS * WIDTH * 4  # of a row of one step's length: keys and values of one layer

@@ -138,7 +138,7 @@ def test_a_pinned_profile_is_not_measured(tmp_path: Path, monkeypatch: pytest.Mo
     document = {"steps_in_flight": 1, "slot_steps": [1, 3, 8], "view_step": 64, "prefill_step": 512, "source": "here"}
     path.write_text(json.dumps(document))
     found = tune(ServeConfig.of(profile=str(path)), TuningFiles(tmp_path / "none"))
-    assert found.as_json() == {**document, "source": f"--profile {path}"}
+    assert found.as_json() == {**document, "exact_rows": [], "source": f"--profile {path}"}
     assert not (tmp_path / "none").exists()
 
 
@@ -156,6 +156,10 @@ def test_a_pinned_profile_is_not_measured(tmp_path: Path, monkeypatch: pytest.Mo
         '{"steps_in_flight": true, "slot_steps": [1], "view_step": 64}',
         '{"steps_in_flight": 1, "slot_steps": [1], "view_step": 1e400}',
         '{"steps_in_flight": 1, "slot_steps": {"1": 2}, "view_step": 64}',
+        '{"steps_in_flight": 1, "slot_steps": [1], "view_step": 64, "exact_rows": 8}',
+        '{"steps_in_flight": 1, "slot_steps": [1], "view_step": 64, "exact_rows": [8, 4]}',
+        '{"steps_in_flight": 1, "slot_steps": [1], "view_step": 64, "exact_rows": [0]}',
+        '{"steps_in_flight": 1, "slot_steps": [1], "view_step": 64, "exact_rows": ["x"]}',
     ],
 )
 def test_a_file_that_is_no_profile_says_so(said: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ and in 16 bits as close as the device's kernels are for one row and for many. Th
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,7 @@ from mlx_parallm.devices.cuda_attention import MIN_BLOCKS, attend, rotate_and_at
 from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.metal.slot_attention import SlotAttention
 from mlx_parallm.devices.native.functions import slot_attention
-from mlx_parallm.devices.profile import DeviceProfile
+from mlx_parallm.devices.profile import PROMPT_STEP, DeviceProfile
 from mlx_parallm.engine.compute.runner import Runner
 from mlx_parallm.engine.compute.sampling import History, Sampler
 from mlx_parallm.engine.compute.tuned import Tuned
@@ -37,7 +37,8 @@ from mlx_parallm.kv.block_store import BlockStore, Packing
 from mlx_parallm.kv.disk import DiskTier
 from mlx_parallm.kv.merged import MergedCache, SerialCache, state_arrays
 from mlx_parallm.kv.prefix import BlockPrefix, Prefix
-from mlx_parallm.kv.slots import SlotCache, SlotMethod
+from mlx_parallm.kv.slot_layer import SlotMethod
+from mlx_parallm.kv.slots import SlotCache
 from mlx_parallm.kv.snapshots import SnapshotPrefix, can_be_restored
 from mlx_parallm.lora.kernel import MOST_READ
 from mlx_parallm.lora.layout import RANK_STEP, Layout
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 
 WARM_UP_SECONDS = 25.0  # of prompts' shapes; what comes before takes a few
 WARM_UP_TOKENS = 8192  # of one pass
+PromptShape = tuple[int, int, int, int]  # prompts, tokens of each, of which so many are known, and so many computed
 PROBE = ([3, 1, 4, 1, 5], [9, 2, 6])  # two short prompts; any ids do
 
 
@@ -98,7 +100,8 @@ def warm_up(forward: Forward, layout: Layout, cache: BatchCache, vocab_size: int
     for arrays in sampling_probes(vocab_size):
         mx.eval(arrays)
     if profile.round_prompts and cache.sides and this_device().plans_shapes:
-        warm_prompt_shapes(forward, cache, profile.match_step)
+        shapes = chunk_shapes(profile.chunk) if profile.chunk else prompt_shapes(cache.free, profile.match_step)
+        warm_prompt_shapes(forward, cache, shapes)
     if cache.sides and cache.free >= 2:
         _try_adapters(forward, layout, cache)
     log.info("warmed up in %.1f s", time.perf_counter() - begun)
@@ -142,15 +145,15 @@ def _warm_up_rows(runner: Runner) -> None:
     runner.release_memory()
 
 
-def warm_prompt_shapes(forward: Forward, cache: BatchCache, step: int) -> None:
+def warm_prompt_shapes(forward: Forward, cache: BatchCache, shapes: Iterable[PromptShape]) -> None:
     """Computes prompts of the commonest shapes, from their start and behind a cached prefix."""
     begun = time.perf_counter()
-    for count, total, width in prompt_shapes(cache.free, step):
+    for count, total, known, width in shapes:
         staged = cache.stage(count, total)
-        if width < total:
+        if known:
             for layer, keys, values in zip(staged, cache.sides[::2], cache.sides[1::2], strict=True):
-                known = [mx.zeros((count, side.heads, total, side.width), side.dtype) for side in (keys, values)]
-                layer.restore(known[0], known[1], total - width)
+                before = [mx.zeros((count, side.heads, total, side.width), side.dtype) for side in (keys, values)]
+                layer.restore(before[0], before[1], known)
         last = mx.zeros((count,), mx.int32)
         mx.eval(forward.at(mx.zeros((count, width), mx.int32), staged, last), state_arrays(staged))
         if time.perf_counter() - begun > WARM_UP_SECONDS:
@@ -179,8 +182,15 @@ def warm_blocks(forward: Forward, cache: BatchCache, prefix: Prefix, step: int) 
     prefix.reset()
 
 
-def prompt_shapes(max_rows: int, step: int) -> Iterator[tuple[int, int, int]]:
-    """(prompts, tokens of each, how many of those are computed), the commonest first."""
+def chunk_shapes(chunk: int) -> Iterator[PromptShape]:
+    """The passes of single prompts that are computed in chunks."""
+    for total in (*range(PROMPT_STEP, 2 * chunk + 1, PROMPT_STEP), 3 * chunk, 4 * chunk):
+        for known in range(0, total, chunk):
+            yield 1, total, known, min(chunk, total - known)
+
+
+def prompt_shapes(max_rows: int, step: int) -> Iterator[PromptShape]:
+    """The commonest first."""
     heights = [1 << power for power in range(max_rows.bit_length()) if 1 << power <= max_rows]
     for longest in (2, 4, 8):
         for count in heights:
@@ -188,9 +198,9 @@ def prompt_shapes(max_rows: int, step: int) -> Iterator[tuple[int, int, int]]:
                 if longest > 2 and total <= longest // 2 * step:
                     continue  # it was among the shorter ones
                 if count * total <= WARM_UP_TOKENS:
-                    yield count, total, total
+                    yield count, total, 0, total
                 if total > step and count * step <= WARM_UP_TOKENS:
-                    yield count, total, step
+                    yield count, total, total - step, step
 
 
 def _try_adapters(forward: Forward, layout: Layout, cache: BatchCache) -> None:

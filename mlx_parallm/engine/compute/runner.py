@@ -6,17 +6,17 @@ one before it has been read.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.devices.profile import PROMPT_STEP
 from mlx_parallm.engine.compute.grammar_masks import grammar_masks
 from mlx_parallm.engine.compute.pass_contexts import PassContexts
+from mlx_parallm.engine.compute.prompt_passes import PromptPasses
 from mlx_parallm.engine.compute.sampling import History, Sampled, Sampler, SamplingKernels, scores_of
-from mlx_parallm.engine.compute.step import Step, Token
+from mlx_parallm.engine.compute.step import Step, Token, with_known
 from mlx_parallm.engine.ranks import DeviceParts
 from mlx_parallm.engine.rows import Job, Prefill, Row
 from mlx_parallm.engine.scheduler import wants_prompt_logprobs
@@ -46,10 +46,9 @@ class Runner:
         self._forward = parts.forward
         self.cache = parts.cache
         self._prefix = parts.prefix
-        self._chunk = parts.tuned.profile.chunk
         self._vocab = vocab_size
         self._before_wait = before_wait
-        self._round_prompts = round_prompts and self.cache.stages_many
+        self._passes = PromptPasses(round_prompts and self.cache.stages_many, parts.tuned.profile.chunk)
         self._kernels = kernels
         self.contexts = contexts or PassContexts()
         self._context: RowAdapters | RowInputs | None = None  # of the current rows; None: tokens are all they have
@@ -81,12 +80,12 @@ class Runner:
 
     def _stage(self, jobs: list[Job]) -> None:
         """Caches to compute prompts into, with what is known of the prompts already in them."""
-        staged = self.cache.stage(len(jobs), max(self._rounded(len(job.tokens)) for job in jobs))
+        staged = self.cache.stage(len(jobs), max(self._passes.rounded(len(job.tokens)) for job in jobs))
         matches = [job.match for job in jobs if job.match is not None]
         assert len(matches) in (0, len(jobs)), "prompts that the prefix cache knows are grouped with others"
         if self._prefix is not None and matches:
             if matches[0].length:
-                staged = self._prefix.fill(staged, matches + matches[:1] * (self._height(len(jobs)) - len(jobs)))
+                staged = self._prefix.fill(staged, matches + matches[:1] * (self._passes.height(len(jobs)) - len(jobs)))
             for job, match in zip(jobs, matches, strict=True):
                 assert job.chain is not None
                 self._prefix.admitted(job.chain, match)
@@ -146,7 +145,7 @@ class Runner:
         logits = self.cache.decode(self._forward, self._last, lengths, self._context)
         masks = grammar_masks(self._sampler, numbers, self._vocab)
         sampled = self._sampler(logits, numbers, self._history, masks)
-        self._last = _with_known(sampled.tokens, enumerate(self._rows))
+        self._last = with_known(sampled.tokens, enumerate(self._rows))
         if self._history is not None:
             self._history.append(self._last)
         return self._sampler, sampled
@@ -262,8 +261,8 @@ class Runner:
         caches = work.jobs[0].staged
         assert caches is not None
         scored = wants_prompt_logprobs(job)
-        width = work.count if scored and not self._chunk else self._width(work)
-        table = np.zeros((self._height(len(counts)), width), np.int32)
+        width = work.count if scored and not self._passes.chunk else self._passes.width(work)
+        table = np.zeros((self._passes.height(len(counts)), width), np.int32)
         step.shape = (*table.shape, job.computed)
         for line, other, count in zip(table, work.jobs, counts, strict=False):
             line[:count] = other.tokens[other.computed : other.computed + count]
@@ -276,20 +275,6 @@ class Runner:
         for job, count in zip(work.jobs, counts, strict=True):
             job.computed += count
         return logits
-
-    def _width(self, work: Prefill) -> int:
-        """Returns how many tokens wide a pass over prompts is: the end of the longest is padded to a round number."""
-        longest = max(work.jobs, key=lambda job: job.remaining)
-        return work.count if work.count < longest.remaining else self._rounded(len(longest.tokens)) - longest.computed
-
-    def _height(self, prompts: int) -> int:
-        return 1 << (prompts - 1).bit_length() if self._round_prompts else prompts
-
-    def _rounded(self, length: int) -> int:
-        if not self._round_prompts:
-            return length
-        step = PROMPT_STEP if length <= 8 * PROMPT_STEP else 4 * PROMPT_STEP
-        return -(-length // step) * step
 
     def _start(self, arrays: list[mx.array]) -> None:
         self._before_wait()
@@ -304,7 +289,7 @@ class Runner:
             shared: list[TokenLogprob | None] = [None]  # the first token has none
             for fork in job.rows:
                 fork.prompt_logprobs = shared
-        width = tokens.shape[1] if self._chunk else PROMPT_LOGPROB_PIECE
+        width = tokens.shape[1] if self._passes.chunk else PROMPT_LOGPROB_PIECE
         for start in range(0, tokens.shape[1], width):
             piece = tokens[:, start : start + width]
             context = self.contexts.of_piece(job, job.computed + start, piece.shape[1])
@@ -331,7 +316,7 @@ class Runner:
         self._start([*step.sampled.arrays(), step.invalid])
         self._compact(max(len(job.tokens) for job in work.jobs) + 1)
         self._join(rows, sources, work.jobs)
-        first = _with_known(step.sampled.tokens, enumerate(rows))
+        first = with_known(step.sampled.tokens, enumerate(rows))
         for number, row in enumerate(rows):
             row.launched += 1
             step.rows.append((number, row, row.epoch))
@@ -342,12 +327,13 @@ class Runner:
 
     def precompute(self, tokens: list[int]) -> None:
         """Computes the prefix of texts to come, for the prefix cache alone."""
-        if self._prefix is None or self._chunk or not self._prefix.worth_keeping(tokens) or max(tokens) >= self._vocab:
+        prefix = self._prefix
+        if prefix is None or self._passes.chunk or not prefix.worth_keeping(tokens) or max(tokens) >= self._vocab:
             return
-        chain = self._prefix.chain(tokens, "")
+        chain = prefix.chain(tokens, "")
         staged = self.cache.stage(1, len(tokens) + chain.size)  # the last block may not be full
         self._forward.at(mx.array([tokens]), staged, mx.array([len(tokens) - 1]))
-        self._prefix.commit(staged, 0, chain, tokens)
+        prefix.commit(staged, 0, chain, tokens)
 
     def share(self, chain: Chain) -> None:
         """Hands what a running row has in common with a text to the prefix cache, where that is more than it has."""
@@ -363,12 +349,8 @@ class Runner:
         if self._prefix is not None and self._prefix.store is not None and row.chain is not None:
             assert row.position is not None
             text = row.prompt + row.tokens + ([row.stop_token] if row.stop_token is not None else [])
-            end = row.length
-            if (
-                self._chunk
-            ):  # only what a prompt's passes have computed in whole chunks is what they would compute again
-                end = len(row.prompt) - len(row.prompt) % self._chunk
-            self._prefix.commit(self.cache.layers, row.position, row.chain, row.content(text[:end]))
+            kept = row.content(text[: self._passes.lasting(row)])
+            self._prefix.commit(self.cache.layers, row.position, row.chain, kept)
 
     def _join(self, rows: Sequence[Row], sources: Sequence[int], jobs: Sequence[Job]) -> None:
         staged = jobs[0].staged
@@ -406,14 +388,3 @@ class Runner:
         history.adopt(self._rows, self._history, self._history_rows, self._last)
         self._history = history
         self._history_rows = list(self._rows)
-
-
-def _with_known(sampled: mx.array, rows: Iterable[tuple[int, Row | None]]) -> mx.array:
-    """What was sampled at each place, but where a row that is computed again has the token already."""
-    known = [(place, row.next_known) for place, row in rows if row is not None and row.next_known is not None]
-    if not known:
-        return sampled
-    places, tokens = zip(*known, strict=True)
-    result = sampled + 0
-    result[mx.array(places)] = mx.array(tokens, mx.int32)
-    return result

@@ -1,6 +1,7 @@
 """A forward pass under way, and what is read of it."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -36,3 +37,14 @@ class Step:
     prompt_scores: list[tuple[list[TokenLogprob | None], list[int], Scores]] = field(default_factory=list)
     launched_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0  # when the host had handed all of it to the device
+
+
+def with_known(sampled: mx.array, rows: Iterable[tuple[int, Row | None]]) -> mx.array:
+    """What was sampled at each place, but where a row that is computed again has the token already."""
+    known = [(place, row.next_known) for place, row in rows if row is not None and row.next_known is not None]
+    if not known:
+        return sampled
+    places, tokens = zip(*known, strict=True)
+    result = sampled + 0
+    result[mx.array(places)] = mx.array(tokens, mx.int32)
+    return result

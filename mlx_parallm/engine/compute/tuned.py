@@ -51,7 +51,8 @@ def tuned_by(config: ServeConfig, files: TuningFiles | None = None) -> Tune:
             found, source = pinned, f"--profile {path}"
         else:
             found, source = _kept_or_measured(model, forward, cache, profile, config, files or TuningFiles())
-        tuned = found.applied_to(profile).exactly(found.exact_rows, chunk_of(config))
+        exact_rows = found.exact_rows if can_be_exact(model, config) else ()
+        tuned = found.applied_to(profile).exactly(exact_rows, chunk_of(config))
         cache.adopt_method(
             replace(cache.method, slot_steps=tuned.slot_steps, view_step=tuned.view_step, pass_rows=tuned.exact_rows)
         )

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 WARPS = 8
-MIN_BLOCKS = 64  # fewer rows and heads would leave most of the device idle
 MAX_SHARING = 8
+SPAN = 1024  # tokens that a block reads: longer rows are read by several, so that one row is enough for the device
 WIDTHS = (64, 128, 256)
 
 
@@ -37,8 +37,10 @@ class HeadNorms:
     eps: float
 
 
-# A block is one row and one head of keys and values, with the query heads that share it. Each group of LANES threads
-# takes every GROUPS-th token; what the groups have found is joined at the end.
+# A block is one row and one head of keys and values, with the query heads that share it, and a span of the tokens.
+# Each group of LANES threads takes every GROUPS-th of them; what the groups have found is joined at the end. Where slots
+# have room for more than one span, blocks leave what they have found, and a second kernel joins that: in the same order
+# and with the same numbers for a row, whatever room there is for others.
 BEGIN = """
     constexpr int PER = D / LANES;  // elements of a head that a thread holds
     constexpr int GROUPS = WARPS * 32 / LANES;
@@ -46,11 +48,12 @@ BEGIN = """
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const int heads = gridDim.y, capacity = k_shape[2];
     if (row >= k_shape[0]) {  // it has no slot: it is computed for the shape of the pass alone
-        for (int d = threadIdx.x; d < SHARING * D; d += WARPS * 32)
-            out[(size_t(row) * heads + head) * SHARING * D + d] = T(0.0f);
+        for (int d = threadIdx.x; WHOLE && d < SHARING * D; d += WARPS * 32)
+            out[(size_t(row) * heads + head) * SHARING * D + d] = 0.0f;
         return;
     }
-    const int length = offsets[row] + 1;
+    const int length = offsets[row] + 1, from = blockIdx.x * SPAN, end = min(length, from + SPAN);
+    if (from >= length) return;
     const T* keys = k + (size_t(row) * heads + head) * capacity * D + lane * PER;
     const T* values = v + (size_t(row) * heads + head) * capacity * D + lane * PER;
     float asked[SHARING][PER], sum[SHARING][PER], top[SHARING], total[SHARING];
@@ -84,7 +87,7 @@ ROTATED = """
     fresh_value = *as_piece<T, PER>(line + (heads * (SHARING + 1) + head) * D + lane * PER);
 """
 ATTEND = """
-    if (group == 0) {
+    if (group == 0 && end == length) {
         const size_t last = size_t(length - 1) * D;
         *reinterpret_cast<Piece<T, PER>*>(const_cast<T*>(keys) + last) = fresh_key;
         *reinterpret_cast<Piece<T, PER>*>(const_cast<T*>(values) + last) = fresh_value;
@@ -96,16 +99,16 @@ ATTEND = """
             sum[h][i] = 0.0f;
     }
     // Threads of a warp stay together: a group past the end computes its last token again, and drops it.
-    for (int begin = 0; begin < length; begin += GROUPS * AT_ONCE) {
+    for (int begin = from; begin < end; begin += GROUPS * AT_ONCE) {
         Piece<T, PER> key[AT_ONCE], value[AT_ONCE];
         for (int n = 0; n < AT_ONCE; ++n) {
-            const int token = min(begin + n * GROUPS + group, length - 1);
+            const int token = min(begin + n * GROUPS + group, end - 1);
             const bool fresh = token == length - 1;
             key[n] = fresh ? fresh_key : *as_piece<T, PER>(keys + size_t(token) * D);
             value[n] = fresh ? fresh_value : *as_piece<T, PER>(values + size_t(token) * D);
         }
         for (int n = 0; n < AT_ONCE; ++n) {
-            const bool inside = begin + n * GROUPS + group < length;
+            const bool inside = begin + n * GROUPS + group < end;
             for (int h = 0; h < SHARING; ++h) {
                 float score = 0.0f;
                 for (int i = 0; i < PER; ++i)
@@ -142,9 +145,36 @@ ATTEND = """
                 above += share * sums[g][d];
                 below += share * totals[g];
             }
-            out[((size_t(row) * heads + head) * SHARING + h) * D + d] = T(above / below);
+            if (WHOLE) {
+                out[((size_t(row) * heads + head) * SHARING + h) * D + d] = T(above / below);
+                continue;
+            }
+            auto* part = out + (((size_t(row) * heads + head) * gridDim.x + blockIdx.x) * SHARING + h) * (D + 2);
+            part[d] = above;
+            if (d == 0) {
+                part[D] = highest;
+                part[D + 1] = below;
+            }
         }
         __syncthreads();
+    }
+"""
+JOIN = """
+    const int head = blockIdx.y, row = blockIdx.z, heads = gridDim.y, spans = parts_shape[2];
+    const int count = row < k_shape[0] ? offsets[row] / SPAN + 1 : 0;
+    for (int i = threadIdx.x; i < SHARING * D; i += blockDim.x) {
+        const int h = i / D, d = i % D;
+        const float* part = parts + ((size_t(row) * heads + head) * spans * SHARING + h) * (D + 2);
+        float highest = -1e30f, above = 0.0f, below = 0.0f;
+        for (int n = 0; n < count; ++n)
+            highest = fmaxf(highest, part[size_t(n) * SHARING * (D + 2) + D]);
+        for (int n = 0; n < count; ++n) {
+            const float* one = part + size_t(n) * SHARING * (D + 2);
+            const float share = exp2f(one[D] - highest);
+            above += share * one[d];
+            below += share * one[D + 1];
+        }
+        out[((size_t(row) * heads + head) * SHARING + h) * D + d] = T(count ? above / below : 0.0f);
     }
 """
 HEADER = """
@@ -152,7 +182,7 @@ template <typename T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Piece {{ T of[N]; }};
 template <typename T, int N>
 __device__ const Piece<T, N>* as_piece(const T* from) {{ return reinterpret_cast<const Piece<T, N>*>(from); }}
-constexpr int WARPS = {warps};
+constexpr int WARPS = {warps}, SPAN = {span};
 constexpr float SCALE = {scale}f;
 
 // A thread's piece of a head, rotated, and before that normed where NORMS says so.
@@ -201,7 +231,7 @@ def attend(
     rows, heads, _, width = queries.shape
     if slots is not None or queries.dtype != keys.dtype or not _suits(rows, heads, width, keys, values):
         return None
-    return _run(_kernel(scale), [queries, keys, values, *fresh, offsets], heads, queries.shape, [])
+    return _run(_kernel(scale), [queries, keys, values, offsets, *fresh], heads, queries.shape, [])
 
 
 def rotate_and_attend(
@@ -233,7 +263,7 @@ def rotate_and_attend(
 def _suits(rows: int, heads: int, width: int, keys: mx.array, values: mx.array) -> bool:
     shared = keys.shape[1]
     known = width in WIDTHS and keys.shape == values.shape and keys.dtype == values.dtype and rows >= keys.shape[0]
-    return known and heads // shared <= MAX_SHARING and rows * shared >= MIN_BLOCKS
+    return known and heads // shared <= MAX_SHARING
 
 
 def _run(
@@ -243,27 +273,39 @@ def _run(
     shape: tuple[int, ...],
     template: list[tuple[str, Any]],
 ) -> mx.array:
-    """`inputs`: the second are the slots' keys. `shape`: of the output, which has a line for each row."""
+    """`inputs`: the second are the slots' keys, the fourth the offsets. `shape`: of the output, a line for each row."""
     keys = inputs[1]
-    _, shared, _, width = keys.shape
+    _, shared, capacity, width = keys.shape
     sharing = heads // shared
     lanes = width // 8 if sharing <= 4 else 32  # more would leave too few registers
-    sizes = [("T", keys.dtype), ("D", width), ("SHARING", sharing), ("LANES", lanes), ("AT_ONCE", 4)]
-    out = kernel(
+    spans = -(-capacity // SPAN)
+    whole = spans == 1
+    rows = shape[0]
+    sizes = [("T", keys.dtype), ("D", width), ("SHARING", sharing)]
+    found: list[mx.array] = kernel(
         inputs=inputs,
-        template=[*sizes, *template],
-        grid=(WARPS * 32, shared, shape[0]),
+        template=[*sizes, ("LANES", lanes), ("AT_ONCE", 4), ("WHOLE", whole), *template],
+        grid=(WARPS * 32 * spans, shared, rows),
+        threadgroup=(WARPS * 32, 1, 1),
+        output_shapes=[shape if whole else (rows, shared, spans, sharing * (width + 2))],
+        output_dtypes=[keys.dtype if whole else mx.float32],
+    )
+    if whole:
+        return found[0]
+    joined: list[mx.array] = _joining_kernel()(
+        inputs=[found[0], keys, inputs[3]],
+        template=sizes,
+        grid=(WARPS * 32, shared, rows),
         threadgroup=(WARPS * 32, 1, 1),
         output_shapes=[shape],
         output_dtypes=[keys.dtype],
     )
-    result: mx.array = out[0]
-    return result
+    return joined[0]
 
 
 @functools.cache
 def _kernel(scale: float) -> Any:
-    return _built("slot_attention", ["q", "k", "v", "new_k", "new_v", "offsets"], BEGIN + GIVEN + ATTEND, scale)
+    return _built("slot_attention", ["q", "k", "v", "offsets", "new_k", "new_v"], BEGIN + GIVEN + ATTEND, scale)
 
 
 @functools.cache
@@ -272,7 +314,13 @@ def _rotating_kernel(scale: float) -> Any:
     return _built("rotating_slot_attention", names, BEGIN + ROTATED + ATTEND, scale)
 
 
+@functools.cache
+def _joining_kernel() -> Any:
+    header = f"constexpr int SPAN = {SPAN};\n"
+    return mx.fast.cuda_kernel("join_slot_attention", ["parts", "k", "offsets"], ["out"], JOIN, header)
+
+
 def _built(name: str, inputs: list[str], source: str, scale: float) -> Any:
     binary = scale * 1.4426950408889634  # exp2 in place of exp
-    header = HEADER.format(warps=WARPS, scale=repr(float(binary)))
+    header = HEADER.format(warps=WARPS, span=SPAN, scale=repr(float(binary)))
     return mx.fast.cuda_kernel(f"{name}_{hash(binary) & 0xFFFFFFFF:x}", inputs, ["out"], source, header)

@@ -17,7 +17,10 @@ from tests.support.cuda_shim import cuda_kernel
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 BOUNDS = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
-CACHES = (cuda_attention._kernel, cuda_attention._rotating_kernel, kernel._add_kernel, kernel._gate_kernel)
+CACHES = (
+    *(cuda_attention._kernel, cuda_attention._rotating_kernel, cuda_attention._joining_kernel),
+    *(kernel._add_kernel, kernel._gate_kernel),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +111,11 @@ def test_queries_and_keys_are_normed_and_rotated(
     assert close(found.astype(mx.float32), expected.reshape(rows, -1), dtype)
 
 
-def test_a_row_attends_alike_whatever_the_others_are() -> None:
-    """To the bit: beside shorter, longer and other rows, in a larger buffer, and in another slot."""
+@pytest.mark.parametrize("span", [8, 32, 1024])
+def test_a_row_attends_alike_whatever_the_others_are(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: beside shorter, longer and other rows, in a larger buffer, in another slot, and among rows that have
+    none, whether its tokens are read by one block or by several."""
+    monkeypatch.setattr(cuda_attention, "SPAN", span)
     dtype = mx.bfloat16
     heads, shared, width = 8, 4, 64
     y = normal(dtype, 16, (heads + 2 * shared) * width)
@@ -128,6 +134,27 @@ def test_a_row_attends_alike_whatever_the_others_are() -> None:
     assert mx.array_equal(alone, row(y, wider, [37, *[60] * 15], 0))
     turned = [slot[::-1] for slot in slots]
     assert mx.array_equal(alone, row(y[::-1], turned, [*[5] * 15, 37], 15))
+    few = [slot[:4] for slot in slots]
+    assert mx.array_equal(alone, row(y, few, [37, 3, 9, 40, *[0] * 12], 0))
+    assert not row(y, few, [37, 3, 9, 40, *[0] * 12], 4).any(), "it has no slot"
+
+
+@pytest.mark.parametrize("capacity", [40, 48])
+def test_several_blocks_read_a_long_row(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_attention, "SPAN", 16)
+    rows, heads, shared, width = 6, 4, 2, 64
+    queries = normal(mx.float32, rows, heads, 1, width)
+    keys, values = (normal(mx.float32, rows, shared, capacity, width, seed=seed) for seed in (1, 2))
+    fresh = (normal(mx.float32, rows, shared, 1, width, seed=3), normal(mx.float32, rows, shared, 1, width, seed=4))
+    offsets = np.array([0, 15, 16, 31, 32, capacity - 1], np.int32)
+    places = mx.array(offsets)[:, None, None, None]
+    written = [mx.put_along_axis(s, places, f, 2) for s, f in zip((keys, values), fresh, strict=True)]
+    mx.eval(written)
+    found = attend(queries, keys, values, fresh, mx.array(offsets), 0.125)
+    assert found is not None
+    assert mx.array_equal(keys, written[0])
+    assert mx.array_equal(values, written[1])
+    assert close(found, attended(queries, *written, offsets + 1, 0.125), mx.float32)
 
 
 def test_shapes_that_the_kernels_do_not_know_are_left_alone() -> None:
@@ -138,8 +165,6 @@ def test_shapes_that_the_kernels_do_not_know_are_left_alone() -> None:
     assert rotate_and_attend(y, 8, keys, keys, offsets, rope, None, 1.0) is not None
     assert rotate_and_attend(y.astype(mx.float16), 8, keys, keys, offsets, rope, None, 1.0) is None
     assert rotate_and_attend(y, 8, keys, keys, offsets, RopeParams(mx.zeros((16,)), True), None, 1.0) is None
-    few = mx.zeros((8, 4, 8, 64))
-    assert rotate_and_attend(y[:8], 8, few, few, offsets[:8], rope, None, 1.0) is None, "too few blocks"
     odd = mx.zeros((16, 4, 8, 80))
     assert attend(mx.zeros((16, 8, 1, 80)), odd, odd, (odd[:, :, :1],) * 2, offsets, 1.0) is None
 

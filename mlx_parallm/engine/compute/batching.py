@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_parallm.config import ServeConfig
-from mlx_parallm.devices.cuda_attention import MIN_BLOCKS, attend, rotate_and_attend
+from mlx_parallm.devices.cuda_attention import attend, rotate_and_attend
 from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.metal.slot_attention import SlotAttention
 from mlx_parallm.devices.native.functions import slot_attention
@@ -64,7 +64,7 @@ def batch_cache(
     for cache in _candidates(model, max_rows, max_bytes, profile):
         name = type(cache).__name__
         try:
-            agrees = _probe(model, forward, cache, min(max_rows, MIN_BLOCKS) if profile.fused else 0)
+            agrees = _probe(model, forward, cache)
         except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError, RuntimeError) as error:
             log.debug("%s can't be used with %s: %s", name, model.name, error)
             continue
@@ -316,10 +316,9 @@ def _candidates(model: LanguageModel, max_rows: int, max_bytes: int, profile: De
     yield SerialCache(fresh, max_rows, max_bytes)
 
 
-def _probe(model: LanguageModel, forward: Forward, cache: BatchCache, rows: int) -> bool:
-    """Returns whether a batch of up to so many rows gives the logits that its rows give alone."""
+def _probe(model: LanguageModel, forward: Forward, cache: BatchCache) -> bool:
+    """Returns whether a batch gives the logits that its rows give alone."""
     prompts = [[token % model.vocab_size for token in prompt] for prompt in PROBE[: cache.free]]
-    cache.expect(rows)
     _join(forward, cache, prompts)
     positions = range(cache.positions)[: len(prompts)]
     batched = _probe_decode(forward, cache, [len(prompt) for prompt in prompts])

@@ -38,9 +38,9 @@ class HeadNorms:
 
 
 # A block is one row and one head of keys and values, with the query heads that share it, and a span of the tokens.
-# Each group of LANES threads takes every GROUPS-th of them; what the groups have found is joined at the end. Where slots
-# have room for more than one span, blocks leave what they have found, and a second kernel joins that: in the same order
-# and with the same numbers for a row, whatever room there is for others.
+# Each group of LANES threads takes every GROUPS-th of them; what the groups have found is joined at the end. Where
+# slots have room for more than one span, blocks leave what they have found, and a second kernel joins that: in the
+# same order and with the same numbers for a row, whatever room there is for others.
 BEGIN = """
     constexpr int PER = D / LANES;  // elements of a head that a thread holds
     constexpr int GROUPS = WARPS * 32 / LANES;

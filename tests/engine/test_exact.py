@@ -14,6 +14,7 @@ from mlx_parallm.devices.device import this_device
 from mlx_parallm.devices.profile import CHUNK, DeviceProfile
 from mlx_parallm.devices.tuning import TuningFiles
 from mlx_parallm.doctor.selftest import random_adapter
+from mlx_parallm.engine.compute import exactness as exactness_module
 from mlx_parallm.engine.compute import tuned, tuner
 from mlx_parallm.engine.compute.batching import slot_cache
 from mlx_parallm.engine.compute.exactness import Exactness
@@ -209,6 +210,13 @@ def test_rows_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(SlotCache, "decode", decode)
     assert exactness().rows(always=True) == ()
+
+
+def test_a_device_that_takes_too_long_is_left_alone_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exactness_module, "SECONDS", 0.0)
+    monkeypatch.setattr(Exactness, "_cost", lambda self, rows: 1.0)
+    assert exactness().rows(always=False) == ()
+    assert exactness().rows(always=True) == (8,)
 
 
 def test_a_cost_beyond_5_percent_is_left_out_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ STEPS = 2  # of which the last is compared
 LEAST_ROWS = 8  # fewer are hardly faster anywhere
 ROUNDS = 5  # of each, in turns, for the time that a step of one row takes
 MOST_COST = 1.05  # beyond which `auto` leaves it
+SECONDS = 20.0  # after which `auto` leaves it too: a device that takes so long is not made for 16 bits
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
@@ -40,16 +41,20 @@ class Exactness:
         random = np.random.default_rng(11)
         lengths = [length for length in LENGTHS if cache.fits(len(LENGTHS), CHUNK)][: cache.free] or [LENGTHS[0]]
         self._prompts = [random.integers(0, vocab_size, length).tolist() for length in lengths]
+        self._ends = float("inf")
         self.cost = 1.0  # of a step of one row, as a multiple of what it takes without
 
     def rows(self, always: bool) -> tuple[int, ...]:
         """Returns the numbers of rows to compute; none where that gives no equal numbers, or costs too much unless it
         shall `always` be done."""
         begun = time.perf_counter()
+        self._ends = float("inf") if always else begun + SECONDS
         try:
             steps = self._equal_steps()
             if steps:
                 self.cost = self._cost(steps[0])
+        except TimeoutError:
+            steps = ()
         finally:
             self._cache.reset()
             self._cache.adopt_method(self._method)
@@ -80,11 +85,14 @@ class Exactness:
         return tuple(steps)
 
     def _compute(self, rows: tuple[int, ...]) -> None:
+        if time.perf_counter() > self._ends:
+            raise TimeoutError
         self._cache.reset()
         self._cache.adopt_method(replace(self._method, pass_rows=rows))
 
     def _logits(self, prompts: Sequence[list[int]]) -> list[Numbers]:
         """Returns each prompt's logits after some steps of all of them together."""
+        self._compute(self._cache.method.pass_rows)
         positions = self._join(prompts)
         lengths = [0] * self._cache.positions
         tokens = [0] * self._cache.positions

@@ -35,7 +35,7 @@ class Accounts:
         kind.wait_seconds += waited
         metrics.steps += 1
         metrics.step_seconds.observe(seconds)
-        metrics.generated_tokens += len(step.rows)
+        metrics.generated_tokens += len(step.rows) - step.repeated
         if step.kind == "decode":
             metrics.decode_rate.add(len(step.rows), seconds)
             if step.drafted is not None:

@@ -216,7 +216,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny_server: ServerProcess) ->
     assert "/save needs a file name" in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_server_in_order(tiny_folder: Path, number: signal.Signals) -> None:
     port = free_port()
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--model-path", str(tiny_folder), "--port", str(port)]

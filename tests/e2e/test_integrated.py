@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mlx_parallm.config.training import LoRAConfig
 from mlx_parallm.training.storage.checkpoints import adapter_files
 from mlx_parallm.training.trainable_model import TrainableModel
@@ -100,6 +102,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_without_a_task_it_learns_from_what_it_is_sent(tiny_folder: Path, tmp_path: Path) -> None:
     """And begins with the adapter that --lora-path has under the trained name."""
     tree = TrainableModel(tiny("llama"), LoRAConfig(rank=4, alpha=8))

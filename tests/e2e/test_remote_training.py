@@ -36,6 +36,7 @@ def served(server: ServerProcess) -> dict[int, str]:
     return {one["version"]: one["digest"] for one in listed if one["name"] == "policy"}
 
 
+@pytest.mark.slow
 def test_it_learns_as_one_process_does(tiny_folder: Path, tmp_path: Path, server: ServerProcess) -> None:
     finish(command(tiny_folder, tmp_path / "one", free_port(), "--steps", "4"))
     shown = finish(learner(tiny_folder, tmp_path / "two", server, "--steps", "4", "--max-staleness", "0"))

@@ -181,6 +181,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_sft_then_dpo_then_rl_each_go_on_from_the_last(tiny_folder: Path, tmp_path: Path) -> None:
     examples = rows(tmp_path / "sft.jsonl", 40, lambda some: {"prompt": some(4), "completion": f"zz {some(2)}"})
     flags = ("--mode", "sft", "--dataset", examples, "--learning-rate", "5e-3", "--epochs", "2", "--packing")

@@ -33,6 +33,7 @@ def tuning(model: str, *flags: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_the_second_start_works_as_the_first_and_a_file_pins_it(model: str, tmp_path: Path) -> None:
     first = tuning(model)
     assert first["source"] == "measured at this start"

@@ -34,7 +34,7 @@ ROUNDED = replace(TRACED, round_prompts=True)
 EAGER = replace(TRACED, steps_in_flight=0, compiled=False)
 MODES = [
     pytest.param(("llama", TRACED), id="traced"),
-    pytest.param(("llama", EAGER), id="eager"),
+    pytest.param(("llama", EAGER), id="eager", marks=pytest.mark.slow),
     pytest.param(("qwen3", TRACED), id="qwen3", marks=pytest.mark.slow),
     pytest.param(("llama", ROUNDED), id="rounded", marks=pytest.mark.slow),
 ]
@@ -69,7 +69,9 @@ def by_rows(kind: str) -> LanguageModel:
 def test_without_it_answers_depend_on_what_runs_beside_them() -> None:
     with driver_of(lambda: by_rows("llama"), profile=TRACED, max_batch_size=6) as running:
         expected = alone(running, "alone")
-        pending = [running.submit(p, cache_salt=f"beside-{n}", **o)[1] for n, (p, o) in enumerate(requests(10, False))]
+        pending = [
+            running.submit(p, cache_salt=f"beside-{n}", **o)[1] for n, (p, o) in enumerate(requests(adapters=False))
+        ]
         assert any(one.tokens != other.wait()[0].tokens for one, other in zip(expected, pending, strict=True))
 
 
@@ -86,7 +88,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Driver]:
         yield running
 
 
-def requests(count: int = 10, adapters: bool = True) -> list[tuple[list[int], dict[str, Any]]]:
+def requests(count: int = 8, adapters: bool = True) -> list[tuple[list[int], dict[str, Any]]]:
     found = []
     for number in range(count):
         options = SAMPLINGS[number % len(SAMPLINGS)] | {"max_tokens": 16 + number, "ignore_eos": True, "logprobs": 2}
@@ -147,6 +149,7 @@ def test_a_conversation_goes_on_from_what_its_prompts_have_computed(running: Dri
 
 def test_rows_that_lose_their_place_have_the_same_tokens(running: Driver) -> None:
     expected = alone(running, "stay")
+    before = running.engine.metrics.preemptions, running.engine.metrics.generated_tokens
     parts = running.engine._parts
     pending = [running.submit(p, cache_salt=f"leave-{n}", **o)[1] for n, (p, o) in enumerate(requests())]
     preempted = 0
@@ -162,7 +165,10 @@ def test_rows_that_lose_their_place_have_the_same_tokens(running: Driver) -> Non
         if preempted < 12:
             preempted += 1
             parts.base.thread.run_between_steps(lambda: (parts.pipeline.finish_all(), lose_one()))
-    assert running.engine.metrics.preemptions > 0
+    metrics = running.engine.metrics
+    assert metrics.preemptions > before[0]
+    running.settle()
+    assert metrics.generated_tokens == before[1] + sum(len(one.tokens) for one in expected), "no token is counted twice"
     for one, other in zip(expected, pending, strict=True):
         found = other.wait()[0]
         same(one, found)
@@ -263,3 +269,15 @@ def test_what_is_proven_is_kept_and_used(
         assert profile.exact_rows == cache.method.pass_rows == rows
         assert profile.chunk == (192 if rows else 0)
     assert tuned.chunk_of(ServeConfig.of()) == CHUNK
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [({"kv_bits": 8}, "--kv-bits"), ({"speculation": "copy"}, "--speculation")]
+)
+def test_flags_that_exclude_it_are_named(flags: dict[str, Any], named: str) -> None:
+    model = tiny(dtype=mx.float16)
+    assert not tuned.can_be_exact(model, ServeConfig.of(**flags))
+    tuned.check_exact(model, ServeConfig.of(**flags), TRACED)
+    with pytest.raises(ConfigError, match=f"{named}.* exclude each other"):
+        tuned.check_exact(model, ServeConfig.of(exact="always", **flags), TRACED)
+    tuned.check_exact(tiny(), ServeConfig.of(exact="always", **flags), TRACED)

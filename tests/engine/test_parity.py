@@ -15,11 +15,9 @@ from tests.tiny import tiny
 KINDS = ["llama", "qwen3", "gemma3", "hybrid", "qwen3_next", "mamba"]
 # As on a GPU: steps overlap, are traced, and prompts are padded to round shapes.
 GPU = DeviceProfile(2, True, 64, max_padding=0.5, round_prompts=True, match_step=16, min_match=16, pass_tokens=48)
-MODES: list[object] = [(kind, None) for kind in KINDS[:-1]] + [(kind, GPU) for kind in ("llama", "hybrid")]
-MODES += [
-    pytest.param((KINDS[-1], None), marks=pytest.mark.slow),
-    pytest.param(("gemma3", GPU), marks=pytest.mark.slow),
-]
+MODES: list[object] = [(kind, None) for kind in KINDS[:-2]] + [("llama", GPU)]
+SLOW_MODES = [(kind, None) for kind in KINDS[-2:]] + [("gemma3", GPU), ("hybrid", GPU)]
+MODES += [pytest.param(mode, marks=pytest.mark.slow) for mode in SLOW_MODES]
 
 
 @pytest.fixture(scope="module", params=MODES, ids=lambda mode: f"{mode[0]}{'-gpu' if mode[1] else ''}")

@@ -138,7 +138,7 @@ def wrong_operations(only: str) -> set[str]:
     return {finding.name for finding in operations.examine([only]) if finding.verdict == "wrong"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_random_model_is_served_as_it_should_be() -> None:
     for bits in (None, 4):
         name = "16-bit" if bits is None else "4-bit"

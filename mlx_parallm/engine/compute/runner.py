@@ -134,6 +134,7 @@ class Runner:
         for position, row in enumerate(held):
             if row:
                 step.rows.append((position, row, row.epoch))
+                step.repeated += row.next_known is not None
                 row.launched += 1
         self._start([*sampled.arrays(), *self.cache.pending()])
         return step
@@ -318,6 +319,7 @@ class Runner:
         self._join(rows, sources, work.jobs)
         first = with_known(step.sampled.tokens, enumerate(rows))
         for number, row in enumerate(rows):
+            step.repeated += row.next_known is not None
             row.launched += 1
             step.rows.append((number, row, row.epoch))
         self._last[mx.array([row.position for row in rows])] = first

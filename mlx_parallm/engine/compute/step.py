@@ -31,6 +31,7 @@ class Step:
     rows: list[tuple[int, Row, int]] = field(default_factory=list)  # index in `sampled`, row, its epoch
     sampler: Sampler | None = None
     sampled: Sampled | None = None
+    repeated: int = 0  # rows whose token was known, since they lost their place
     drafted: Drafted | None = None  # computed behind the rows' own tokens
     invalid: mx.array | None = None  # (rows,) of a prompt's pass: whether logits are not numbers
     fence: list[mx.array] = field(default_factory=list)  # what to wait for when nothing was sampled

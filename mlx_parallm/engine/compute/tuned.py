@@ -79,8 +79,7 @@ def _kept_or_measured(
             "rows": cache.free,
             "piece": config.batch.prefill_step_size,
             "profile": str(profile),
-            "exact": config.batch.exact,
-            "kv_bits": config.cache.kv_bits,
+            "exact": "off" if excluded(config) else config.batch.exact,
         }
     )
     kept = files.find(identity)
@@ -103,13 +102,25 @@ def chunk_of(config: ServeConfig) -> int:
     return max(block, min(CHUNK, config.batch.prefill_step_size) // block * block)
 
 
+def excluded(config: ServeConfig) -> str:
+    """Returns the flag with which passes can't be exact in 16 bits; an empty string where there is none."""
+    if config.cache.kv_bits is not None:  # what is read back is not what was computed
+        return "--kv-bits"
+    return "--speculation copy" if config.batch.speculation == "copy" else ""  # verified in passes of other shapes
+
+
 def can_be_exact(model: LanguageModel, config: ServeConfig) -> bool:
-    """Returns whether to look for a way in which rows don't change each other's numbers: float32 needs none, and keys
-    and values that are kept in fewer bits are others than those that were computed."""
-    return config.batch.exact != "off" and model.precision != "float32" and config.cache.kv_bits is None
+    """Returns whether to look for a way in which rows don't change each other's numbers. float32 needs none."""
+    return config.batch.exact != "off" and model.precision != "float32" and not excluded(config)
 
 
 def check_exact(model: LanguageModel, config: ServeConfig, profile: DeviceProfile) -> None:
     """What `--exact always` asks for, or no start."""
-    if config.batch.exact == "always" and model.precision != "float32" and not profile.exact_rows:
-        raise ConfigError(NOT_EXACT.format(name=model.name, precision=model.precision))
+    if config.batch.exact != "always" or model.precision == "float32" or profile.exact_rows:
+        return
+    if flag := excluded(config):
+        raise ConfigError(
+            f"--exact always and {flag} exclude each other for a model in {model.precision}: leave one of them out, "
+            "or give --dtype float32"
+        )
+    raise ConfigError(NOT_EXACT.format(name=model.name, precision=model.precision))

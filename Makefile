@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS = MKL_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # On MLX's CPU backend, worked on as if it were Metal: traced steps, weights as they are stored, adapters by MLX's operations.
 AS_METAL = MLX_PARALLM_TEST_DEVICE=metal $(TESTS)
-METAL_SAMPLE = tests/engine/test_adapters.py tests/engine/test_trainer.py tests/unit/test_slots.py
+METAL_SAMPLE = tests/engine/test_adapters.py tests/engine/test_learner.py tests/unit/test_slots.py
 METAL_ALL = tests/engine tests/unit/test_adapters.py tests/unit/test_registry.py tests/unit/test_slots.py \
   tests/unit/test_block_prefix.py --ignore tests/engine/test_embedded_parity.py --ignore tests/engine/test_extending.py \
   --ignore tests/engine/test_selftest.py

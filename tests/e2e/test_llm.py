@@ -218,6 +218,7 @@ def test_a_program_that_forgets_to_close_still_ends(tiny_folder: Path) -> None:
     assert (answer.returncode, answer.stdout.strip()) == (0, "1")
 
 
+@pytest.mark.slow
 def test_the_embedded_model_knows_paris() -> None:
     with LLM(max_batch_size=2) as model:
         (answer,) = model.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)

@@ -147,6 +147,7 @@ def test_a_failed_load_is_no_model_of_another_kind(client: httpx.Client) -> None
     assert client.post("/v1/models/unload", json={"model": "new"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_memory_comes_back(server: ServerProcess, client: httpx.Client, tmp_path: Path) -> None:
     save_tiny(tiny("llama", intermediate_size=1 << 16), tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size

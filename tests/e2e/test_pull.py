@@ -212,6 +212,7 @@ def test_what_was_pulled_is_served(tiny_folder: Path, tmp_path: Path) -> None:
     assert answer.status_code == 200
 
 
+@pytest.mark.slow
 def test_models_of_the_hub_are_served_by_their_names(tiny_folder: Path, tmp_path: Path) -> None:
     """Of any kind; a download that takes long holds up no other model."""
     folder, port = write_model(tmp_path / "bert", "cls"), free_port()

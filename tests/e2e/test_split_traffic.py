@@ -53,6 +53,7 @@ def serves(client: httpx.Client) -> dict[str, float]:
     return dict(client.get("/server_info").json()["models"][0]["serves"])
 
 
+@pytest.mark.slow
 def test_the_better_arm_gets_all_requests_and_keeps_them_over_a_restart(
     tiny_folder: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from tests.tiny import tiny
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["jamba", "hybrid", "gemma3"])
+@pytest.mark.parametrize("kind", [pytest.param("jamba", marks=pytest.mark.slow), "hybrid", "gemma3"])
 def test_no_step_leaves_a_buffer_behind(kind: str) -> None:
     """An offset that no layer reads would otherwise be a longer and longer sum, one buffer a step."""
     with driver(kind) as drive:

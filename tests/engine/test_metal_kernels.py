@@ -104,6 +104,7 @@ def test_the_self_test_knows_whether_they_are_right(calls: Counter[str], monkeyp
     assert "attention over slots" in finding.found
 
 
+@pytest.mark.slow
 def test_cuts_keep_the_same_tokens(
     calls: Counter[str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

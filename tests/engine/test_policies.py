@@ -64,7 +64,7 @@ def recomputed(kinds: list[tuple[int, Bare]], prompt: list[int], tokens: list[in
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:9]])
+@pytest.mark.parametrize("prompt", [PROMPT, pytest.param(PROMPT[:9], marks=pytest.mark.slow)])
 def test_a_row_that_follows_moves_on_and_says_where(
     running: Driver, adapters: dict[str, Adapter], bare: dict[str | None, Bare], prompt: list[int]
 ) -> None:

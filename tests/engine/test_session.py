@@ -547,7 +547,7 @@ def test_the_loop_goes_on_after_a_restart_as_if_nothing_had_happened(tmp_path: P
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_loop_goes_on_after_a_restart_between_alarms(tmp_path: Path) -> None:
     options = {"learning_rate": 1e-2, "alarms": Alarms(kl=0.2, reward_drop=0.1)}
     with school() as one:
@@ -637,7 +637,7 @@ def test_placebos_and_levels() -> None:
             LoopConfig(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_learns_from_its_own_answers_gets_better() -> None:
     with school() as one:
         session = one.session(learning_rate=5e-3)

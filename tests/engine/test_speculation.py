@@ -19,6 +19,7 @@ EAGER = DeviceProfile(0, False, 64, max_padding=0.5, round_prompts=False, drafts
 AHEAD = DeviceProfile(2, True, 64, max_padding=0.5, round_prompts=True, match_step=16, min_match=16, drafts=8)
 OWN = this_device().profile.speculating("copy")  # GPUs draft nothing by themselves
 MODES = [("llama", OWN), ("qwen3", OWN), ("llama", TRACED), ("llama", EAGER), ("llama", AHEAD)]
+IN_TEST_ALL = (("qwen3", OWN), ("llama", EAGER))
 
 
 class Oracle:
@@ -41,7 +42,13 @@ class Oracle:
         assert drafted
 
 
-@pytest.fixture(scope="module", params=MODES, ids=lambda mode: f"{mode[0]}-{MODES.index(mode)}")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(mode, id=f"{mode[0]}-{number}", marks=[pytest.mark.slow] if mode in IN_TEST_ALL else [])
+        for number, mode in enumerate(MODES)
+    ],
+)
 def running(request: pytest.FixtureRequest) -> Iterator[Driver]:
     kind, profile = request.param
     with driver(kind, profile=profile, max_batch_size=6, prefill_step_size=96) as running:

@@ -112,7 +112,7 @@ def test_models_with_other_state_do_not_share_prompts() -> None:
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_update_is_the_same_however_it_is_cut(algorithm: str, checkpointing: bool) -> None:
     settings = {"algorithm": algorithm, "learning_rate": 1e-3, "beta": 0.1, "max_kl": 10.0}
     whole = Trainer(tiny(), LORA, RLConfig(microbatch_tokens=10_000, **settings))  # type: ignore[arg-type]

@@ -681,6 +681,33 @@ static void add_column(const struct product *p, int64_t n) {
     }
 }
 
+#if defined(__AVX2__) && defined(__FMA__)
+#ifdef __AVX512F__
+typedef vec16 wide;
+#else
+typedef vec8 wide;
+#endif
+enum { NUMBERS = sizeof(wide) / sizeof(float) };
+
+/* out[j * panel] = x · line j of TILE: with one row alone, to read the weights is all there is to do. */
+static __attribute__((noinline)) void single(const float *x, const float *w, int64_t K, float *out, int64_t panel) {
+    wide sums[TILE];
+    for (int j = 0; j < TILE; j++) sums[j] = (wide){0};
+    int64_t k = 0;
+    for (; k + NUMBERS <= K; k += NUMBERS) {
+        const wide a = *(const wide *)(x + k);
+#pragma GCC unroll 8
+        for (int j = 0; j < TILE; j++) sums[j] += a * *(const wide *)(w + j * K + k);
+    }
+    for (int j = 0; j < TILE; j++) {
+        float sum = 0;
+        for (int i = 0; i < NUMBERS; i++) sum += sums[j][i];
+        for (int64_t rest = k; rest < K; rest++) sum += x[rest] * w[j * K + rest];
+        out[j * panel] = sum;
+    }
+}
+#endif
+
 /* out[j][i] = the product of row i of a panel and line j of TILE; `soon`: what to bring near meanwhile. */
 static inline void panel_product(const float *rows, int64_t count, const float *w, int64_t K, vec *out, const float *soon,
                                  int64_t pace) {
@@ -703,7 +730,12 @@ static int product_some(const void *context, int64_t first, int64_t end) {
             panel = panel_of(M - m);
             const int64_t rows = m + panel < M ? panel : M - m;
             float sums[TILE * PANEL_ROWS];
-            panel_product(p->rows + m * K, rows, p->weights + n * K, K, (vec *)sums, soon, 4 * TILE / panels);
+#if defined(__AVX2__) && defined(__FMA__)
+            if (M == 1)
+                single(p->x, p->weights + n * K, K, sums, panel);
+            else
+#endif
+                panel_product(p->rows + m * K, rows, p->weights + n * K, K, (vec *)sums, soon, 4 * TILE / panels);
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t j = 0; j < TILE; j++)
                     p->out[(m + i) * N + n + j] = sums[j * panel + i] + (p->bias ? p->bias[n + j] : 0.0f);

@@ -164,7 +164,7 @@ class Scheduler:
             budget -= sum(piece.count for piece in pieces)
         gathered = self.admitting and self._may_gather()  # once the first has waited long enough, all go
         while gathered and budget > 0 and not self.partial:
-            started = [*(piece.jobs[0] for piece in pieces), *whole]
+            started = [*dict.fromkeys(piece.jobs[0] for piece in pieces), *whole]
             job = self._next_job(started)
             if job is None or not self._admissible(job, self.running, started):
                 break
@@ -203,8 +203,10 @@ class Scheduler:
             counts = [count]
         else:
             counts = [min(self.limits.chunk, job.remaining)]
-            while job.remaining > sum(counts) and sum(counts) + self.limits.chunk <= budget and not job.has_images:
-                counts.append(min(self.limits.chunk, job.remaining - sum(counts)))
+            while following := min(self.limits.chunk, job.remaining - sum(counts)):
+                if sum(counts) + following > budget or job.has_images:
+                    break
+                counts.append(following)
         self.partial = job if sum(counts) < job.remaining else None
         return [Prefill([job], count) for count in counts]
 

@@ -193,6 +193,33 @@ def _with_job(planned: Scheduler) -> Scheduler:
     return planned
 
 
+def test_chunks_end_at_whole_multiples_whatever_else_there_is_to_do() -> None:
+    """As many as the budget has room for, and always one; prompts are computed by themselves."""
+    planned = scheduler(step_tokens=100, padding=None, max_rows=4)
+    planned.limits.chunk = 32
+    for length in (20, 70, 150, 10):
+        planned.add(job(length))
+    assert [[piece.count, len(piece.jobs)] for piece in planned.plan().prefills] == [[32, 1], [32, 1], [6, 1], [20, 1]]
+
+
+def test_a_prompt_in_chunks_is_done_over_several_steps() -> None:
+    planned = scheduler(step_tokens=100, padding=None)
+    planned.limits.chunk = 32
+    planned.add(job(150))
+    planned.add(job(40))
+    counts = []
+    while planned.partial or planned.waiting:
+        counts.append([count for counts in run(planned) for count in counts])
+    assert counts == [[32, 32, 32], [32, 22, 32], [8]]
+    small = scheduler(step_tokens=10, padding=None)
+    small.limits.chunk = 32
+    small.add(job(70))
+    counts = []
+    while small.partial or small.waiting:
+        counts.append([count for counts in run(small) for count in counts])
+    assert counts == [[32], [32], [6]], "a piece is never shorter than a chunk, but at a prompt's end"
+
+
 def test_where_shapes_are_round_pieces_are_too() -> None:
     planned = scheduler(step_tokens=1000, padding=0.5)
     planned.limits.round_to = 128

@@ -234,6 +234,11 @@ class Job:
         return next(waiting, None)
 
     @property
+    def known_length(self) -> int:
+        """Tokens that it will have in any case: those computed again count, or it would lose its place again."""
+        return len(self.tokens) + max((row.repeated for row in self.rows), default=0)
+
+    @property
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
 

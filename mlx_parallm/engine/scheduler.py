@@ -245,7 +245,7 @@ class Scheduler:
         adapters = {row.adapter for row in (*beside, *job.rows) if row.adapter is not None}
         if len(adapters) > self.limits.max_adapters:
             return False
-        lengths = [row.length for row in running] + [len(other.tokens) for other in (*admitted, job)]
+        lengths = [row.length for row in running] + [other.known_length for other in (*admitted, job)]
         return self.fits(rows, max(lengths) + 1) or not beside
 
     def _worth_waiting(self, job: Job, other: Job) -> bool:

@@ -193,6 +193,19 @@ def _with_job(planned: Scheduler) -> Scheduler:
     return planned
 
 
+def test_a_row_that_starts_over_waits_until_all_that_it_had_fits() -> None:
+    planned = scheduler(fits=2 * 50, padding=None)
+    planned.add(job(30))
+    run(planned)
+    again = job(10)
+    again.rows[0].tokens = [1] * 60
+    again.rows[0].start_over()
+    planned.add(again)
+    assert run(planned) == [], "ten tokens would fit, seventy do not"
+    again.rows[0].repeated = 0
+    assert run(planned) == [[10]]
+
+
 def test_chunks_end_at_whole_multiples_whatever_else_there_is_to_do() -> None:
     """As many as the budget has room for, and always one; prompts are computed by themselves."""
     planned = scheduler(step_tokens=100, padding=None, max_rows=4)
